@@ -1,0 +1,1 @@
+msrl_graph/dsl

@@ -1,0 +1,161 @@
+"""Devices, hosts and links, each figure with its source.
+
+Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed, `basis` where.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from .diagnostics import NOWHERE, Span
+
+Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
+# How much each source is to be trusted: a derived figure is worth what its weakest input is worth.
+TRUST: tuple[Source, ...] = ("assumed", "datasheet", "stated", "measured", "derived")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, where it comes from, and how."""
+
+    value: float
+    source: Source
+    basis: str = ""
+
+
+def weakest(*figures: Figure) -> Source:
+    return min((f.source for f in figures), key=TRUST.index)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device. Bytes, bytes/s and FLOP/s; `resource` is Ray's name for one device."""
+
+    name: str
+    backend: str  # cpu, cuda, ascend
+    resource: str
+    memory: Figure
+    flops: dict[str, Figure]  # by dtype
+    memory_bandwidth: Figure
+    host_link: Figure  # one way, a device
+    device_link: Figure  # within a host, a device
+    host_memory: Figure
+    launch: Figure  # seconds that one kernel takes at least
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` equal hosts of `devices_per_node` devices."""
+
+    name: str
+    device: Device
+    nodes: int
+    devices_per_node: int
+    network: Figure  # bytes/s between two hosts
+    span: Span = NOWHERE
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def host(self, device: int) -> int:
+        return device // self.devices_per_node
+
+
+def _datasheet(value: float, basis: str) -> Figure:
+    return Figure(value, "datasheet", basis)
+
+
+def _assumed(value: float, basis: str) -> Figure:
+    return Figure(value, "assumed", basis)
+
+
+_PAPER_LINK = Figure(50e9, "measured", "H2D and D2H, arXiv:2507.19017, experiment setup")
+_CM384 = "arXiv:2506.12708, CloudMatrix384"
+_LAUNCH = _assumed(10e-6, "a kernel launch takes 5-20 us on current accelerators")
+
+
+def _ascend_910c(name: str, dies: int) -> Device:
+    whole = "one package of two dies" if dies == 2 else "one die of two"
+    return Device(
+        name=name,
+        backend="ascend",
+        resource="NPU",
+        memory=_datasheet(64e9 * dies, f"{_CM384}; {whole}"),
+        flops={"bf16": _datasheet(376e12 * dies, f"{_CM384}; {whole}"), "f32": _assumed(94e12 * dies, "a quarter of bf16")},
+        memory_bandwidth=_datasheet(1.6e12 * dies, f"{_CM384}; {whole}"),
+        host_link=_PAPER_LINK,
+        device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
+        host_memory=_assumed(1.5e12, "a host of 8 packages"),
+        launch=_LAUNCH,
+    )
+
+
+def _hopper(name: str, memory: float, bandwidth: float) -> Device:
+    sheet = f"NVIDIA {name.upper()} SXM datasheet"
+    return Device(
+        name=name,
+        backend="cuda",
+        resource="GPU",
+        memory=_datasheet(memory, sheet),
+        flops={"bf16": _datasheet(989e12, f"{sheet}, dense"), "f32": _datasheet(67e12, f"{sheet}, no tensor cores")},
+        memory_bandwidth=_datasheet(bandwidth, sheet),
+        host_link=_datasheet(64e9, f"{sheet}, PCIe 5 x16 one way"),
+        device_link=_datasheet(450e9, f"{sheet}, NVLink one way"),
+        host_memory=_assumed(2e12, "a host of 8 devices"),
+        launch=_LAUNCH,
+    )
+
+
+def _cpu(name: str) -> Device:
+    """A rank process with one core. The memory is this machine's where the system tells it."""
+    try:
+        size = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        memory = Figure(size, "measured", "this machine's memory, shared by its ranks")
+    except (ValueError, OSError, AttributeError):
+        memory = _assumed(8e9, "no figure from the system")
+    return Device(
+        name=name,
+        backend="cpu",
+        resource="CPU",
+        memory=memory,
+        flops={"f32": _assumed(3e10, "one core, matrix products in float32"), "bf16": _assumed(1.5e10, "one core, half of f32")},
+        memory_bandwidth=_assumed(8e9, "one core"),
+        host_link=_assumed(5e9, "a memory copy on one core"),
+        device_link=_assumed(1e9, "gloo between two processes"),
+        host_memory=memory,
+        launch=_assumed(12e-6, "an eager torch operator on a CPU"),
+    )
+
+
+def _presets() -> dict[str, Device]:
+    return {
+        d.name: d
+        for d in (
+            _ascend_910c("ascend-910c", 2),
+            _ascend_910c("ascend-910c-die", 1),
+            Device(
+                name="ascend-910b",
+                backend="ascend",
+                resource="NPU",
+                memory=_datasheet(64e9, "Atlas A2: 64 GB a device"),
+                flops={"bf16": _datasheet(376e12, "Atlas A2, 910B1"), "f32": _assumed(94e12, "a quarter of bf16")},
+                memory_bandwidth=_datasheet(1.6e12, "Atlas A2"),
+                host_link=_PAPER_LINK,
+                device_link=_assumed(56e9, "HCCS, one way"),
+                host_memory=_assumed(1.5e12, "a host of 8 devices"),
+                launch=_LAUNCH,
+            ),
+            _hopper("h100", 80e9, 3.35e12),
+            _hopper("h200", 141e9, 4.8e12),
+            _cpu("cpu"),
+            _cpu("here"),
+        )
+    }
+
+
+DEVICES = _presets()
+# Between hosts, where the file gives no figure: the paper measured 300 MB/s between its servers.
+NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

@@ -1,0 +1,104 @@
+"""What an engine is: the spec that the compiler reads, and the two small protocols that the runtime calls.
+
+Invariant: torch-free; the runtime half of an engine stands in the same file of `backends` as its spec.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from .layout import Box, Layout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+BYTES = {"f32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "float", or the words
+    that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never)."""
+
+    name: str
+    verbs: tuple[str, ...]
+    axes: tuple[str, ...]
+    options: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+    zero: tuple[int, ...] = (0, 1)
+    divided_from: int = 4
+    pads_vocabulary: bool = False
+    replicates_kv_heads: bool = False
+    remarks: tuple[str, ...] = ()
+
+    def divided(self, layout: Layout) -> bool:
+        """Whether the weights at rest are divided over dp."""
+        return layout.dp > 1 and layout.zero >= self.divided_from
+
+    def optimizer_bytes(self, dtype: str) -> int:
+        """Bytes of AdamW's state a parameter: two float32 moments, and a float32 master copy beside bf16 weights."""
+        return 8 if dtype == "f32" else 12
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of a weight that a rank holds: all that resharding knows of an engine."""
+
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of tokens as a trainer takes them: `ids` [rows, width] padded at the right, and for each response token, all rows one after
+    another, its row, the position *before* it (whose logits predict it), and the token."""
+
+    ids: Tensor
+    row: Tensor
+    position: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy."""
+
+    samples: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    iteration: int
+
+
+class Trainer(Protocol):
+    """The training half of an engine. Collectives span tp, and dp where weights are divided: all ranks make the same calls."""
+
+    def shards(self) -> list[Shard]:
+        """The weights at rest on this rank."""
+
+    def logp(self, packed: Packed, temperature: float) -> Tensor:
+        """The log-probability of each response token, [tokens]; differentiable unless torch.no_grad() is in force."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of this rank's part of the loss (the parts of all dp ranks add up to the mini-batch's)."""
+
+    def step(self, lr: float, clip_grad: float) -> float:
+        """An optimizer step; the gradient's norm before clipping. Gradients are released."""
+
+
+class Generator(Protocol):
+    """The generation half of an engine. Between `release` and `allocate` it holds no weights."""
+
+    def allocate(self) -> list[Shard]:
+        """Takes memory for the weights, for resharding to fill."""
+
+    def release(self) -> None:
+        """Gives back weights and cache."""
+
+    def generate(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
+        """`samples` responses to each prompt, in order; `rows` numbers them (it keys the noise). The end token is part of a response."""

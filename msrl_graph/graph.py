@@ -1,0 +1,193 @@
+"""The IR: what an algorithm is, apart from where it runs.
+
+Invariant: a Graph is immutable, its names are resolved and its expressions evaluated as far as params reach; every part knows the
+span that it came from. It is logical: one node a worker state, never one a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import networkx as nx
+
+from .diagnostics import NOWHERE, Span
+
+Value = bool | int | float | str | None
+ELEMENTS = {"i32": 4, "i64": 8, "f32": 4, "bf16": 2, "bool": 1, "text": 1, "json": 1}
+KINDS = {
+    "policy": ("generate", "infer", "update"),
+    "value": ("infer", "update"),
+    "reward_model": ("infer", "update"),
+}
+
+
+@dataclass(frozen=True)
+class Expr:
+    """An evaluated expression.
+
+    `kind` is number, string, bool, quantity (value in bytes, bytes/s, FLOP/s or seconds; `unit` says which), word (an option word),
+    column, state, call, list, neg or an operator sign. `value` is the literal or the name, `args` the operands, `keys` a call's
+    argument names ("" for a positional one).
+    """
+
+    kind: str
+    value: Value = None
+    args: tuple[Expr, ...] = ()
+    keys: tuple[str, ...] = ()
+    unit: str = ""
+    span: Span = NOWHERE
+
+    def __str__(self) -> str:
+        if self.kind == "call":
+            inner = (f"{k} = {a}" if k else str(a) for k, a in zip(self.keys, self.args, strict=True))
+            return f"{self.value}({', '.join(inner)})"
+        if self.kind == "list":
+            return f"[{', '.join(map(str, self.args))}]"
+        if self.kind == "neg":
+            return f"-{self.args[0]}"
+        if self.kind == "string":
+            return f'"{self.value}"'
+        if self.kind == "bool":
+            return "true" if self.value else "false"
+        if self.args:
+            left, right = (f"({a})" if a.kind in ("+", "-") and self.kind not in ("+", "-") else str(a) for a in self.args)
+            return f"{left} {self.kind} {right}"
+        if isinstance(self.value, float):
+            return f"{self.value:g}{self.unit and ' ' + self.unit}"
+        return f"{self.value}{self.unit and ' ' + self.unit}"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a column: `size` fixed, or at most `size` when ragged, or as long as column `like` of the same row."""
+
+    size: int = 0
+    ragged: bool = False
+    like: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A field of a row. `level` 0 are the source's rows (prompts), 1 the rows under them (responses)."""
+
+    name: str
+    element: str
+    dims: tuple[Dim, ...] = ()
+    level: int = 0
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One set of weights, or (kind `function`) a place where Python runs."""
+
+    name: str
+    kind: str
+    frozen: bool = False
+    model: str = ""
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Node:
+    """A worker state. `per` is its scope: row, batch, or a column whose rows stay together."""
+
+    name: str
+    worker: str
+    verb: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    per: str = "row"
+    attributes: dict[str, Expr] = field(default_factory=dict)
+    span: Span = NOWHERE
+
+    def number(self, key: str, default: float) -> float:
+        """The number of an attribute, or its default."""
+        expr = self.attributes.get(key)
+        return default if expr is None or not isinstance(expr.value, (int, float)) else expr.value
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`kind` sample: rows go from `src` to `dst`; reshard: the weights of src's worker go to `dst`."""
+
+    kind: Literal["sample", "reshard"]
+    src: str
+    dst: str
+    attributes: dict[str, Expr] = field(default_factory=dict)
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An algorithm: nodes in dependency order, the source first (a node with verb `source`)."""
+
+    name: str
+    params: dict[str, Value]
+    columns: tuple[Column, ...]
+    workers: tuple[Worker, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    rows: tuple[int, ...]  # rows an iteration at each level: (prompts, responses)
+    span: Span = NOWHERE
+
+    @cached_property
+    def _index(self) -> tuple[dict[str, Node], dict[str, Column], dict[str, Worker], dict[str, Node]]:
+        return (
+            {n.name: n for n in self.nodes},
+            {c.name: c for c in self.columns},
+            {w.name: w for w in self.workers},
+            {c: n for n in self.nodes for c in n.writes},
+        )
+
+    def node(self, name: str) -> Node:
+        return self._index[0][name]
+
+    def column(self, name: str) -> Column:
+        return self._index[1][name]
+
+    def worker(self, name: str) -> Worker:
+        return self._index[2][name]
+
+    def writer(self, column: str) -> Node:
+        """The node that writes a column."""
+        return self._index[3][column]
+
+    def verb(self, verb: str) -> tuple[Node, ...]:
+        return tuple(n for n in self.nodes if n.verb == verb)
+
+    def samples(self) -> tuple[Edge, ...]:
+        return tuple(e for e in self.edges if e.kind == "sample")
+
+    def reshards(self) -> tuple[Edge, ...]:
+        return tuple(e for e in self.edges if e.kind == "reshard")
+
+    def level(self, node: Node) -> int:
+        """The level of the rows that a node works on: the deepest that it reads (the source's own is 0)."""
+        return max((self.column(c).level for c in node.reads), default=0)
+
+    def unit_level(self, node: Node) -> int:
+        """The level of what a node is handed at once: its scope's column's, else its rows'."""
+        return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
+
+    def bound(self, column: str) -> int:
+        """The most elements that a row of the column can hold (text and json count as the bound of a prompt: unknown, 0)."""
+        total = 1
+        for dim in self.column(column).dims:
+            total *= self.bound(dim.like) if dim.like else dim.size
+        return total
+
+    def row_bytes(self, column: str) -> int:
+        """The most bytes that a row of the column can hold."""
+        return self.bound(column) * ELEMENTS[self.column(column).element]
+
+    def to_networkx(self) -> nx.MultiDiGraph[str]:
+        """All nodes and edges, with `node=` and `edge=` data."""
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
+        for node in self.nodes:
+            graph.add_node(node.name, node=node)
+        for edge in self.edges:
+            graph.add_edge(edge.src, edge.dst, key=edge.kind, edge=edge)
+        return graph

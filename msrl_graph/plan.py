@@ -1,0 +1,291 @@
+"""The plan: everything that running needs, and everything that was worked out about it.
+
+Invariant: a plan is plain data; `to_json` and `from_json` are inverse, and compiling twice gives the same bytes. Passes fill it from
+top to bottom: placements, docks, reshards, schedule, then traffic, memory and estimate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .cluster import Cluster, Figure
+from .diagnostics import NOWHERE, Span
+from .graph import Expr, Graph, Value
+from .layout import Layout, Tensor
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's architecture (Llama or Qwen2 family). `path` is the folder of its weights, empty for a preset."""
+
+    name: str
+    path: str
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    qkv_bias: bool
+    dtype: str  # f32 or bf16
+    tensors: tuple[Tensor, ...]
+    span: Span = NOWHERE
+
+    @property
+    def parameters(self) -> int:
+        return sum(t.elements for t in self.tensors)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values a token, over all layers and heads."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * (4 if self.dtype == "f32" else 2)
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data file and which of its fields fills which column."""
+
+    name: str
+    path: str
+    fields: dict[str, str]
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine and its options; `chosen` says who chose it."""
+
+    name: str
+    options: dict[str, Value] = field(default_factory=dict)
+    chosen: str = "the file"
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th iteration (0: never)."""
+
+    data: str
+    every: int
+    report: tuple[str, ...]
+    samples: int
+    temperature: float
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Run:
+    iterations: int = 1
+    seed: int = 0
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class DockOptions:
+    mode: str = "distributed"
+    deadline: float = 600.0  # seconds that a wait may last
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class ReshardOptions:
+    mode: str = "swap"
+    order: str = ""  # direct or staged; empty: the plan chooses
+    bucket: int = 0  # bytes; 0: the plan chooses
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """The where and how of a program, as the file states it."""
+
+    name: str
+    models: dict[str, Model]  # by the name that workers use
+    data: dict[str, Data]
+    layouts: dict[str, Layout]  # by node
+    engines: dict[str, EngineChoice]  # by node
+    dock: DockOptions = DockOptions()
+    reshard: ReshardOptions = ReshardOptions()
+    evaluations: tuple[Evaluation, ...] = ()
+    run: Run = Run()
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A node-state on a stretch of devices of a pool (`first` to `first + layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+
+    node: str
+    pool: str
+    layout: Layout
+    first: int
+    engine: EngineChoice
+    reason: str
+    weight_bytes: int = 0  # the state's weights at rest, on the busiest device
+
+
+@dataclass(frozen=True)
+class Controller:
+    """The controller of a node-state: hears only of the columns that the state reads."""
+
+    node: str
+    host: int
+    columns: tuple[str, ...]
+    groups: int  # data-parallel groups that ask it
+    chunk: int  # units handed out at once; 0: all of the iteration
+    lockstep: bool  # a collective spans the groups: all get the same number of micro-batches
+
+
+@dataclass(frozen=True)
+class Docks:
+    mode: str
+    controllers: tuple[Controller, ...]
+    warehouses: tuple[int, ...]  # hosts
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a reshard: bytes and seconds a device."""
+
+    name: str
+    bytes: int
+    seconds: Figure
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """An allgather-swap. Bytes are a device's, at its busiest."""
+
+    src: str
+    dst: str
+    mode: str
+    order: str
+    reason: str
+    group: int  # ranks that gather together
+    bucket_bytes: int
+    buckets: tuple[tuple[str, ...], ...]  # tensor names
+    steps: tuple[Step, ...]
+    swap_in: Step
+    update_bytes_per_device: int
+    generate_bytes_per_device: int
+    released_bytes_per_device: int
+    peak_bytes_per_device: int
+    redundant_bytes: int  # what naive resharding would leave on all devices (eq. 3)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`op` is RESHARD (edge `node` => `other`), RUN, RELEASE (generation weights), SWAP_IN (starts), WAIT (for the swap-in)."""
+
+    op: str
+    node: str
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What the processes of a pool do, in order; `task` is `train` or the name of the evaluated data."""
+
+    pool: str
+    task: str
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a sample edge moves in an iteration, at the columns' bounds."""
+
+    src: str
+    dst: str
+    columns: tuple[str, ...]
+    rows: int
+    bytes: int
+    seconds: Figure
+    central_seconds: Figure
+    how: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a phase holds on one device, or one host, at its peak."""
+
+    place: str  # device or host
+    pool: str
+    phase: str
+    items: dict[str, int]
+    capacity: Figure
+    remark: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    pool: str
+    seconds: Figure
+
+
+@dataclass(frozen=True)
+class Estimate:
+    phases: tuple[Phase, ...]
+    iteration_seconds: Figure
+    tokens_per_second_per_device: Figure  # eq. 5
+
+
+@dataclass(frozen=True)
+class Note:
+    """A choice or a remark, with its reason."""
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    graph: Graph
+    cluster: Cluster
+    deploy: Deploy
+    format_version: int = FORMAT_VERSION
+    placements: tuple[Placement, ...] = ()
+    docks: Docks = Docks("distributed", (), (), 600.0)
+    reshards: tuple[Reshard, ...] = ()
+    schedule: tuple[Stream, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    estimate: Estimate | None = None
+    notes: tuple[Note, ...] = ()
+
+    def placement(self, node: str) -> Placement:
+        return next(p for p in self.placements if p.node == node)
+
+    def controller(self, node: str) -> Controller:
+        return next(c for c in self.docks.controllers if c.node == node)
+
+    def model(self, node: str) -> Model:
+        """The model of a node-state's worker."""
+        worker = self.graph.worker(self.graph.node(node).worker)
+        return self.deploy.models[worker.model]
+
+    def to_json(self) -> str:
+        import msgspec
+
+        return msgspec.json.format(msgspec.json.encode(self)).decode() + "\n"
+
+
+def from_json(text: str | bytes) -> Plan:
+    """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none."""
+    import msgspec
+
+    return msgspec.json.decode(text, type=Plan)
+
+
+__all__ = ["Expr", "Plan", "from_json"]
