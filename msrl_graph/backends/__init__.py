@@ -1,0 +1,10 @@
+"""Engines and devices, one file each: a spec that the compiler reads, and the half that runs."""
+
+from __future__ import annotations
+
+from ..engine import EngineSpec
+from . import fsdp, hf
+
+ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf)}
+# The light engines, where a program names none.
+DEFAULT = {"generate": "hf", "infer": "fsdp", "update": "fsdp"}

@@ -1,0 +1,236 @@
+"""Training and inference by torch FSDP2 and DTensor tensor parallelism (torch.distributed), on any torch device.
+
+Invariant: the weights at rest on a rank are the boxes of layout.shard; the optimizer works on those local tensors, element by element,
+so that no layout changes what it computes. ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing
+the gathered weights after forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..engine import EngineSpec, Packed, Shard
+from ..layout import Layout, shard
+from ..plan import Model
+from . import transformer
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+SPEC = EngineSpec(
+    name="fsdp",
+    verbs=("infer", "update"),
+    axes=("tp", "dp"),
+    options={"micro_batch": "int", "recompute": ("none", "full"), "dtype": ("f32", "bf16")},
+    zero=(0, 1, 2, 3),
+    divided_from=2,
+    remarks=("zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for",),
+)
+
+
+class Engine:
+    """A model on this rank; `optimizer` holds adamw's lr, betas, eps and weight_decay, and is None for a worker without update."""
+
+    def __init__(
+        self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: dict[str, Any] | None
+    ) -> None:
+        import torch
+
+        self.model, self.layout, self.mesh = model, layout, mesh
+        self.divided = SPEC.divided(layout)
+        module = transformer.empty(model)
+        if recompute:
+            module.gradient_checkpointing_enable()
+        module.requires_grad_(optimizer is not None)
+        if layout.tp > 1:
+            _divide_tensors(module, mesh["tp"])
+        module.forward = lambda *args: _token_logp(module, *args)
+        if self.divided:
+            from torch.distributed.fsdp import fully_shard
+
+            again = layout.zero >= 3
+            for layer in module.model.layers:
+                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=again)
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=again)
+        # Buffers are real already: to_empty would lose them.
+        buffers = dict(module.named_buffers())
+        module.to_empty(device="cpu")
+        for name, value in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            module.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+        self.module = module
+        weights = transformer.named_weights(module)
+        boxes = {t.name: (t, shard(t, layout, rank, self.divided)) for t in model.tensors}
+        values = transformer.read(model, boxes)
+        self._shards = []
+        with torch.no_grad():
+            for tensor in model.tensors:
+                local = _local(weights[tensor.name])
+                local.copy_(values[tensor.name])
+                self._shards.append(Shard(tensor.name, boxes[tensor.name][1], local))
+        self._parameters = [weights[t.name] for t in model.tensors]
+        self._optimizer = None if optimizer is None else _Optimizer(self, optimizer)
+
+    def shards(self) -> list[Shard]:
+        return self._shards
+
+    def logp(self, packed: Packed, temperature: float) -> torch.Tensor:
+        values: torch.Tensor = self.module(packed.ids, packed.row, packed.position, packed.token, temperature)
+        return values
+
+    def backward(self, loss: torch.Tensor) -> None:
+        # FSDP2 averages over dp, the loss's parts add up.
+        (loss * self.layout.dp if self.divided else loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, lr: float, clip_grad: float) -> float:
+        assert self._optimizer is not None
+        return self._optimizer.step(lr, clip_grad)
+
+
+def _divide_tensors(module: Any, mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layer = {
+        **{f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(),
+        **{f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for block in module.model.layers:
+        parallelize_module(block, mesh, layer)
+    ends = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(module, mesh, ends)
+
+
+def _token_logp(
+    module: Any, ids: torch.Tensor, row: torch.Tensor, position: torch.Tensor, token: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Padding is at the right, so
+    causal attention alone keeps it out; logits are made only where a response token is predicted, and in float32."""
+    import torch
+
+    hidden = module.model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = module.lm_head(hidden[row, position]).float() / temperature
+    return -torch.nn.functional.cross_entropy(logits, token, reduction="none")
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    """The local tensor of a parameter, a DTensor or not, as it lies in memory."""
+    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.detach()
+
+
+def _gradient(parameter: Any) -> torch.Tensor:
+    """The local gradient of a parameter; zeros where no rank made one."""
+    import torch
+
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros_like(_local(parameter))
+    # DTensor may leave a gradient otherwise placed than its parameter (a divided embedding's comes out whole).
+    if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return _local(gradient)
+
+
+class _Optimizer:
+    """AdamW (arXiv:1711.05101) on the local shards, in float32."""
+
+    def __init__(self, engine: Engine, options: dict[str, Any]) -> None:
+        import torch
+
+        self.engine = engine
+        layout, shards = engine.layout, engine.shards()
+        self.flat = layout.zero == 1 and layout.dp > 1  # ZeRO 1: each dp rank owns a stretch of all weights, laid end to end
+        self.sizes = [s.tensor.numel() for s in shards]
+        if self.flat:
+            self.stretch = -(-sum(self.sizes) // layout.dp)
+            self.dp_rank = engine.mesh["dp"].get_local_rank()
+            self.masters = [self._own_stretch()]
+        else:
+            self.masters = [s.tensor if s.tensor.dtype == torch.float32 else s.tensor.float() for s in shards]
+        # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
+        self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
+        options = {k: v for k, v in options.items() if k != "lr"}
+        self.adamw = torch.optim.AdamW(self.masters, lr=0.0, fused=True, **options)
+        if self.copied:
+            self.masters[0].untyped_storage().resize_(0)
+
+    def _laid_out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """All tensors end to end in float32, padded to equal stretches."""
+        import torch
+
+        flat = torch.zeros(self.stretch * self.engine.layout.dp)
+        torch.cat([t.reshape(-1).float() for t in tensors], out=flat[: sum(self.sizes)])
+        return flat
+
+    def _own_stretch(self) -> torch.Tensor:
+        flat = self._laid_out([s.tensor for s in self.engine.shards()])
+        return flat[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)].clone()
+
+    def step(self, lr: float, clip_grad: float) -> float:
+        import torch
+        from torch import distributed as dist
+
+        engine, layout = self.engine, self.engine.layout
+        gradients = [_gradient(p) for p in engine._parameters]
+        if not engine.divided and layout.dp > 1:
+            flat = torch.cat([g.reshape(-1) for g in gradients])
+            dist.all_reduce(flat, group=engine.mesh["dp"].get_group())
+            gradients = [g.view(s.tensor.shape) for g, s in zip(torch.split(flat, self.sizes), engine.shards(), strict=True)]
+        norm = self._norm(gradients)
+        scale = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0
+        if self.flat:
+            own = self._laid_out(gradients)[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)]
+            gradients = [own]
+        if self.copied:
+            self.masters[0].untyped_storage().resize_(4 * self.stretch)
+            self.masters[0].copy_(self._own_stretch())
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = (gradient * scale if scale != 1.0 else gradient).to(master.dtype)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self._write_back()
+        for tensor in (*self.masters, *engine._parameters):
+            tensor.grad = None
+        if self.copied:
+            self.masters[0].untyped_storage().resize_(0)
+        return norm
+
+    def _write_back(self) -> None:
+        """From the masters to the weights."""
+        import torch
+        from torch import distributed as dist
+
+        shards = self.engine.shards()
+        if self.flat:
+            flat = torch.empty(self.stretch * self.engine.layout.dp)
+            dist.all_gather_into_tensor(flat, self.masters[0], group=self.engine.mesh["dp"].get_group())
+            for value, piece in zip(torch.split(flat[: sum(self.sizes)], self.sizes), shards, strict=True):
+                piece.tensor.copy_(value.view(piece.tensor.shape))
+        else:
+            for master, piece in zip(self.masters, shards, strict=True):
+                if master is not piece.tensor:
+                    piece.tensor.copy_(master)
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once."""
+        import torch
+        from torch import distributed as dist
+
+        engine, layout = self.engine, self.engine.layout
+        divided, copied = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for gradient, tensor in zip(gradients, engine.model.tensors, strict=True):
+            (divided if tensor.tp_dim >= 0 else copied).add_(gradient.double().square().sum())
+        if layout.tp > 1:
+            dist.all_reduce(divided, group=engine.mesh["tp"].get_group())
+        total = divided + copied
+        if engine.divided:
+            dist.all_reduce(total, group=engine.mesh["dp"].get_group())
+        return float(total.sqrt())

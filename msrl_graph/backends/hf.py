@@ -1,0 +1,186 @@
+"""Generation by transformers, with tensor parallelism of its own over torch.distributed.
+
+Invariant: what is drawn for a row depends on its prompt, the weights and the key (seed, iteration, row, step) alone. The weights have
+memory only between `allocate` and `release`; their boxes are those of layout.shard.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..engine import EngineSpec, Sampling, Shard
+from ..layout import Layout, elements, shard
+from ..plan import Model
+from . import transformer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch.distributed.device_mesh import DeviceMesh
+
+SPEC = EngineSpec(
+    name="hf",
+    verbs=("generate",),
+    axes=("tp", "dp"),
+    options={"micro_batch": "int", "dtype": ("f32", "bf16"), "memory": "float"},
+)
+
+
+class Engine:
+    """A generator on this rank; `micro_batch` prompts are generated at once (0: all)."""
+
+    def __init__(self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, micro_batch: int) -> None:
+        import torch
+        from transformers import GenerationConfig
+
+        self.model, self.layout, self.micro_batch = model, layout, micro_batch
+        self.module = transformer.empty(model).eval().requires_grad_(False)
+        weights = transformer.named_weights(self.module)
+        dtype = next(iter(weights.values())).dtype
+        self._shards = []
+        for tensor in model.tensors:
+            box = shard(tensor, layout, rank, divided=False)
+            local = torch.empty([b - a for a, b in box], dtype=dtype)
+            local.untyped_storage().resize_(0)
+            self._shards.append(Shard(tensor.name, box, local))
+            owner, _, leaf = tensor.name.rpartition(".")
+            parameter = torch.nn.Parameter(local, requires_grad=False)
+            setattr(self.module.get_submodule(owner), leaf, parameter)
+        if model.tied:
+            self.module.lm_head.weight = self.module.model.embed_tokens.weight
+        self.group = mesh["tp"].get_group() if layout.tp > 1 else None
+        if self.group is not None:
+            _join(self.module, self.group, layout.coordinates(rank)[0])
+        try:
+            ends = GenerationConfig.from_pretrained(model.path).eos_token_id
+        except OSError:
+            ends = self.module.config.eos_token_id
+        self.ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+    def allocate(self) -> list[Shard]:
+        for piece in self._shards:
+            piece.tensor.untyped_storage().resize_(elements(piece.box) * piece.tensor.element_size())
+        return self._shards
+
+    def release(self) -> None:
+        for piece in self._shards:
+            piece.tensor.untyped_storage().resize_(0)
+
+    def generate(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
+        import torch
+
+        out: list[NDArray[np.int32]] = []
+        wave = self.micro_batch or len(prompts)
+        with torch.inference_mode():
+            for i in range(0, len(prompts), wave):
+                some = prompts[i : i + wave]
+                out += self._wave(some, rows[i * sampling.samples : (i + len(some)) * sampling.samples], sampling)
+        return out
+
+    def _wave(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
+        """Prefills each prompt once, left-padded, then decodes all its samples; finished rows leave the batch when half have finished."""
+        import numpy as np
+        import torch
+        from transformers.cache_utils import DynamicCache
+
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.zeros(len(prompts), width, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+            mask[i, width - len(prompt) :] = 1
+        cache = DynamicCache(config=self.module.config)
+        logits = self._logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
+        n = sampling.samples
+        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
+        if n > 1:
+            cache.batch_repeat_interleave(n)
+        out = np.zeros((len(rows), sampling.max_tokens), np.int32)
+        lengths = np.zeros(len(rows), np.int64)
+        alive = np.arange(len(rows))  # the rows in the batch, finished ones among them
+        running = np.ones(len(rows), bool)
+        for step in range(sampling.max_tokens):
+            token = self._draw(logits, rows[alive], step, sampling)
+            going = running[alive]
+            out[alive[going], step] = token[going]
+            lengths[alive[going]] = step + 1
+            running[alive[going & np.isin(token, self.ends)]] = False
+            if step + 1 == sampling.max_tokens or not running.any():
+                break
+            if running[alive].sum() * 2 <= len(alive):
+                keep = np.flatnonzero(running[alive])
+                cache.batch_select_indices(torch.from_numpy(keep))
+                alive, mask, token = alive[keep], mask[torch.from_numpy(keep)], token[keep]
+            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
+            position = mask.sum(1, keepdim=True) - 1
+            logits = self._logits(torch.from_numpy(token)[:, None], mask, position, cache)
+        return [out[i, :length].copy() for i, length in enumerate(lengths)]
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
+        import torch
+        from torch import distributed as dist
+
+        seen = None if bool(mask.all()) else mask
+        hidden = self.module.model(input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True)
+        logits: torch.Tensor = self.module.lm_head(hidden.last_hidden_state[:, -1]).float()
+        if self.group is not None:
+            parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
+            dist.all_gather(parts, logits.contiguous(), group=self.group)
+            logits = torch.cat(parts, dim=-1)
+        return logits
+
+    def _draw(self, logits: torch.Tensor, rows: NDArray[np.int64], step: int, sampling: Sampling) -> NDArray[np.int64]:
+        """The next token of each row: the inverse of the cumulative distribution at the row's own number, in float64."""
+        import torch
+        from torch import distributed as dist
+
+        from .. import noise
+
+        if sampling.temperature == 0:
+            token = logits.argmax(-1)
+        else:
+            scaled = (logits / sampling.temperature).double()
+            if sampling.top_k:
+                floor = scaled.topk(min(sampling.top_k, scaled.shape[-1]), dim=-1).values[:, -1:]
+                scaled = scaled.masked_fill(scaled < floor, float("-inf"))
+            share = scaled.softmax(-1)
+            if sampling.top_p < 1:
+                ordered, index = share.sort(-1, descending=True)
+                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0.0
+                share = torch.zeros_like(share).scatter_(-1, index, ordered)
+            total = share.cumsum(-1)
+            u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, step))[:, None]
+            token = (total <= u * total[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+        if self.group is not None:
+            # The ranks of a group must agree to the last bit: one draws for all.
+            dist.broadcast(token, group=self.group, group_src=0)
+        picked: NDArray[np.int64] = token.numpy()
+        return picked
+
+
+def _join(module: Any, group: Any, index: int) -> None:
+    """Adds the sums that tensor parallelism needs after a divided vocabulary and after row-divided products."""
+    import torch
+    from torch import distributed as dist
+
+    def add_up(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.contiguous()
+        dist.all_reduce(output, group=group)
+        return output
+
+    for layer in module.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(add_up)
+        layer.mlp.down_proj.register_forward_hook(add_up)
+    table = module.model.embed_tokens
+
+    def look_up(ids: torch.Tensor) -> torch.Tensor:
+        first = index * table.weight.shape[0]
+        local = ids - first
+        outside = (local < 0) | (local >= table.weight.shape[0])
+        found = torch.nn.functional.embedding(local.masked_fill(outside, 0), table.weight)
+        found[outside] = 0.0
+        dist.all_reduce(found, group=group)
+        return found
+
+    table.forward = look_up

@@ -1,0 +1,81 @@
+"""The currency of the sample flow: columns of rows, ragged, without padding.
+
+Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries; text is UTF-8 bytes. numpy
+arrays travel through Ray zero-copy and need no torch where rows are only kept or scored; a rank sees them as tensors without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bf16": np.float32, "bool": np.bool_, "text": np.uint8, "json": np.uint8}
+
+
+@dataclass(frozen=True)
+class Column:
+    """n rows; `offsets` is None for scalars, else row i is values[offsets[i]:offsets[i + 1]]."""
+
+    values: Array
+    offsets: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    @property
+    def lengths(self) -> Array:
+        """Elements of each row; 1 for a scalar."""
+        return np.ones(len(self.values), np.int64) if self.offsets is None else np.diff(self.offsets)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.values[row] if self.offsets is None else self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def text(self, row: int) -> str:
+        return bytes(self[row]).decode("utf-8")
+
+    def take(self, rows: Array) -> Column:
+        """The rows at these positions, in this order (a copy)."""
+        if self.offsets is None:
+            return Column(self.values[rows])
+        lengths = self.lengths[rows]
+        offsets = offsets_of(lengths)
+        # One flat gather: position in the output, minus its row's start there, plus its row's start here.
+        index = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
+        return Column(self.values[index], offsets)
+
+
+def offsets_of(lengths: Array) -> Array:
+    out = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=out[1:])
+    return out
+
+
+def ragged(rows: Sequence[Array], dtype: Any) -> Column:
+    """A ragged column of these rows."""
+    lengths = np.fromiter((len(r) for r in rows), np.int64, len(rows))
+    values = np.concatenate([np.asarray(r, dtype) for r in rows]) if len(rows) else np.zeros(0, dtype)
+    return Column(values.astype(dtype, copy=False), offsets_of(lengths))
+
+
+def texts(rows: Iterable[str]) -> Column:
+    """A text column."""
+    return ragged([np.frombuffer(r.encode("utf-8"), np.uint8) for r in rows], np.uint8)
+
+
+def concatenate(parts: Sequence[Column]) -> Column:
+    """The rows of all parts, one after another."""
+    if len(parts) == 1:
+        return parts[0]
+    values = np.concatenate([p.values for p in parts])
+    if parts[0].offsets is None:
+        return Column(values)
+    return Column(values, offsets_of(np.concatenate([p.lengths for p in parts])))

@@ -1,0 +1,77 @@
+"""What a person sees of a run: a live line on a terminal, one plain line an iteration elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..plan import Plan
+
+
+class Display:
+    """`phase` and `iteration` may be called at any rate; nothing is drawn faster than a person sees."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.console = console
+        self.total = plan.deploy.run.iterations
+        self.every = max(1, self.total // 20)
+        self.live = console.is_terminal
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[status]}"),
+            TextColumn("[cyan]{task.fields[phase]}"),
+            console=console,
+        )
+        self.task = self.progress.add_task(plan.graph.name, total=self.total, status="", phase="starting")
+        if self.live:
+            self.progress.start()
+        self._last = time.monotonic()
+
+    def phase(self, name: str) -> None:
+        self.progress.update(self.task, phase=name)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False)
+
+    def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
+        """`scalars` are the columns whose means are shown."""
+        shown = [f"{name} {line[name]:.3f}" for name in scalars if name in line]
+        shown += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['seconds']:.2f} s"]
+        done = line["iteration"] + 1
+        if self.live:
+            self.progress.update(self.task, completed=done, status="  ".join(shown))
+        elif done == 1 or done % self.every == 0 or done == self.total:
+            self.say(f"iteration {done}/{self.total}  " + "  ".join(shown))
+
+    def close(self) -> None:
+        if self.live:
+            self.progress.stop()
+
+
+def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
+    """Predicted against measured."""
+    table = Table(title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("what")
+    for name in ("predicted", "measured", "ratio"):
+        table.add_column(name, justify="right")
+    table.add_column("predicted from")
+    for what, unit, predicted, measured, source in rows:
+        ratio = f"{predicted / measured:.2f}" if measured else "-"
+        table.add_row(what, _amount(predicted, unit), _amount(measured, unit), ratio, source)
+    return table
+
+
+def _amount(value: float, unit: str) -> str:
+    if unit == "s":
+        return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
+    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if value >= size:
+            return f"{value / size:.2f} {name}"
+    return f"{value:.0f} B"

@@ -1,0 +1,37 @@
+"""From rows of the dock to tensors of a micro-batch.
+
+Invariant: token ids go through unchanged; a row is its context columns, in order, then its response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..engine import Packed
+from .columns import Array, Column
+
+
+def pack(contexts: Sequence[Column], response: Column, rows: Array) -> Packed:
+    """The rows at positions `rows`, padded at the right. No rows give one row of one token and no response, so that a rank without
+    work can still take part in collectives."""
+    pieces = [np.concatenate([c[r] for c in contexts] + [response[r]]) for r in rows]
+    lengths = np.array([len(response[r]) for r in rows], np.int64)
+    ids = np.zeros((max(len(pieces), 1), max((len(p) for p in pieces), default=1)), np.int64)
+    for i, piece in enumerate(pieces):
+        ids[i, : len(piece)] = piece
+    ends = np.array([len(p) for p in pieces], np.int64)
+    row = np.repeat(np.arange(len(pieces)), lengths)
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    position = np.repeat(ends - lengths, lengths) + within - 1
+    token = ids[row, position + 1] if len(row) else np.zeros(0, np.int64)
+    return Packed(*(torch.from_numpy(np.ascontiguousarray(a)) for a in (ids, row, position, token)))
+
+
+def flat(column: Column, rows: Array, lengths: Array) -> torch.Tensor:
+    """One float value a response token: a ragged column end to end, or a scalar given to every token of its row."""
+    some = column.take(rows)
+    values = some.values if some.offsets is not None else np.repeat(some.values, lengths)
+    return torch.from_numpy(values.astype(np.float32, copy=False))

@@ -1,0 +1,167 @@
+"""What a run leaves behind: metrics, curve, trace, and predicted against measured.
+
+Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from ..plan import Plan
+from .report import Report
+
+
+class Recorder:
+    """Writes into `folder`."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.folder, self.plan = folder, plan
+        self.lines: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.reports: list[list[Report]] = []
+        self._processes: dict[str, int] = {}
+        self._start: float | None = None
+        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
+        self._board = SummaryWriter(str(folder / "tensorboard"), write_to_disk=True)
+
+    def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
+        """Adds the metrics of one iteration and returns them."""
+        sums: dict[str, tuple[float, float]] = {}
+        for report in reports:
+            for name, (total, weight) in report.sums.items():
+                old = sums.get(name, (0.0, 0.0))
+                sums[name] = (old[0] + total, old[1] + weight)
+        line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
+        line |= {name: total / weight if weight else total for name, (total, weight) in sorted(sums.items())}
+        graph, devices = self.plan.graph, self.plan.cluster.devices
+        prompts, responses = graph.rows[0], graph.rows[-1]
+        tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
+        bound = sum(graph.bound(c) for n in graph.verb("generate")[:1] for c in (*n.reads, *n.writes))
+        line["tokens_per_second"] = tokens / seconds
+        # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, a device.
+        line["throughput_eq5"] = responses * bound / devices / seconds
+        line["prompts"] = prompts
+        line["phases"] = phases(reports)
+        line["dock_bytes"] = moved
+        line["reshard_bytes"] = max((sum(r.bytes.get(f"{e.src} => {e.dst}", 0) for e in self.plan.reshards) for r in reports), default=0)
+        self._write(line)
+        for name, value in line.items():
+            if isinstance(value, (int, float)) and name != "iteration":
+                self._board.add_scalar(name, value, iteration)
+        self.lines.append(line)
+        self.reports.append(reports)
+        self._trace(iteration, reports)
+        return line
+
+    def memory(self, reports: list[Report]) -> None:
+        """Keeps what live tensors took on each rank, before and after every instruction."""
+        found = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
+        (self.folder / "memory.json").write_text(json.dumps(found, indent=2))
+
+    def evaluation(self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]) -> dict[str, float]:
+        """Adds the means of the reported columns over all of the data."""
+        found = {}
+        for column in columns:
+            totals = [r.sums[column] for r in reports if column in r.sums]
+            found[column] = sum(t for t, _ in totals) / max(sum(w for _, w in totals), 1)
+            self._board.add_scalar(f"{name}/{column}", found[column], iteration)
+        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found}
+        self._write(line)
+        self.evaluations.append(line)
+        self._trace(iteration, reports)
+        return found
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.flush()
+
+    def _trace(self, iteration: int, reports: list[Report]) -> None:
+        for report in reports:
+            process = self._processes.setdefault(report.process, len(self._processes))
+            for name, start, seconds in report.events:
+                self._start = start if self._start is None else min(self._start, start)
+                self.events.append(
+                    {"name": name, "ph": "X", "ts": start, "dur": seconds * 1e6, "pid": 0, "tid": process, "args": {"iteration": iteration}}
+                )
+
+    def close(self) -> None:
+        """Writes trace and curve."""
+        self._metrics.close()
+        self._board.close()
+        names: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "host 0"}}]
+        names += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": p}} for p, t in self._processes.items()]
+        for event in self.events:
+            event["ts"] = (event["ts"] - (self._start or 0.0)) * 1e6
+        (self.folder / "trace.json").write_text(json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"}))
+        if self.lines:
+            self._curve()
+
+    def _curve(self) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        names = [c for c in self.lines[0] if c in {col.name for col in self.plan.graph.columns}]
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        x = [line["iteration"] + 1 for line in self.lines]
+        for name in names:
+            axes.plot(x, [line[name] for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
+        for data in dict.fromkeys(e["evaluation"] for e in self.evaluations):
+            some = [e for e in self.evaluations if e["evaluation"] == data]
+            for column in [k for k in some[0] if k not in ("evaluation", "after_iterations", "seconds")]:
+                values = [e[column] for e in some]
+                axes.plot([e["after_iterations"] for e in some], values, marker="o", linewidth=2, label=f"{column} on {data}")
+                for e in (some[0], some[-1]):
+                    axes.annotate(
+                        f"{e[column]:.3f}", (e["after_iterations"], e[column]), textcoords="offset points", xytext=(0, 8), ha="center"
+                    )
+        axes.set_xlabel("iterations")
+        axes.set_title(self.plan.deploy.name)
+        axes.margins(y=0.15)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+        figure.savefig(self.folder / "curve.png", dpi=120)
+        pyplot.close(figure)
+
+    def table(self) -> list[tuple[str, str, float, float, str]]:
+        """Predicted against measured: (what, unit, predicted, measured, source); measured are medians over the iterations, the first
+        left out when there are several."""
+        plan = self.plan
+        lines = self.lines[1:] or self.lines
+        rows: list[tuple[str, str, float, float, str]] = []
+        if plan.estimate is None or not lines:
+            return rows
+        for phase in plan.estimate.phases:
+            measured = [line["phases"].get(phase.name) for line in lines]
+            known = [m for m in measured if m is not None]
+            if known:
+                rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))
+        whole = plan.estimate.iteration_seconds
+        rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
+        for edge in plan.reshards:
+            gathered = next((s.bytes for s in edge.steps if "gather" in s.name), 0)
+            received = statistics.median(x["reshard_bytes"] for x in lines)
+            rows.append((f"{edge.src} => {edge.dst}, received a device", "B", gathered, received, "derived"))
+        predicted: dict[str, float] = {}
+        for t in plan.traffic:
+            predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
+        for node, size in predicted.items():
+            got = [sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away")) for line in lines]
+            rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
+        return rows
+
+
+def phases(reports: list[Report]) -> dict[str, float]:
+    """Seconds of each phase: the slowest process's."""
+    found: dict[str, float] = {}
+    for report in reports:
+        for name, seconds in report.seconds.items():
+            found[name] = max(found.get(name, 0.0), seconds)
+    return found

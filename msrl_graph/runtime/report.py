@@ -1,0 +1,39 @@
+"""What a process tells of one task: seconds by phase, events for the trace, and sums for the metrics.
+
+Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+# perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
+_EPOCH = time.time() - time.perf_counter()
+
+
+@dataclass
+class Report:
+    process: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    events: list[tuple[str, float, float]] = field(default_factory=list)  # name, wall-clock start, seconds
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(name, start)
+
+    def add(self, name: str, start: float) -> None:
+        """A stretch from `start` (perf_counter) to now."""
+        spent = time.perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.events.append((name, start + _EPOCH, spent))
+
+    def count(self, name: str, total: float, weight: float) -> None:
+        old = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old[0] + total, old[1] + weight)

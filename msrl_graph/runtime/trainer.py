@@ -1,0 +1,189 @@
+"""The driver of a run: starts iterations and collects metrics. No sample passes through it.
+
+Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, no process and
+no temporary folder of it is left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..diagnostics import Diagnostic, Fault
+from ..plan import Evaluation, Plan
+from . import data
+from .display import Display, comparison
+from .pool import NoResources, Pool
+from .record import Recorder
+
+
+class RunFailed(Exception):
+    """A process died, or a wait passed its deadline."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the files lie, and each evaluation's reported means: first and last."""
+
+    folder: Path
+    first: dict[str, dict[str, float]]
+    last: dict[str, dict[str, float]]
+
+
+def check(plan: Plan) -> dict[str, int]:
+    """What must be there to run: weights, tokenizer, data. The number of rows of each data file; `Fault` with all that is missing."""
+    found: list[Diagnostic] = []
+    if plan.cluster.device.backend != "cpu":
+        what = f"devices of kind {plan.cluster.device.backend} can be planned for, not run on, in this version"
+        found.append(Diagnostic("not-yet", what, plan.cluster.span, 'run on `device = "cpu"`'))
+    for model in plan.deploy.models.values():
+        if not model.path:
+            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
+            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
+            continue
+        for pattern in ("*.safetensors", "tokenizer.json"):
+            if not list(Path(model.path).glob(pattern)):
+                found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
+    if "source" not in plan.deploy.data:
+        found.append(
+            Diagnostic(
+                "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
+            )
+        )
+    sizes = {}
+    for name, item in plan.deploy.data.items():
+        try:
+            sizes[name] = len(data.read(item, plan.graph))
+        except Fault as fault:
+            found += fault.diagnostics
+    if found:
+        raise Fault(*found)
+    return sizes
+
+
+def run(plan: Plan, out: Path | str | None = None, console: Console | None = None, measure: bool = False) -> Outcome:
+    """Runs a plan to its end and writes metrics, curve, trace and weights under `out` (default: a new folder under runs/).
+
+    Raises Fault for input that cannot be run, NoResources for machines that lack what it asks for, RunFailed when a process died.
+    """
+    import ray
+
+    console = console or Console(stderr=True)
+    check(plan)
+    pool = Pool(plan)
+    folder = _folder(plan, out)
+    recorder = Recorder(folder, plan)
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    display = Display(plan, console)
+    try:
+        with pool:
+            return _Run(plan, pool, recorder, display, measure).whole()
+    except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
+        raise RunFailed(_cause(error)) from error
+    finally:
+        display.close()
+        recorder.close()
+        rows = recorder.table()
+        if rows:
+            console.print(comparison(rows))
+
+
+class _Run:
+    def __init__(self, plan: Plan, pool: Pool, recorder: Recorder, display: Display, measure: bool) -> None:
+        self.plan, self.pool, self.recorder, self.display, self.measure = plan, pool, recorder, display, measure
+        import ray
+
+        self.ray = ray
+        self.sizes: dict[str, tuple[int, int]] = ray.get(pool.functions[0].sizes.remote())
+        for name, (rows, left_out) in self.sizes.items():
+            if left_out:
+                display.say(f"{name}: {left_out} of {rows + left_out} rows left out, their prompts are longer than the column's bound")
+
+    def whole(self) -> Outcome:
+        plan, iterations = self.plan, self.plan.deploy.run.iterations
+        first = {e.data: self._evaluate(e, 0) for e in plan.deploy.evaluations}
+        last = first
+        scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
+        for i in range(iterations):
+            line = self._iteration(i)
+            self.display.iteration(line, scalars)
+            due = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0 and i + 1 < iterations]
+            last = last | {e.data: self._evaluate(e, i + 1) for e in due}
+        if iterations:
+            last = {e.data: self._evaluate(e, iterations) for e in plan.deploy.evaluations}
+        for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
+            self._wait([r.save.remote(worker, str(self.recorder.folder / "weights" / worker)) for r in self.pool.ranks])
+        return Outcome(self.recorder.folder, first, last)
+
+    def _task(self, name: str, number: int, prompts: int, fan: int, measure: bool) -> tuple[float, list[Any], dict[str, int]]:
+        """Runs the streams of all pools for one task: seconds, reports, bytes moved by the dock."""
+        from .actors import Task
+
+        task, ray, pool = Task(name, number, prompts, fan), self.ray, self.pool
+        start = time.perf_counter()
+        ray.get([b.open.remote(task) for b in pool.boards])
+        reports = self._wait([*(r.run.remote(task, measure) for r in pool.ranks), *(f.run.remote(task) for f in pool.functions)])
+        seconds = time.perf_counter() - start
+        for board in pool.boards:
+            board.close.remote(task.key)
+        moved: dict[str, int] = {}
+        for counts in ray.get([w.drop.remote(task.key) for w in pool.warehouses]):
+            for what, size in counts.items():
+                moved[what] = moved.get(what, 0) + size
+        return seconds, reports, moved
+
+    def _wait(self, references: list[Any]) -> list[Any]:
+        """The results; fails as soon as one fails, and keeps the display alive meanwhile."""
+        left = references
+        while left:
+            done, left = self.ray.wait(left, num_returns=1, timeout=0.3 if self.display.live else None)
+            self.ray.get(done)
+            if not done:
+                self.display.phase(self.ray.get(self.pool.boards[0].phase.remote()))
+        return list(self.ray.get(references))
+
+    def _iteration(self, number: int) -> dict[str, Any]:
+        rows = self.plan.graph.rows
+        measure = self.measure and number == min(1, self.plan.deploy.run.iterations - 1)
+        seconds, reports, moved = self._task("train", number, rows[0], rows[-1] // rows[0], measure)
+        if measure:
+            self.recorder.memory(reports)
+        return self.recorder.training(number, seconds, reports, moved)
+
+    def _evaluate(self, evaluation: Evaluation, iteration: int) -> dict[str, float]:
+        self.display.phase(f"evaluating {evaluation.data}")
+        size = self.sizes[evaluation.data][0]
+        seconds, reports, _ = self._task(evaluation.data, iteration, size, evaluation.samples, False)
+        found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
+        if not self.display.live:
+            shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
+            self.display.say(f"after {iteration} iterations, {evaluation.data}: {shown}")
+        return found
+
+
+def _folder(plan: Plan, out: Path | str | None) -> Path:
+    """The folder of this run; never one that holds another's results."""
+    if out is None:
+        base = Path("runs") / plan.deploy.name
+        out = next(p for p in (base.with_name(f"{base.name}-{n}") for n in range(1, 1_000_000)) if not p.exists())
+    folder = Path(out)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = f"the output folder {folder} is there already and is not empty"
+        raise Fault(Diagnostic("bad-value", what, help="name another with --out"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost reason, without Ray's frames."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return f"{type(cause).__name__}: {cause}"
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+
+
+__all__ = ["NoResources", "Outcome", "RunFailed", "check", "run"]

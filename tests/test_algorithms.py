@@ -1,0 +1,122 @@
+"""The mathematics of GRPO, against values worked out by hand or in float64 by formulas written out anew."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrl_graph import algorithms
+from msrl_graph.graph import Expr, Node
+from msrl_graph.runtime import loss
+
+clip, kl = algorithms.load("loss", "clip"), algorithms.load("loss", "kl")
+group_norm = algorithms.load("function", "group_norm")
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_clip_by_hand():
+    logp, old = f64(math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), 0.1), f64(0, 0, 0, 0, 0)
+    advantage = f64(2, -2, 2, -2, 0)
+    # r = 1.5 and 0.5, clipped at 1.2 and 0.8; the worse of the two counts.
+    assert torch.allclose(clip(logp, advantage, old), f64(-2.4, 3.0, -1.0, 1.6, 0.0), rtol=1e-12)
+    assert torch.allclose(clip(logp, advantage, old, low=0.2, high=0.28), f64(-2.56, 3.0, -1.0, 1.6, 0.0), rtol=1e-12)
+
+
+def test_clip_without_old_logp_is_the_policy_gradient():
+    logp = f64(-1.0, -2.0).requires_grad_()
+    clip(logp, f64(3.0, -0.5)).sum().backward()
+    assert torch.equal(logp.grad, f64(-3.0, 0.5))
+
+
+@given(st.floats(-30, 0), st.floats(-30, 0))
+def test_kl_forms(p, q):
+    got = {form: float(kl(f64(p), f64(q), form=form)) for form in ("k1", "abs", "mse", "low_var")}
+    d = max(-20.0, min(20.0, q - p))
+    expected = {"k1": p - q, "abs": abs(p - q), "mse": (p - q) ** 2 / 2, "low_var": min(math.expm1(d) - d, 10.0)}
+    for form, value in expected.items():
+        assert got[form] == pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_group_norm_by_hand():
+    rows = [np.zeros(3, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)]
+    got = group_norm(rows, np.array([1, 0, 0, 1], np.float32))
+    a = 0.5 / (math.sqrt(1 / 3) + 1e-6)  # unbiased: squares add up to 1, over 3
+    assert [len(g) for g in got] == [3, 1, 2, 2]
+    assert [g[0] for g in got] == pytest.approx([a, -a, -a, a], rel=1e-7)
+    plain = group_norm(rows, np.array([1, 0, 0, 1], np.float32), std=False)
+    assert [g[0] for g in plain] == [0.5, -0.5, -0.5, 0.5]
+
+
+@pytest.mark.parametrize("rewards", [[0.7], [1, 1, 1], [0.1] * 8])
+def test_no_spread_gives_zero_never_nan(rewards):
+    got = group_norm([np.zeros(2, np.int32)] * len(rewards), np.array(rewards, np.float32))
+    assert all((g == 0).all() for g in got)
+
+
+def test_rewards():
+    exact, verify = algorithms.load("function", "exact_match"), algorithms.load("function", "math_verify")
+    assert exact(" 85", "85") == 1.0 and exact("85.", "85") == 0.0
+    assert verify("so the answer is $\\frac{1}{2}$", "0.5") == 1.0
+    assert verify("the answer is 41", "42") == 0.0
+    shuffle = algorithms.load("function", "shuffle")
+    scores = np.arange(100, dtype=np.float32)
+    dealt = shuffle(scores, np.random.default_rng(0))
+    assert sorted(dealt) == list(scores) and not np.array_equal(dealt, scores)
+
+
+def call(name, **options):
+    return Expr("call", name, tuple(options.values()), tuple(options))
+
+
+def update(**attributes):
+    terms = Expr("+", None, (call("clip", low=Expr("number", 0.2)), Expr("*", None, (Expr("number", 0.5), call("kl")))))
+    reads = ("prompt", "response", "old_logp", "ref_logp", "advantage")
+    return Node("actor.update", "actor", "update", reads, attributes={"loss": terms, **attributes})
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=9),
+    cut=st.integers(1, 9),
+    reduce=st.sampled_from(["tokens", "sequences", "constant"]),
+    seed=st.integers(0, 99),
+)
+def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, seed):
+    how = call("constant") if reduce == "constant" else Expr("word", reduce)
+    how = Expr("call", "constant", (Expr("number", 7),), ("",)) if reduce == "constant" else how
+    node = update(reduce=how)
+    torch.manual_seed(seed)
+    n = sum(lengths)
+    values = {c: torch.randn(n, dtype=torch.float64) * 0.1 for c in ("old_logp", "ref_logp", "advantage")}
+    whole = loss.Whole(n, len(lengths))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+
+    def total(parts):
+        logp = torch.linspace(-1, 0, n, dtype=torch.float64).requires_grad_()
+        value = torch.zeros((), dtype=torch.float64)
+        for rows in parts:
+            a, b = (starts[rows[0]], starts[rows[-1] + 1]) if len(rows) else (0, 0)
+            per_token, _ = loss.evaluate(node, logp[a:b], {c: v[a:b] for c, v in values.items()})
+            value = value + loss.reduce(node, per_token, torch.tensor([lengths[r] for r in rows], dtype=torch.long), whole)
+        value.backward()
+        return float(value.detach()), logp.grad
+
+    rows = np.arange(len(lengths))
+    one, many = total([rows]), total(np.array_split(rows, cut))  # more parts than rows: some are empty
+    assert many[0] == pytest.approx(one[0], rel=1e-10, abs=1e-12)
+    assert torch.allclose(many[1], one[1], rtol=1e-10, atol=1e-14)
+    # The reduction written out anew.
+    per_token, _ = loss.evaluate(node, torch.linspace(-1, 0, n, dtype=torch.float64), values)
+    pieces = [per_token[a:b] for a, b in itertools.pairwise(starts)]
+    expected = {
+        "tokens": per_token.mean(),
+        "sequences": torch.stack([p.mean() for p in pieces]).mean(),
+        "constant": torch.stack([p.sum() / 7 for p in pieces]).mean(),
+    }[reduce]
+    assert one[0] == pytest.approx(float(expected), rel=1e-10)

@@ -1,0 +1,184 @@
+"""The dock: any order of arrival, each unit once, the same mini-batches, and words for what is missing."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
+from msrl_graph.runtime.dock import Controller, Reader, Warehouse, assemble, deal, rows_of
+
+READS = (("prompt", 0, "source"), ("response", 1, "actor.generate"), ("reward", 1, "host.reward"))
+
+
+def reader(**changes):
+    fields = dict(node="n", reads=READS, unit_level=1, row_level=1, whole=False, groups=2, chunk=0, balance=False, update=False, seed=3)
+    return Reader(**(fields | changes))
+
+
+def arrivals(prompts, fan, random, warehouses=1):
+    """Every cell of every column, in a random order, each in a random warehouse; some told twice."""
+    cells = [(c, row) for c, level, _ in READS for row in range(prompts * (fan if level else 1))]
+    cells += random.sample(cells, len(cells) // 3)
+    random.shuffle(cells)
+    return [(c, row, random.randrange(warehouses)) for c, row in cells]
+
+
+def take_all(controller, key):
+    found = []
+    for group in range(controller.reader.groups):
+        while (share := controller.take(key, group)) is not None:
+            found.append((group, share))
+    return found
+
+
+def play(r, prompts, fan, random, warehouses=1, key="train/0", iteration=0):
+    controller = Controller(r)
+    controller.open(key, iteration, prompts, fan)
+    found = []
+    for column, row, warehouse in arrivals(prompts, fan, random, warehouses):
+        controller.heard(key, column, np.array([row]), np.array([row % 5 + 1]), warehouse)
+        found += take_all(controller, key)
+    return controller, found
+
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 4))
+shape = dict(sizes=sizes, groups=st.integers(1, 4), chunk=st.integers(0, 7), random=st.randoms(use_true_random=False))
+
+
+@given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, chunk, random, unit, balance):
+    prompts, fan = sizes
+    controller, found = play(reader(groups=groups, chunk=chunk, unit_level=unit, balance=balance), prompts, fan, random, 3)
+    units = np.concatenate([s.units for _, s in found])
+    assert sorted(units) == list(range(prompts * (fan if unit else 1)))
+    for group in range(groups):
+        mine = [s for g, s in found if g == group]
+        assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True]
+        assert len(mine) == len(found) // groups  # each round gives every group a share, if an empty one
+    assert controller.missing("train/0") == "nothing: all its rows are there"
+
+
+@given(**shape)
+@settings(max_examples=100, deadline=None)
+def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chunk, random):
+    prompts, fan = sizes
+    r = reader(groups=groups, chunk=chunk)
+    controller = Controller(r)
+    controller.open("k", 0, prompts, fan)
+    there = set()
+    for column, row, _ in arrivals(prompts, fan, random):
+        there.add((column, row))
+        controller.heard("k", column, np.array([row]), np.array([1]), 0)
+        for _, share in take_all(controller, "k"):
+            for name, level, _ in READS:
+                assert all((name, x) in there for x in rows_of(share.units, r, level, fan, prompts))
+
+
+@given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
+@settings(max_examples=150, deadline=None)
+def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk, random, mini, epochs, iteration):
+    prompts, fan = sizes
+
+    def batches(number_of_groups, r):
+        _, found = play(
+            reader(groups=number_of_groups, update=True, mini_batch=mini, epochs=epochs), prompts, fan, r, 2, iteration=iteration
+        )
+        rounds = {}
+        for group in range(number_of_groups):
+            for i, share in enumerate(s for g, s in found if g == group):
+                rounds.setdefault((share.epoch, i), []).extend(share.units)
+        return {k: sorted(v) for k, v in rounds.items()}
+
+    one = batches(1, random)
+    assert one == batches(groups, random)
+    for epoch in range(epochs):
+        rows = [u for (e, _), units in one.items() for u in units if e == epoch]
+        assert sorted(rows) == list(range(prompts * fan))
+    assert all(len(units) <= (mini or prompts * fan) for units in one.values())
+
+
+def test_another_iteration_or_epoch_cuts_other_mini_batches():
+    import random
+
+    def first(iteration):
+        _, found = play(reader(groups=1, update=True, mini_batch=8, epochs=2), 8, 4, random.Random(0), iteration=iteration)
+        return [tuple(s.units) for _, s in found]
+
+    a, b = first(0), first(1)
+    assert a[0] != b[0] and a[0] != a[4]
+
+
+def test_a_whole_batch_is_one_unit_for_one_group():
+    import random
+
+    _, found = play(reader(whole=True, groups=2), 3, 2, random.Random(1))
+    assert sorted(len(s.units) for _, s in found) == [0, 1]
+    share = next(s for _, s in found if len(s.units))
+    assert {c: len(w) for c, w in share.where.items()} == {"prompt": 3, "response": 6, "reward": 6}
+
+
+def test_what_is_missing_is_named():
+    controller = Controller(reader())
+    controller.open("k", 0, 2, 4)
+    controller.heard("k", "prompt", np.arange(2), np.ones(2), 0)
+    controller.heard("k", "reward", np.arange(7), np.ones(7), 0)
+    assert controller.missing("k") == (
+        "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` (1 of 8 rows missing: 7)"
+    )
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 5))
+def test_balance_by_length_is_within_one_row(weights, groups):
+    units, weight = np.arange(len(weights)), np.array(weights)
+    parts = deal(units, np.zeros(len(units), int), weight, groups)
+    loads = [weight[p].sum() for p in parts]
+    assert sorted(np.concatenate(parts)) == list(units)
+    assert max(loads) - min(loads) <= max(weights)
+
+
+def test_rows_stay_where_they_lie():
+    units, home = np.arange(8), np.array([1, 0, 1, 0, 1, 0, 1, 0])
+    assert [list(p) for p in deal(units, home, None, 2)] == [[1, 3, 5, 7], [0, 2, 4, 6]]
+
+
+rows = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=12)
+
+
+@given(rows, st.randoms(use_true_random=False))
+@settings(deadline=None)
+def test_a_warehouse_gives_back_what_it_was_given(values, random):
+    warehouse = Warehouse(0, 0)
+    order = list(range(len(values)))
+    random.shuffle(order)
+    cut = random.randint(0, len(order))
+    for part in (order[:cut], order[cut:], order[:1]):  # the first row is written twice
+        if part:
+            column = ragged([np.array(values[i]) for i in part], np.int32)
+            warehouse.put("k", "writer", {"c": (np.array(part), column), "s": (np.array(part), Column(np.array(part, np.float32)))})
+    asked = np.array(random.sample(range(len(values)), random.randint(1, len(values))))
+    got = warehouse.get("k", "reader", 1, {"c": asked, "s": asked})
+    assert [list(got["c"][i]) for i in range(len(asked))] == [values[i] for i in asked]
+    assert list(got["s"].values) == list(asked)
+    moved = warehouse.drop("k")
+    assert moved["reader get away"] == got["c"].nbytes + got["s"].nbytes
+    assert warehouse.drop("k") == {}
+
+
+def test_columns_of_prompts_are_laid_out_by_response():
+    r = reader(reads=(("prompt", 0, "source"), ("response", 1, "g")), groups=1)
+    controller = Controller(r)
+    controller.open("k", 0, 3, 2)
+    controller.heard("k", "prompt", np.arange(3), np.ones(3), 0)
+    controller.heard("k", "response", np.arange(6), np.ones(6), 0)
+    share = controller.take("k", 0)
+    fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
+    batch = assemble(share, r, 2, 3, fetched)
+    assert [batch.columns["prompt"].text(i) for i in range(6)] == ["a", "a", "bé", "bé", "", ""]
+    assert list(batch.rows) == [0, 1, 2, 3, 4, 5]
+
+
+@given(st.lists(rows, min_size=1, max_size=4))
+def test_concatenation_keeps_rows(parts):
+    column = concatenate([ragged([np.array(r) for r in p], np.int64) for p in parts])
+    assert [list(column[i]) for i in range(len(column))] == [r for p in parts for r in p]

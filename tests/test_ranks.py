@@ -1,0 +1,222 @@
+"""What needs several real ranks: resharding between any two layouts, and engines that compute the same on every layout."""
+
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from msrl_graph import models
+from msrl_graph.backends import fsdp, hf
+from msrl_graph.cluster import Figure
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.engine import Sampling, Shard
+from msrl_graph.layout import Layout, elements, gather_group, shard
+from msrl_graph.plan import Reshard, Step
+from msrl_graph.runtime.columns import ragged
+from msrl_graph.runtime.packing import pack
+from msrl_graph.runtime.reshard import Resharder, Side, Swap
+
+FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
+
+
+def model():
+    return models.load("./model", FOLDER, None, NOWHERE)
+
+
+def mesh(layout):
+    return DeviceMesh("cpu", [[layout.rank(t, d) for t in range(layout.tp)] for d in range(layout.dp)], mesh_dim_names=("dp", "tp"))
+
+
+def edge(group, mode, order, buckets):
+    step = Step("", 0, Figure(0, "assumed"))
+    return Reshard("a", "b", mode, order, "", group, 0, buckets, (), step, 0, 0, 0, 0, 0)
+
+
+def reshard_cases(rank, folder, cases):
+    m = model()
+    whole = {t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)}
+    names = [t.name for t in m.tensors]
+
+    def part(box, name):
+        return whole[name][tuple(slice(a, b) for a, b in box)].clone()
+
+    for source, target, mode, order, cut in cases:
+        given = [Shard(t.name, box := shard(t, source.layout, rank, source.divided), part(box, t.name)) for t in m.tensors]
+        wanted = [
+            Shard(t.name, box := shard(t, target.layout, rank, target.divided), torch.zeros([b - a for a, b in box])) for t in m.tensors
+        ]
+        group = gather_group(m.tensors, source.layout, source.divided, target.layout, target.divided)
+        block = None
+        for first in range(0, dist.get_world_size(), group):
+            members = list(range(first, first + group))
+            made = dist.new_group(members)
+            block = made if rank in members else block
+        buckets = tuple(tuple(names[i : i + cut]) for i in range(0, len(names), cut))
+        swap = Swap(given)
+        mover = Resharder(edge(group, mode, order, buckets), m, rank, source, target, block, swap)
+        for turn in range(2):
+            mover.run(lambda w=wanted: w)
+            for piece in wanted:
+                assert torch.equal(piece.tensor, part(piece.box, piece.name)), (source, target, mode, order, piece.name)
+                piece.tensor.zero_()
+            left = sum(p.tensor.untyped_storage().nbytes() for p in given)
+            assert left == (0 if mode == "swap" else sum(4 * elements(p.box) for p in given))
+            assert sum(h.nbytes for h in swap.host) == (sum(4 * elements(p.box) for p in given) if mode == "swap" else 0)
+            if turn:
+                swap.start_in()
+            swap.wait()
+            assert not swap.host
+            for piece in given:
+                assert torch.equal(piece.tensor, part(piece.box, piece.name))
+
+
+def layouts(world):
+    """Layouts that the model's 4 heads and 2 key-value heads allow."""
+    for tp in (1, 2):
+        dp = world // tp
+        for inner in (i for i in range(1, dp + 1) if dp % i == 0):
+            for divided in (False, True):
+                yield Side(Layout(tp=tp, dp=dp, inner=inner, zero=3 if divided else 1), divided)
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_any_layout_to_any_layout(world):
+    pairs = list(itertools.product(layouts(world), [t for t in layouts(world) if not t.divided]))
+    chance = random.Random(world)
+    chance.shuffle(pairs)
+    modes = itertools.cycle([("swap", "direct"), ("swap", "staged"), ("naive", "direct")])
+    cases = [(s, t, *next(modes), chance.choice([1, 3, 100])) for s, t in pairs[:12]]
+    ranks.run(world, reshard_cases, cases)
+
+
+def batch():
+    draw = np.random.default_rng(0)
+    prompts = ragged([draw.integers(3, 13, n) for n in draw.integers(4, 7, 12)], np.int32)
+    responses = ragged([draw.integers(3, 13, n) for n in draw.integers(1, 5, 12)], np.int32)
+    return prompts, responses, torch.from_numpy(draw.normal(size=len(responses.values))).float()
+
+
+def train(rank, folder, layout, name):
+    """Two optimizer steps on a fixed batch, its rows shared over dp unevenly: dp rank 0 has all but one row of the second."""
+    m = model()
+    options = {"lr": 1e-4, "weight_decay": 0.01}
+    engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, options)
+    prompts, responses, weight = batch()
+    dp = layout.coordinates(rank)[1]
+    rows = np.arange(12)
+    mine = np.array_split(rows, layout.dp)[dp]
+    norms = []
+    for step in range(2):
+        if step and layout.dp > 1:
+            mine = [rows, rows[:0]][min(dp, 1)]
+        packed = pack([prompts], responses, mine)
+        logp = engine.logp(packed, 0.7)
+        index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine] or [np.zeros(0, int)])
+        engine.backward((logp * weight[index]).sum() / len(weight))
+        norms.append(engine.step(1e-3, 0.5))
+    with torch.no_grad():
+        logp = engine.logp(pack([prompts], responses, rows), 1.0)
+    if rank == 0:
+        torch.save((norms, logp), FOLDER_OUT / name)
+
+
+FOLDER_OUT = Path("/nowhere")
+
+
+def train_all(rank, folder, out, cases):
+    globals()["FOLDER_OUT"] = Path(out)
+    for i, layout in enumerate(cases):
+        train(rank, folder, layout, f"{dist.get_world_size()}-{i}")
+
+
+def reference():
+    """The same two steps by transformers and torch alone."""
+    from transformers import AutoModelForCausalLM
+
+    m = model()
+    net = AutoModelForCausalLM.from_pretrained(m.path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
+    prompts, responses, weight = batch()
+
+    def logp(temperature):
+        found = []
+        for i in range(12):
+            ids = torch.from_numpy(np.concatenate([prompts[i], responses[i]]).astype(np.int64))
+            scores = (net(ids[None]).logits[0] / temperature).log_softmax(-1)
+            n = len(prompts[i])
+            found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
+        return torch.cat(found)
+
+    norms = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((logp(0.7) * weight).sum() / len(weight)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+    with torch.no_grad():
+        return norms, logp(1.0)
+
+
+@pytest.mark.slow
+def test_fsdp_computes_the_same_on_every_layout(tmp_path):
+    expected = reference()
+    cases = {
+        1: [Layout()],
+        2: [Layout(dp=2, zero=z) for z in range(4)] + [Layout(tp=2)],
+        4: [Layout(tp=2, dp=2, zero=3), Layout(tp=2, dp=2, zero=1)],
+    }
+    for world, some in cases.items():
+        ranks.run(world, train_all, str(tmp_path), some)
+        for i, layout in enumerate(some):
+            norms, logp = torch.load(tmp_path / f"{world}-{i}")
+            assert norms == pytest.approx(expected[0], rel=2e-5), layout
+            assert torch.allclose(logp, expected[1], rtol=1e-4, atol=1e-5), layout
+
+
+def generate(rank, folder, out, cases):
+    m = model()
+    prompts, _, _ = batch()
+    sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seed=5, iteration=2)
+    for i, (layout, wave) in enumerate(cases):
+        engine = hf.Engine(m, layout, rank, mesh(layout), wave)
+        weights = load_whole(m)
+        for piece in engine.allocate():
+            piece.tensor.copy_(weights[piece.name][tuple(slice(a, b) for a, b in piece.box)])
+        dp = layout.coordinates(rank)[1]
+        mine = np.array_split(np.arange(12), layout.dp)[dp]
+        rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
+        found = engine.generate([prompts[j] for j in mine], rows, sampling)
+        engine.release()
+        torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
+
+
+def load_whole(m):
+    from safetensors.torch import load_file
+
+    return load_file(Path(m.path) / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_no_layout_changes_what_is_drawn(tmp_path):
+    cases = {1: [(Layout(), 0), (Layout(), 5)], 2: [(Layout(tp=2), 0), (Layout(dp=2), 3)], 4: [(Layout(tp=2, dp=2, inner=2), 0)]}
+    draws = []
+    for world, some in cases.items():
+        ranks.run(world, generate, str(tmp_path), some)
+        for i in range(len(some)):
+            found = {}
+            for rank in range(world):
+                rows, tokens = torch.load(tmp_path / f"{world}-{i}-{rank}", weights_only=False)
+                for row, token in zip(rows, tokens, strict=True):
+                    assert row not in found or np.array_equal(found[row], token)
+                    found[row] = token
+            draws.append(found)
+    assert len(draws[0]) == 48
+    for other in draws[1:]:
+        assert all(np.array_equal(draws[0][row], other[row]) for row in range(48))
+    assert len({tuple(t) for t in draws[0].values()}) > 12  # samples of one prompt differ
