@@ -112,7 +112,7 @@ def within(part: Box, whole: Box) -> Box:
 
 def kinds(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
     """Tensors without their names, and how many there are of each: what holds for one holds for all of its kind."""
-    return Counter(Tensor("", t.shape, t.tp_dim) for t in tensors)
+    return {Tensor("", shape, tp_dim): n for (shape, tp_dim), n in Counter((t.shape, t.tp_dim) for t in tensors).items()}
 
 
 def held(tensors: Iterable[Tensor], layout: Layout, divided: bool, rank: int = 0) -> int:

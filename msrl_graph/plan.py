@@ -75,6 +75,7 @@ class Evaluation:
     report: tuple[str, ...]
     samples: int
     temperature: float
+    label: str = ""  # what a person calls the reported figure
     span: Span = NOWHERE
 
 

@@ -1,0 +1,120 @@
+"""Layouts: their sizes against the cluster, the model and the engine.
+
+Invariant: one diagnostic a layout statement, the first that makes the others moot; the help names the nearest layout that works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ..diagnostics import Diagnostic
+from ..engine import EngineSpec
+from ..graph import Graph, Node
+from ..layout import Layout
+from ..plan import Placement, Plan
+
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
+
+
+def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+    """What is wrong with the layouts of a plan whose states are placed."""
+    found: list[Diagnostic] = []
+    for placement in plan.placements:
+        if placement.pool == "devices":
+            first = next(_wrong(plan, placement, engines), None)
+            # States that share a layout statement share its fault.
+            if first is not None and not any(d.span == first.span and d.code == first.code for d in found):
+                found.append(first)
+    return found
+
+
+def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
+    node, layout, spec = placement.node, placement.layout, engines[placement.engine.name]
+    stated = plan.deploy.layouts.get(node)
+    state = plan.graph.node(node)
+    if state.verb == "infer" and (update := _update(plan.graph, state.worker)):
+        # It has its update's layout already, whose faults are told there.
+        theirs = plan.placement(update).layout
+        if stated is not None and any(getattr(stated, a) != getattr(theirs, a) for a in AXES if not (a == "dp" and stated.dp == 0)):
+            yield Diagnostic(
+                "bad-layout",
+                f"`{node}` computes with the weights of `{update}`, so it has that layout: {theirs}",
+                stated.span,
+                f"leave `{node}` out of the layouts",
+            )
+        return
+    model = plan.graph.worker(state.worker).model
+    if stated is None and state.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in plan.graph.verb("update")):
+        return  # so has a state that took the layout of an update of the same model
+    span = stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
+    for axis in AXES:
+        if getattr(layout, axis) > 1 and axis not in spec.axes:
+            others = sorted(n for n, e in engines.items() if axis in e.axes and state.verb in e.verbs)
+            if not others:
+                help = f"leave `{axis}` at 1; the engine `{spec.name}` divides {_and(spec.axes)}"
+                yield Diagnostic("not-yet", f"no engine of this version divides a model along `{axis}` to {state.verb}", span, help)
+            else:
+                help = f"these can: {', '.join(others)}"
+                yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help)
+    devices = plan.cluster.devices
+    if layout.devices != devices:
+        width = layout.tp * layout.cp * layout.pp
+        sizes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp"))
+        help = f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
+        where = f"cluster `{plan.cluster.name}` has {devices} ({plan.cluster.nodes} x {plan.cluster.devices_per_node})"
+        yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
+    uneven = _uneven(plan, placement, spec, layout.tp)
+    if uneven:
+        help = _nearest(plan, placement, spec)
+        yield Diagnostic("layout-divide", f"tp = {layout.tp} does not divide {_and(uneven)} of `{plan.model(node).name}`", span, help)
+    if state.verb == "update" and layout.zero not in spec.zero:
+        help = f"the engine `{spec.name}` has zero = {', '.join(map(str, spec.zero))}"
+        yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` has no ZeRO stage {layout.zero}", span, help)
+    yield from _mini_batch(plan.graph, state, layout)
+
+
+def _update(graph: Graph, worker: str) -> str | None:
+    return next((n.name for n in graph.nodes if n.worker == worker and n.verb == "update"), None)
+
+
+def _and(words: tuple[str, ...] | list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _uneven(plan: Plan, placement: Placement, spec: EngineSpec, tp: int) -> list[str]:
+    """What of the model tp does not divide and the engine cannot make up for."""
+    model = plan.model(placement.node)
+    sizes = [(model.heads, "heads"), (model.intermediate, "intermediate size")]
+    if not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
+        sizes.insert(1, (model.kv_heads, "key-value heads"))
+    if not spec.pads_vocabulary:
+        sizes.append((model.vocabulary, "vocabulary"))
+    return [f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}" for size, name in sizes if size % tp]
+
+
+def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
+    devices, layout = plan.cluster.devices, placement.layout
+    rest = layout.cp * layout.pp
+    works = [t for t in range(1, devices + 1) if devices % (t * rest) == 0 and not _uneven(plan, placement, spec, t)]
+    if not works:
+        return ""
+    tp = min(works, key=lambda t: (abs(math.log(t / layout.tp)), t))
+    return f"the nearest that works: tp = {tp}, dp = {devices // (tp * rest)}"
+
+
+def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
+    """Every rank of an update needs the same share of every mini-batch."""
+    if node.verb != "update":
+        return
+    stated = node.attributes.get("mini_batch")
+    if stated is None and any({"keep", "select"} & n.attributes.keys() for n in graph.nodes):
+        return  # a filter leaves a number of rows that nobody knows yet
+    rows = graph.rows[min(graph.level(node), len(graph.rows) - 1)]
+    size = int(node.number("mini_batch", rows))
+    if size % layout.dp:
+        near = max(layout.dp, round(size / layout.dp) * layout.dp)
+        what = f"the mini-batch of {size:,} rows" if stated else f"the {size:,} rows of an iteration"
+        help = f"mini_batch = {near} is the nearest that dp = {layout.dp} divides" if stated else f"choose a dp that divides {size:,}"
+        span = stated.span if stated is not None and stated.span.line else node.span
+        yield Diagnostic("mini-batch-divide", f"dp = {layout.dp} of `{node.name}` does not divide {what}", span, help)

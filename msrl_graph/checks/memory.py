@@ -1,0 +1,58 @@
+"""Memory: no phase may need more than a device or a host has.
+
+Invariant: all phases that do not fit are told in one diagnostic a place (device, host), with what takes how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..diagnostics import NOWHERE, Diagnostic, Span
+from ..plan import Memory, Plan
+
+
+def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> list[Diagnostic]:
+    """What does not fit in a plan whose memory is counted; `nearest` finds a layout that fits in place of the one of a phase."""
+    found = []
+    for place in ("device", "host"):
+        phases = [m for m in plan.memory if m.place == place]
+        over = [m for m in phases if m.total > m.capacity.value]
+        if over:
+            worst = max(over, key=lambda m: m.total)
+            message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB a {place}, which has {worst.capacity.value / 1e9:.1f} GB"
+            span = _span(plan, worst) if place == "device" else plan.cluster.span
+            help = [table(phases), nearest(worst) if place == "device" else "", _advice(plan, worst)]
+            found.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
+    return found
+
+
+def table(phases: list[Memory]) -> str:
+    """By phase, the sum and the items from the largest on."""
+    lines = []
+    for m in phases:
+        items = ", ".join(f"{k} {v / 1e9:.1f}" for k, v in sorted(m.items.items(), key=lambda i: (-i[1], i[0])))
+        mark = "over" if m.total > m.capacity.value else ""
+        lines.append(f"{m.phase:<9}{m.total / 1e9:9.1f} GB  {mark:<5} {items}".rstrip())
+    return "\n".join(lines)
+
+
+def _span(plan: Plan, worst: Memory) -> Span:
+    """The layout statement of a state of the phase; the reshard's is that of its source."""
+    verb = "update" if worst.phase in ("load", "reshard") else worst.phase
+    spans = [plan.deploy.layouts[n.name].span for n in plan.graph.verb(verb) if n.name in plan.deploy.layouts]
+    return next((s for s in spans if s != NOWHERE), plan.deploy.span)
+
+
+def _advice(plan: Plan, worst: Memory) -> str:
+    """The cheapest change that takes away the largest item."""
+    largest = max(worst.items, key=lambda k: worst.items[k])
+    if worst.place == "host":
+        return "more hosts share the rows; `reshard { mode = naive }` swaps nothing to the host"
+    if largest == "activations":
+        node = plan.graph.verb("update")[0].name
+        return f"less without another layout: `engine {node} = fsdp {{ recompute = full }}` keeps one layer's activations"
+    if largest in ("KV cache", "rows", "ranks"):
+        return "a larger tp, or a shorter response, needs less a sequence"
+    if largest == "logits":
+        return "a smaller `micro_batch` or a larger tp needs less for logits"
+    return "a larger tp divides the weights further, zero = 3 divides them over dp"

@@ -1,0 +1,246 @@
+"""The pipeline: text to plan, one list that reads top to bottom.
+
+Invariant: a plan comes out whole or a Fault tells why; between two passes the plan is verified. The stages `ast`, `graph`, `placed` and
+`plan` can each be the last, so that showing a stage and running it are the same computation.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from . import algorithms, checks, models
+from .backends import DEFAULT, ENGINES
+from .checks import layout, memory
+from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from .dsl import ast
+from .dsl.lower import Context, Refused, lower
+from .dsl.parse import parse
+from .graph import Graph
+from .passes.dock import Dock
+from .passes.estimate import EstimateTime
+from .passes.memory import CountMemory
+from .passes.place import Place
+from .passes.reshard import Resharding
+from .passes.schedule import Schedule
+from .passes.traffic import CountTraffic
+from .plan import Memory, Plan
+
+STAGES = ("ast", "graph", "placed", "plan")
+
+
+class Pass(NamedTuple):
+    """A pass, what must hold after it, and what the user's program may have wrong that only it brings to light."""
+
+    name: str
+    apply: Callable[[Plan], Plan]
+    holds: Callable[[Plan], bool]
+    check: Callable[[Plan], list[Diagnostic]] | None = None
+    stage: str = "plan"
+
+
+PASSES = (
+    Pass(
+        "place", Place(ENGINES, DEFAULT), lambda p: _covers(p, [x.node for x in p.placements]), lambda p: layout.check(p, ENGINES), "placed"
+    ),
+    Pass("dock", Dock(ENGINES), lambda p: {c.node for c in p.docks.controllers} == {n.name for n in p.graph.nodes[1:]}, stage="placed"),
+    Pass("reshard", Resharding(ENGINES), lambda p: [(r.src, r.dst) for r in p.reshards] == _reshards(p), stage="placed"),
+    Pass(
+        "schedule",
+        Schedule(),
+        lambda p: _covers(p, [i.node for s in p.schedule if s.task == "train" for i in s.instructions if i.op == "RUN"]),
+    ),
+    Pass("traffic", CountTraffic(), lambda p: len(p.traffic) == len(p.graph.samples())),
+    Pass("memory", CountMemory(ENGINES), lambda p: bool(p.memory), lambda p: memory.check(p, partial(_nearest, p))),
+    Pass("estimate", EstimateTime(ENGINES), lambda p: p.estimate is not None),
+)
+
+
+def _covers(plan: Plan, names: Sequence[str]) -> bool:
+    """Every node once."""
+    return sorted(names) == sorted(n.name for n in plan.graph.nodes)
+
+
+def _reshards(plan: Plan) -> list[tuple[str, str]]:
+    return [(e.src, e.dst) for e in plan.graph.reshards()]
+
+
+def _nearest(plan: Plan, worst: Memory) -> str:
+    """The nearest layout that fits, for the states whose phase needs most: the passes themselves try them."""
+    nodes = [
+        n.name for n in plan.graph.verb("generate" if worst.phase == "generate" else "update") if plan.placement(n.name).pool == "devices"
+    ]
+    if not nodes:
+        return ""
+    now, devices = plan.placement(nodes[0]).layout, plan.cluster.devices
+    stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
+    most = min(devices, plan.model(nodes[0]).heads)
+    tried = [replace(now, tp=t, dp=devices // t, zero=z, inner=1) for t in range(1, most + 1) if devices % t == 0 for z in stages]
+    for choice in sorted(tried, key=lambda c: (abs(math.log2(c.tp / now.tp)) + c.zero - now.zero, c.tp, c.zero)):
+        deploy = replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)})
+        other = PASSES[0].apply(Plan(plan.graph, plan.cluster, deploy))
+        if layout.check(other, ENGINES):
+            continue
+        for step in PASSES[1:-1]:
+            other = step.apply(other)
+        if all(m.total <= m.capacity.value for m in other.memory):
+            zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
+            return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
+    return f"no other layout of {', '.join(nodes)} fits either"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A program's text; `folder` is what the paths in it are relative to."""
+
+    name: str
+    text: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What each stage gave, up to the one asked for; `placed` and `plan` are None too where the program has no deploy."""
+
+    source: Source
+    tree: ast.File
+    graph: Graph | None = None
+    placed: Plan | None = None
+    plan: Plan | None = None
+    warnings: tuple[Diagnostic, ...] = ()
+
+
+Hook = Callable[[str, float, Plan], None]
+
+
+def compile(
+    source: str | Path,
+    *,
+    text: str | None = None,
+    deploy: str | None = None,
+    model: str | None = None,
+    sets: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan of a program: a path, or the NAME of an algorithm of the package; `text` stands in for the file's content.
+
+    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params, as text.
+    Raises Fault.
+    """
+    result = translate(read(source, text), deploy=deploy, model=model, sets=sets)
+    if result.plan is None:
+        raise no_deploy()
+    return result.plan
+
+
+def no_deploy() -> Fault:
+    help = "add a `deploy`, or give a model for the machine at hand: `--model PRESET`"
+    return Fault(Diagnostic("no-deploy", "the program has no deploy, so there is nothing to plan for", help=help))
+
+
+def read(source: str | Path, text: str | None = None) -> Source:
+    """The source that a path or the name of a package's algorithm stands for."""
+    path = Path(source)
+    if text is not None:
+        return Source(str(source), text, path.parent if path.suffix else Path())
+    if not path.is_file() and path.suffix == "" and len(path.parts) == 1:
+        path = algorithms.FOLDER / f"{source}.rlg"
+        if not path.exists():
+            known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
+            message = f"`{source}` is neither a file nor an algorithm of the package"
+            raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
+        return Source(path.name, _text(path, path.name), path.parent)
+    return Source(str(source), _text(path, str(source)), path.parent)
+
+
+def translate(
+    source: Source,
+    *,
+    deploy: str | None = None,
+    model: str | None = None,
+    sets: Mapping[str, str] | None = None,
+    until: str = "plan",
+    after: Hook = lambda name, seconds, plan: None,
+) -> Compilation:
+    """Runs the pipeline up to stage `until`; `after(pass, seconds, plan)` is called after each pass. Raises Fault."""
+    tree = parse(source.text, source.name)
+    if until == "ast":
+        return Compilation(source, tree)
+    try:
+        lowered = lower(tree, context(source, deploy, model, sets))
+    except Refused as fault:
+        # What could be read of the graph may have more to tell, in the same run.
+        told = checks.check(fault.graph, fault.library, fault.diagnostics) if fault.graph is not None else []
+        raise Fault(*fault.diagnostics, *(d for d in told if d.severity == "error")) from None
+    graph = lowered.graph
+    reported = [c for e in (lowered.deploy.evaluations if lowered.deploy else ()) for c in e.report]
+    warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported))
+    if errors := [d for d in warnings if d.severity == "error"]:
+        raise Fault(*errors)
+    if until == "graph" or lowered.cluster is None or lowered.deploy is None:
+        return Compilation(source, tree, graph, warnings=warnings)
+    plan = Plan(graph, lowered.cluster, lowered.deploy)
+    placed = None
+    for step in PASSES:
+        if step.stage == "plan" and until == "placed":
+            return Compilation(source, tree, graph, plan, None, warnings)
+        began = time.perf_counter()
+        plan = step.apply(plan)
+        after(step.name, time.perf_counter() - began, plan)
+        # A mistake in the program comes before what the pass promises: it promises nothing for a program that is wrong.
+        if step.check is not None and (wrong := step.check(plan)):
+            raise Fault(*wrong)
+        assert step.holds(plan), f"the pass `{step.name}` broke its promise"
+        placed = plan if step.stage == "placed" else placed
+    return Compilation(source, tree, graph, placed, plan, warnings)
+
+
+def context(source: Source, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None) -> Context:
+    """What lowering may ask of the rest of the package."""
+    return Context(
+        load=partial(_import, source.folder),
+        library=algorithms.library(),
+        engines=ENGINES,
+        load_model=models.load,
+        folder=source.folder,
+        deploy=deploy,
+        model=model,
+        sets=sets or {},
+    )
+
+
+def _import(folder: Path, target: str, is_file: bool, span: Span) -> ast.File:
+    """The tree of an imported file, relative to the file that imports it, or of an algorithm of the package."""
+    importer = Path(span.file)
+    path = (importer.parent if importer.is_file() else folder) / target if is_file else algorithms.FOLDER / f"{target}.rlg"
+    # One file has one name, so that an import of itself is seen.
+    path = Path(os.path.normpath(path))
+    if not is_file and not path.is_file():
+        known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
+        raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, nearest(target, known)))
+    return parse(_text(path, target, span), str(path))
+
+
+def _text(path: Path, name: str, span: Span = NOWHERE) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise Fault(Diagnostic("missing-file", f"`{name}` is not UTF-8 text", span)) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {why.lower()}", span)) from None
+
+
+def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
+    """The texts that diagnostics point into, by the names that their spans have: the source's, and files that it imports."""
+    found = {} if source is None else {source.name: source.text}
+    for name in {s.file for d in diagnostics for s in (d.span, *(r for r, _ in d.related))} - found.keys():
+        path = Path(name)
+        if path.is_file():
+            found[name] = path.read_text(encoding="utf-8", errors="replace")
+    return found

@@ -1,0 +1,44 @@
+"""JSON of every stage.
+
+Invariant: the plan's is `plan.to_json()`, which `plan.from_json` reads back; the others carry `format_version` and `stage`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import msgspec
+
+from ..graph import Graph
+from ..plan import FORMAT_VERSION, Plan
+from .placed import placed
+
+
+def tree_json(root: object) -> str:
+    """A syntax tree: each part an object with its class as `is`."""
+
+    def walk(part: object) -> object:
+        if is_dataclass(part):
+            return {"is": type(part).__name__, **{f.name: walk(getattr(part, f.name)) for f in fields(part)}}
+        return [walk(p) for p in part] if isinstance(part, tuple) else part
+
+    return _text({"format_version": FORMAT_VERSION, "stage": "ast", "ast": walk(root)})
+
+
+def graph_json(graph: Graph) -> str:
+    return _text({"format_version": FORMAT_VERSION, "stage": "graph", "graph": graph})
+
+
+def placed_json(plan: Plan) -> str:
+    """Nodes (states, docks, allgather_swaps) and edges, beside the parts of the plan that they are drawn from."""
+    nodes, edges = placed(plan)
+    parts = {"placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
+    return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
+
+
+def plan_json(plan: Plan) -> str:
+    return plan.to_json()
+
+
+def _text(content: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

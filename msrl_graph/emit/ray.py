@@ -1,0 +1,35 @@
+"""A Python script that runs a plan on Ray: what a person reads first, the plan as data at its end.
+
+Invariant: one runnable file; it calls the same runtime with the same plan as `msrl-run` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+import msgspec
+
+from ..plan import Plan
+
+
+def ray_script(plan: Plan) -> str:
+    """The script's text."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    environment.filters["pyrepr"] = repr
+    template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
+    pools = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in sorted({p.pool for p in plan.placements})]
+    # Two quotes in a row end no JSON string but an empty one, so three never meet, and no backslash stands last.
+    data = msgspec.json.encode(plan).decode()
+    title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
+    return template.render(plan=plan, pools=pools, data=_lines(data), title=title, name=plan.graph.name, size=_size)
+
+
+def _lines(data: str) -> str:
+    """One line a top-level part, so that two scripts can be compared."""
+    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    return "{\n" + ",\n".join(f'"{key}": {bytes(raw).decode()}' for key, raw in parts.items()) + "\n}"
+
+
+def _size(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"

@@ -1,0 +1,339 @@
+"""A plan as text for a person: what runs where, what moves, what fits, how long it takes, and why.
+
+Invariant: every figure stands beside its source (measured, derived, datasheet, stated, assumed), every choice beside its reason. At 100
+columns no table is cut off; without a terminal there is no colour.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..cluster import Figure
+from ..graph import Graph
+from ..layout import Layout
+from ..plan import EngineChoice, Instruction, Plan
+from .placed import placed
+
+WIDTH = 100
+
+
+def size(number: float) -> str:
+    """Bytes, decimal units, three digits."""
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= one:
+            return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
+    return f"{number:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    if seconds == 0:
+        return "0"
+    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= one:
+            return f"{seconds / one:,.0f} {unit}" if seconds >= 100 * one else f"{seconds / one:.3g} {unit}"
+    return "< 1 us"
+
+
+class _Page:
+    """Collects sections and renders them to a string."""
+
+    def __init__(self, width: int, colour: bool) -> None:
+        self.out = io.StringIO()
+        self.console = Console(
+            file=self.out, width=width, force_terminal=colour, color_system="standard" if colour else None, highlight=False, emoji=False
+        )
+
+    def heading(self, text: str, more: str = "") -> None:
+        self.console.print()
+        self.console.print(Text.assemble((text, "bold"), f"  {more}" if more else ""))
+
+    def line(self, text: str, indent: int = 2) -> None:
+        self.console.print(Padding(Text(text), (0, 0, 0, indent)))
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
+        """`right` are the columns of figures, `keep` those that are never wrapped."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
+        for i, name in enumerate(head):
+            figure = i in right
+            table.add_column(name, justify="right" if figure else "left", no_wrap=figure or i in keep, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        self.console.print(Padding(table, (0, 0, 0, 2)))
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"
+
+
+def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
+    """The whole plan; a part that no pass has filled yet is left out."""
+    page = _Page(width, colour)
+    _head(page, plan)
+    if plan.placements:
+        _pools(page, plan)
+    if plan.docks.controllers:
+        _docks(page, plan)
+    if plan.traffic:
+        _traffic(page, plan)
+    _reshards(page, plan)
+    if plan.schedule:
+        _schedule(page, plan)
+    if plan.memory:
+        _memory(page, plan)
+    if plan.estimate is not None:
+        _estimate(page, plan)
+    if plan.notes:
+        page.heading("Notes")
+        for note in plan.notes:
+            page.line(f"{note.about}: {note.text}")
+    page.console.print()
+    page.console.print(Text(_count(plan), style="bold"))
+    return page.text()
+
+
+def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
+    """An algorithm without a place to run: workers, columns, states, edges."""
+    page = _Page(width, colour)
+    page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
+    if graph.params:
+        page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
+    page.heading("Workers")
+    page.table(("worker", "kind", "model"), [(w.name, w.kind + (", frozen" if w.frozen else ""), w.model or "-") for w in graph.workers])
+    page.heading("Columns")
+    writers = {c: n.name for n in graph.nodes for c in n.writes}
+    rows = []
+    for c in graph.columns:
+        dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size:,}" for d in c.dims)
+        most = "unbounded" if c.element in ("text", "json") else size(graph.row_bytes(c.name))
+        readers = ", ".join(n.name for n in graph.nodes if c.name in n.reads)
+        rows.append((c.name, f"{c.element}[{dims}]" if dims else c.element, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
+    page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
+    page.heading("States")
+    states = []
+    for n in graph.nodes:
+        attributes = ", ".join(f"{k} = {v}" for k, v in n.attributes.items())
+        states.append((n.name, ", ".join(n.reads) or "-", ", ".join(n.writes) or "-", n.per, attributes or "-"))
+    page.table(("state", "reads", "writes", "per", "attributes"), states)
+    page.heading("Edges")
+    edges = [
+        (e.src, "->" if e.kind == "sample" else "=>", e.dst, ", ".join(f"{k} = {v}" for k, v in e.attributes.items())) for e in graph.edges
+    ]
+    page.table(("from", "", "to", "attributes"), edges)
+    page.console.print()
+    samples, reshards = len(graph.samples()), len(graph.reshards())
+    page.console.print(
+        Text(f"Graph: {_n(len(graph.nodes), 'state')}, {_n(samples, 'sample edge')}, {_n(reshards, 'reshard')}.", style="bold")
+    )
+    return page.text()
+
+
+def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
+    """The graph with its docks and allgather-swaps."""
+    page = _Page(width, colour)
+    vertices, arcs = placed(plan)
+    page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
+    rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
+    page.table(("node", "kind", "where", "what"), rows)
+    page.heading("Edges")
+    page.table(("from", "", "to"), [(a.src, "->" if a.kind == "sample" else "=>", a.dst) for a in arcs])
+    return page.text()
+
+
+def _head(page: _Page, plan: Plan) -> None:
+    cluster, device, graph = plan.cluster, plan.cluster.device, plan.graph
+    page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_rows(graph)} an iteration")
+    for name, model in plan.deploy.models.items():
+        page.line(f"model {name}: {model.name}, {_many(model.parameters)} parameters, {model.dtype}")
+    for name, data in plan.deploy.data.items():
+        page.line(f"data {name}: {data.path}")
+    kind = f"{_n(cluster.nodes, 'host')} of {_n(cluster.devices_per_node, 'device')} `{device.name}`"
+    page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
+    rows = [("device memory", size(device.memory.value), device.memory)]
+    rows += [
+        (f"FLOP/s, {k}", f"{f.value / 1e12:.3g} T" if f.value >= 1e12 else f"{f.value / 1e9:.3g} G", f) for k, f in device.flops.items()
+    ]
+    rows += [
+        (name, f"{size(f.value)}{'' if name == 'host memory' else '/s'}", f)
+        for name, f in (
+            ("memory bandwidth", device.memory_bandwidth),
+            ("link to host", device.host_link),
+            ("link to device", device.device_link),
+            ("host memory", device.host_memory),
+            ("network", cluster.network),
+        )
+    ]
+    page.table(("what", "figure", "source", "where from"), [(n, v, f.source, f.basis) for n, v, f in rows], right=(1,), keep=(0, 2))
+
+
+def _rows(graph: Graph) -> str:
+    """Prompts, and responses a prompt."""
+    prompts, *more = graph.rows
+    return " x ".join([_n(prompts, "prompt"), *(_n(n // max(1, prompts), "response") for n in more)])
+
+
+def _pools(page: _Page, plan: Plan) -> None:
+    seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
+    for pool in sorted({p.pool for p in plan.placements}):
+        states = [p for p in plan.placements if p.pool == pool]
+        on_devices = pool == "devices"
+        what = f"{plan.cluster.devices} devices, shared by all states in turn" if on_devices else "the hosts' CPUs"
+        page.heading(f"Pool {pool}", what)
+        if on_devices:
+            rows = []
+            for p in states:
+                time = seconds.get(p.node)
+                cells = (
+                    p.node,
+                    _layout(p.layout),
+                    p.engine.name,
+                    str(p.layout.devices),
+                    size(p.weight_bytes),
+                    _seconds(time),
+                    _source(time),
+                )
+                rows.append((*cells, p.reason))
+            page.table(
+                ("state", "layout", "engine", "devices", "weights", "seconds", "source", "why this layout"), rows, (3, 4, 5), (0, 1, 2, 6)
+            )
+            for p in states:
+                stated = plan.deploy.engines.get(p.node)
+                page.line(f"engine of {p.node}: {_engine(p.engine, stated)}")
+        else:
+            page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in states], (1,))
+
+
+def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
+    options = ", ".join(f"{k} = {v}{'' if stated and k in stated.options else ' (planned)'}" for k, v in engine.options.items())
+    return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"
+
+
+def _layout(layout: Layout) -> str:
+    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
+
+
+def _docks(page: _Page, plan: Plan) -> None:
+    docks = plan.docks
+    where = f"{_n(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} {_range(docks.warehouses)}"
+    page.heading(
+        "Transfer dock", f"{docks.mode}: {_n(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
+    )
+    rows = []
+    for c in docks.controllers:
+        chunk = f"{c.chunk} as soon as ready" if c.chunk else "all"
+        lockstep = "in lockstep: a collective spans its groups" if c.lockstep else "each group on its own"
+        rows.append((c.node, str(c.host), ", ".join(c.columns), str(c.groups), chunk, lockstep))
+    page.table(("controller of", "host", "columns that it hears of", "groups", "hands out", "how"), rows, (1, 3))
+
+
+def _traffic(page: _Page, plan: Plan) -> None:
+    total = sum(t.bytes for t in plan.traffic)
+    page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
+    rows = []
+    for t in plan.traffic:
+        cells = (f"{t.src} -> {t.dst}", ", ".join(t.columns) or "-", f"{t.rows:,}", size(t.bytes), duration(t.seconds.value))
+        rows.append((*cells, duration(t.central_seconds.value), t.seconds.source))
+    page.table(("edge", "columns", "rows", "bytes", "dock", "central", "source"), rows, (2, 3, 4, 5), (0, 6))
+    for how in dict.fromkeys(t.how for t in plan.traffic):
+        readers = dict.fromkeys(t.dst for t in plan.traffic if t.how == how)
+        page.line(f"{how}: {', '.join(readers)}" if len({t.how for t in plan.traffic}) > 1 else how)
+    page.line(f"seconds: {plan.traffic[0].seconds.basis}")
+    page.line(f"central: {plan.traffic[0].central_seconds.basis}")
+
+
+def _reshards(page: _Page, plan: Plan) -> None:
+    for r in plan.reshards:
+        page.heading(f"Reshard {r.src} => {r.dst}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
+        page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
+        largest = "as large as the largest bucket"
+        page.line(
+            f"{_n(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; ranks gather in groups of {r.group}; the buffer is {largest}"
+        )
+        steps = [
+            (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis) for i, s in enumerate(r.steps, 1)
+        ]
+        s = r.swap_in
+        if s.bytes:
+            steps.append(("", s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, "after the generation, behind inference"))
+        page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
+        page.line(f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; derived)")
+        page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
+        page.line(
+            f"naive resharding would leave {size(r.redundant_bytes)} on {_n(plan.cluster.devices, 'device')} (derived; cross-check: eq. 3)"
+        )
+
+
+def _peak(order: str) -> str:
+    return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"
+
+
+def _schedule(page: _Page, plan: Plan) -> None:
+    page.heading("Schedule", "what each pool's processes do, in order")
+    rows = [(s.task, s.pool, ", ".join(map(_instruction, s.instructions)) or "-") for s in plan.schedule]
+    page.table(("task", "pool", "instructions"), rows, (), (0, 1))
+
+
+def _instruction(i: Instruction) -> str:
+    return f"{i.op} {i.node} => {i.other}" if i.other else f"{i.op} {i.node}"
+
+
+def _memory(page: _Page, plan: Plan) -> None:
+    for place in ("device", "host"):
+        phases = [m for m in plan.memory if m.place == place]
+        if not phases:
+            continue
+        has = phases[0].capacity
+        page.heading(f"Memory a {place}", f"{size(has.value)} ({has.source}); the sums are derived")
+        rows = []
+        for m in phases:
+            items = ", ".join(f"{k} {size(v)}" for k, v in sorted(m.items.items(), key=lambda i: (-i[1], i[0])))
+            part = f"{100 * m.total / m.capacity.value:.1f} %" + (" OVER" if m.total > m.capacity.value else "")
+            rows.append((m.phase, size(m.total), part, f"{items or '-'}{f' ({m.remark})' if m.remark else ''}"))
+        page.table(("phase", "peak", "of it", "what"), rows, (1, 2))
+
+
+def _estimate(page: _Page, plan: Plan) -> None:
+    assert plan.estimate is not None
+    estimate = plan.estimate
+    page.heading("Estimate", "every row at its bound")
+    rows = [(p.name, _seconds(p.seconds), p.seconds.source, p.seconds.basis) for p in estimate.phases]
+    page.table(("phase", "seconds", "source", "how"), rows, (1,), (2,))
+    whole, rate = estimate.iteration_seconds, estimate.tokens_per_second_per_device
+    page.line(f"an iteration: {duration(whole.value)} ({whole.source}); {whole.basis}")
+    page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
+
+
+def _many(number: int) -> str:
+    return f"{number / 1e9:.4g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
+def _seconds(figure: Figure | None) -> str:
+    return duration(figure.value) if figure is not None else "-"
+
+
+def _source(figure: Figure | None) -> str:
+    return figure.source if figure is not None else "-"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]}..{numbers[-1]}" if len(numbers) > 2 else ", ".join(map(str, numbers))
+
+
+def _n(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _count(plan: Plan) -> str:
+    """The closing count: what this plan adds to the graph."""
+    hosts, released = plan.cluster.nodes, sum(r.released_bytes_per_device for r in plan.reshards)
+    parts = [f"{_n(len(plan.placements), 'state')} on {_n(plan.cluster.devices, 'device')} of {_n(hosts, 'host')}"]
+    parts += [_n(len(plan.docks.controllers), "controller"), _n(len(plan.docks.warehouses), "warehouse")]
+    moved = f" ({size(sum(t.bytes for t in plan.traffic))} an iteration)" if plan.traffic else ""
+    parts.append(_n(len(plan.graph.samples()), "sample edge") + moved)
+    parts.append(_n(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
+    return f"Plan: {', '.join(parts)}."

@@ -1,0 +1,4 @@
+"""Passes: `Plan -> Plan`, pure and deterministic, one idea a file.
+
+Invariant: a pass fills its own part of the plan (and notes on it) and reads only what earlier passes filled; its fields are its options.
+"""

@@ -1,0 +1,46 @@
+"""dock: a controller for every node-state, a warehouse on every host (arXiv:2507.19017, figure 4).
+
+Invariant: a controller hears only of the columns that its state reads, and lives on the host of the state's first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..engine import EngineSpec
+from ..graph import Graph
+from ..plan import Controller, Docks, Placement, Plan
+from .place import FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Dock:
+    """`engines` are the specs by name."""
+
+    engines: Mapping[str, EngineSpec]
+
+    def __call__(self, plan: Plan) -> Plan:
+        options = plan.deploy.dock
+        controllers = tuple(self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source")
+        warehouses = (0,) if options.mode == "central" else tuple(range(plan.cluster.nodes))
+        return replace(plan, docks=Docks(options.mode, controllers, warehouses, options.deadline))
+
+    def _controller(self, plan: Plan, placement: Placement) -> Controller:
+        node, layout = plan.graph.node(placement.node), placement.layout
+        on_hosts = placement.pool == FUNCTIONS
+        spans = not on_hosts and layout.dp > 1 and (node.verb == "update" or self.engines[placement.engine.name].divided(layout))
+        return Controller(
+            node=node.name,
+            host=0 if on_hosts else plan.cluster.host(placement.first),
+            columns=node.reads,
+            groups=plan.cluster.nodes if on_hosts else layout.dp,
+            chunk=_chunk(plan.graph, node.name),
+            lockstep=spans,
+        )
+
+
+def _chunk(graph: Graph, node: str) -> int:
+    """The smallest `stream` of the edges that lead to a node: it may start when that many units are ready. 0: when all are."""
+    stated = [e.attributes["stream"].value for e in graph.samples() if e.dst == node and "stream" in e.attributes]
+    return min((int(n) for n in stated if isinstance(n, (int, float))), default=0)

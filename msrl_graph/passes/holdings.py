@@ -1,0 +1,207 @@
+"""What a node-state holds on one device, in bytes: the arithmetic that place, reshard, memory and estimate share.
+
+Invariant: figures are those of the busiest device, at the columns' bounds, and say nothing of what an allocator adds (RESERVE stands
+for it). Functions need a plan with placements, and the engines' specs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..cluster import Cluster, Figure
+from ..engine import BYTES, EngineSpec
+from ..graph import Node, Worker
+from ..layout import held
+from ..plan import Plan
+
+Engines = Mapping[str, EngineSpec]
+# The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
+RESERVE = 0.1
+
+
+def capacity(cluster: Cluster) -> Figure:
+    """Bytes of one device. The ranks of a CPU cluster share their machine's memory."""
+    memory = cluster.device.memory
+    if cluster.device.backend != "cpu":
+        return memory
+    share = cluster.devices_per_node
+    return Figure(memory.value / share, memory.source, f"{memory.basis}, divided by {share} ranks")
+
+
+def gigabytes(number: float) -> str:
+    """Bytes for a sentence: 8.19 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
+    return engines[plan.placement(node).engine.name]
+
+
+def dtype(plan: Plan, node: str) -> str:
+    """The type of a node's weights: the engine's option, else the model's."""
+    return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
+
+
+def update_of(plan: Plan, worker: str) -> Node | None:
+    return next((n for n in plan.graph.nodes if n.worker == worker and n.verb == "update"), None)
+
+
+def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
+    return spec(plan, engines, node).divided(plan.placement(node).layout)
+
+
+def weights(plan: Plan, engines: Engines, node: str) -> int:
+    """Weights at rest."""
+    return held(plan.model(node).tensors, plan.placement(node).layout, is_divided(plan, engines, node)) * BYTES[dtype(plan, node)]
+
+
+def gathered(plan: Plan, engines: Engines, node: str) -> int:
+    """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of them below."""
+    if not is_divided(plan, engines, node):
+        return 0
+    model, layout = plan.model(node), plan.placement(node).layout
+    whole = held(model.tensors, layout, False) * BYTES[dtype(plan, node)]
+    return whole if layout.zero < 3 else whole * 2 // max(2, model.layers)
+
+
+def gradients(plan: Plan, engines: Engines, node: str) -> int:
+    """As large as the weights, divided over dp from ZeRO 2."""
+    layout = plan.placement(node).layout
+    return held(plan.model(node).tensors, layout, layout.zero >= 2) * BYTES[dtype(plan, node)]
+
+
+def optimizer(plan: Plan, engines: Engines, node: str) -> int:
+    """AdamW's state, divided over dp from ZeRO 1 (arXiv:1910.02054)."""
+    layout = plan.placement(node).layout
+    return held(plan.model(node).tensors, layout, layout.zero >= 1) * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
+
+
+def row_tokens(plan: Plan, node: str) -> int:
+    """Tokens of a row, at most: the ragged token columns that a node reads, and the response that it writes."""
+    graph, state = plan.graph, plan.graph.node(node)
+    columns = [*state.reads, *(state.writes if state.verb == "generate" else ())]
+    found = (graph.column(c) for c in columns)
+    return sum(graph.bound(c.name) for c in found if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like)
+
+
+def written_tokens(plan: Plan, node: str) -> int:
+    """Tokens that a generation adds to a row, at most."""
+    graph = plan.graph
+    found = (graph.column(c) for c in graph.node(node).writes)
+    bound = sum(graph.bound(c.name) for c in found if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like)
+    return min(bound, int(graph.node(node).number("max_tokens", bound)))
+
+
+def row_count(plan: Plan, node: str) -> int:
+    """Rows that a node works on in an iteration; for a generation, the responses that it writes."""
+    graph, state = plan.graph, plan.graph.node(node)
+    level = max([graph.level(state), *(graph.column(c).level for c in state.writes)])
+    return graph.rows[min(level, len(graph.rows) - 1)]
+
+
+def group_rows(plan: Plan, node: str) -> int:
+    """Rows of one data-parallel group; for a generation prompts, each with all its samples."""
+    graph = plan.graph
+    rows = graph.rows[min(graph.level(graph.node(node)), len(graph.rows) - 1)]
+    return -(-rows // plan.placement(node).layout.dp)
+
+
+def samples(plan: Plan, node: str) -> int:
+    """Sequences that a generation makes of a row that it reads."""
+    return max(1, int(plan.graph.node(node).number("samples", 1)))
+
+
+def micro_batch(plan: Plan, node: str) -> int:
+    """Rows that a group computes at once; for a generation prompts, each with all its samples."""
+    stated = plan.placement(node).engine.options.get("micro_batch")
+    return stated if isinstance(stated, int) and stated > 0 else 1
+
+
+def activations(plan: Plan, node: str) -> int:
+    """Activations of a micro-batch, by the tensors that a layer's backward needs: per token and layer 4 h + (2 a d + 2 k d + 4 f) / tp
+    elements (h hidden, a heads, k key-value heads of size d, f intermediate), attention scores never stored (counting as
+    arXiv:2205.05198 does). Full recomputation keeps h a layer and one layer whole; inference keeps one layer."""
+    model, layout = plan.model(node), plan.placement(node).layout
+    divided = 2 * model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim + 4 * model.intermediate
+    layer = 4 * model.hidden + -(-divided // layout.tp)
+    elements = layer
+    if plan.graph.node(node).verb == "update":
+        full = plan.placement(node).engine.options.get("recompute") == "full"
+        elements = model.hidden * model.layers + layer if full else layer * model.layers
+    return micro_batch(plan, node) * row_tokens(plan, node) * elements * BYTES[dtype(plan, node)]
+
+
+def scored_tokens(plan: Plan, node: str) -> int:
+    """Tokens of a row whose log-probabilities are computed: responses that were generated; off-line, all."""
+    graph = plan.graph
+    written = {c for n in graph.verb("generate") for c in n.writes}
+    bounds = (graph.bound(c) for c in graph.node(node).reads if c in written and graph.column(c).element in ("i32", "i64"))
+    return sum(bounds) or row_tokens(plan, node)
+
+
+def logits(plan: Plan, node: str) -> int:
+    """Logits of a micro-batch in the weights' type and in float32, and in an update their gradient in float32."""
+    model, layout = plan.model(node), plan.placement(node).layout
+    each = BYTES[dtype(plan, node)] + (8 if plan.graph.node(node).verb == "update" else 4)
+    return micro_batch(plan, node) * scored_tokens(plan, node) * -(-model.vocabulary // layout.tp) * each
+
+
+def kv_sequence(plan: Plan, node: str) -> int:
+    """Keys and values of one sequence at its bound, on one device."""
+    model, layout = plan.model(node), plan.placement(node).layout
+    token = 2 * model.layers * -(-model.kv_heads // layout.tp) * model.head_dim * BYTES[dtype(plan, node)]
+    return row_tokens(plan, node) * token
+
+
+def resident(plan: Plan, engines: Engines) -> dict[str, int]:
+    """What stays on a device of the pool for the whole iteration, unless swapped: weights and optimizer states, by item."""
+    items: dict[str, int] = {}
+    for worker in plan.graph.workers:
+        if worker.kind == "function":
+            continue
+        update = update_of(plan, worker.name)
+        if update is not None:
+            items[f"{worker.name} weights"] = weights(plan, engines, update.name)
+            items[f"{worker.name} optimizer"] = optimizer(plan, engines, update.name)
+            continue
+        for node in _own(plan, worker):
+            items[node] = weights(plan, engines, node.removesuffix(" weights"))
+    return items
+
+
+def _own(plan: Plan, worker: Worker) -> list[str]:
+    """The weights that a worker without update keeps: one copy a layout and type, named by the first state that uses it."""
+    fed = {e.dst for e in plan.graph.reshards()}
+    seen: dict[tuple[str, str], str] = {}
+    for node in plan.graph.nodes:
+        if node.worker == worker.name and node.name not in fed:
+            seen.setdefault((str(plan.placement(node.name).layout), dtype(plan, node.name)), f"{node.name} weights")
+    return list(seen.values())
+
+
+def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
+    """What a device holds while `node` generates, but for the KV cache."""
+    items = resident(plan, engines)
+    edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
+    if edge is not None:
+        if plan.deploy.reshard.mode == "swap":
+            items.pop(f"{plan.graph.node(edge.src).worker} weights", None)
+        items["generation weights"] = weights(plan, engines, node)
+    return items
+
+
+def kv_room(plan: Plan, engines: Engines, node: str) -> int:
+    """Bytes that are left for the KV cache; may be negative. The engine's option `memory` is the part of the device that it may use."""
+    part = plan.placement(node).engine.options.get("memory")
+    part = part if isinstance(part, (int, float)) and part > 0 else 1 - RESERVE
+    return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
+
+
+def waves(plan: Plan, node: str) -> tuple[int, int]:
+    """Prompts that a data-parallel group generates from at once, and how many times."""
+    rows = group_rows(plan, node)
+    at_once = min(rows, micro_batch(plan, node))
+    return at_once, -(-rows // at_once)

@@ -1,0 +1,158 @@
+"""place: every node-state gets devices, a layout and an engine, each with its reason.
+
+Invariant: states that share weights share their layout; all workers share all devices (one pool, each process hosts their states in
+turn); functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..engine import BYTES, EngineSpec
+from ..graph import Node
+from ..layout import Layout, gather_group, held
+from ..plan import EngineChoice, Model, Placement, Plan
+from . import holdings
+
+DEVICES, FUNCTIONS = "devices", "functions"
+# A micro-batch where none is stated: rows of at most this many tokens together.
+MICRO_BATCH_TOKENS = 16384
+
+
+@dataclass(frozen=True)
+class Place:
+    """`engines` are the specs by name, `defaults` the engine of each verb where the file names none."""
+
+    engines: Mapping[str, EngineSpec]
+    defaults: Mapping[str, str]
+
+    def __call__(self, plan: Plan) -> Plan:
+        found: dict[str, Placement] = {}
+        # Updates first, since other states take their layouts.
+        for verb in ("update", "generate", "infer"):
+            for node in plan.graph.verb(verb):
+                if plan.graph.worker(node.worker).kind != "function":
+                    found[node.name] = self._on_devices(plan, node, found)
+        for node in plan.graph.nodes:
+            if node.name not in found:
+                found[node.name] = self._on_hosts(plan, node)
+        placed = replace(plan, placements=tuple(found[n.name] for n in plan.graph.nodes))
+        return replace(placed, placements=tuple(self._complete(placed, p) for p in placed.placements))
+
+    def _on_hosts(self, plan: Plan, node: Node) -> Placement:
+        reason = (
+            "the source runs once a run, beside the first host's functions" if node.verb == "source" else "functions run on the hosts' CPUs"
+        )
+        layout = Layout(dp=1 if node.verb == "source" else plan.cluster.nodes)
+        return Placement(node.name, FUNCTIONS, layout, 0, EngineChoice("python", chosen="default"), reason)
+
+    def _on_devices(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> Placement:
+        engine = self._engine(plan, node, found)
+        update = holdings.update_of(plan, node.worker)
+        stated = plan.deploy.layouts.get(node.name)
+        if node.verb == "infer" and update is not None:
+            layout, reason = found[update.name].layout, f"has the weights of {update.name}"
+        elif stated is not None:
+            layout, reason = resolve(stated, plan.cluster.devices)
+            if node.verb == "generate":
+                layout, reason = self._inner(plan, node, found, engine, layout, reason)
+        elif twin := self._twin(plan, node, found):
+            layout, reason = replace(found[twin].layout), f"as {twin}, which has the same model"
+        else:
+            layout, reason = self._planned(plan, node, engine)
+            if node.verb == "generate":
+                layout, reason = self._inner(plan, node, found, engine, layout, reason)
+        return Placement(node.name, DEVICES, layout, 0, engine, reason)
+
+    def _engine(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> EngineChoice:
+        stated = plan.deploy.engines.get(node.name)
+        update = holdings.update_of(plan, node.worker)
+        if node.verb == "infer" and update is not None:
+            theirs = found[update.name].engine
+            if stated is not None and stated.name == theirs.name:
+                return stated
+            options = {k: v for k, v in theirs.options.items() if k != "micro_batch"}
+            return replace(theirs, options=options, chosen=f"{update.name}, whose weights it has")
+        return stated or EngineChoice(self.defaults[node.verb], chosen="default")
+
+    def _twin(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> str | None:
+        """The update of the same model, whose layout a frozen state takes: its micro-batches then go to the same ranks."""
+        model = plan.graph.worker(node.worker).model
+        updates = (n.name for n in plan.graph.verb("update") if plan.graph.worker(n.worker).model == model)
+        return next((n for n in updates if n in found), None) if node.verb == "infer" else None
+
+    def _planned(self, plan: Plan, node: Node, engine: EngineChoice) -> tuple[Layout, str]:
+        """The smallest power of two for tp that divides the heads and whose weights fit; dp takes the rest."""
+        model, devices = plan.model(node.name), plan.cluster.devices
+        room = holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE if node.verb == "update" else 0.5)
+        choice = Layout(dp=devices)
+        tp = 1
+        while tp <= devices:
+            layout = Layout(tp=tp, dp=devices // tp)
+            if layout.devices == devices and divides(model, tp):
+                choice = layout
+                need = self._need(model, layout, node.verb, engine)
+                if need <= room:
+                    part = "weights, gradients and optimizer" if node.verb == "update" else "weights"
+                    fits = f"{part} of {holdings.gigabytes(need)} fit a device"
+                    return choice, f"planned: the smallest tp whose {fits}"
+            tp *= 2
+        return choice, "planned: the largest tp that divides the heads; what it holds may not fit"
+
+    def _need(self, model: Model, layout: Layout, verb: str, engine: EngineChoice) -> int:
+        spec = self.engines[engine.name]
+        dtype = str(engine.options.get("dtype") or model.dtype)
+        need = held(model.tensors, layout, spec.divided(layout)) * BYTES[dtype]
+        if verb == "update":
+            need += held(model.tensors, layout, layout.zero >= 2) * BYTES[dtype]
+            need += held(model.tensors, layout, layout.zero >= 1) * spec.optimizer_bytes(dtype)
+        return need
+
+    def _inner(
+        self, plan: Plan, node: Node, found: Mapping[str, Placement], engine: EngineChoice, layout: Layout, reason: str
+    ) -> tuple[Layout, str]:
+        """Numbers the ranks of a generation such that resharding gathers among the fewest neighbours."""
+        source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in found), None)
+        if source is None or source.layout.devices != layout.devices or layout.devices != plan.cluster.devices:
+            return layout, reason
+        tensors = plan.model(node.name).tensors
+        divided = self.engines[source.engine.name].divided(source.layout), self.engines[engine.name].divided(layout)
+
+        def group(inner: int) -> int:
+            return gather_group(tensors, source.layout, divided[0], replace(layout, inner=inner), divided[1])
+
+        # More than the update's tp neighbours never hold anything new.
+        choices = [n for n in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % n == 0]
+        sizes = {n: group(n) for n in choices}
+        best = min(choices, key=lambda n: (sizes[n], n))
+        if best > 1:
+            reason += f"; dp in {best}s of neighbours, so that resharding gathers among {sizes[best]} ranks, not {sizes[1]}"
+        return replace(layout, inner=best), reason
+
+    def _complete(self, plan: Plan, placement: Placement) -> Placement:
+        """States the weights' bytes, and the micro-batch where the file does not: the run then needs to choose nothing."""
+        if placement.pool == FUNCTIONS:
+            return placement
+        placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
+        node, options = placement.node, placement.engine.options
+        if "micro_batch" in options or "micro_batch" not in self.engines[placement.engine.name].options:
+            return placement
+        if plan.graph.node(node).verb == "generate":
+            # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
+            size = holdings.kv_room(plan, self.engines, node) // max(1, holdings.kv_sequence(plan, node) * holdings.samples(plan, node))
+        else:
+            size = min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
+        return replace(placement, engine=replace(placement.engine, options={**options, "micro_batch": max(1, size)}))
+
+
+def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:
+    """A stated layout with its dp: 0 stands for one that the file leaves to the placement."""
+    if stated.dp:
+        return stated, "stated"
+    layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
+    return layout, f"stated; dp {layout.dp} from {devices} devices"
+
+
+def divides(model: Model, tp: int) -> bool:
+    return not any(size % tp for size in (model.heads, model.kv_heads, model.vocabulary, model.intermediate))

@@ -1,0 +1,93 @@
+"""schedule: what the processes of each pool do, in order.
+
+Invariant: every node-state of a task runs exactly once a turn of its stream, after the states of its pool that it depends on; update
+weights are on the device whenever a state uses them: RESHARD takes them away, WAIT ends their return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ..graph import Graph, Node
+from ..plan import Evaluation, Instruction, Plan, Stream
+from .holdings import update_of
+from .place import DEVICES, FUNCTIONS
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Colocated states run in turn: generations first, then frozen states (the swap-in hides behind them), then the rest."""
+
+    def __call__(self, plan: Plan) -> Plan:
+        everything = {n.name for n in plan.graph.nodes}
+        streams = [*_streams(plan, "train", everything)]
+        for evaluation in plan.deploy.evaluations:
+            streams += _streams(plan, evaluation.data, upstream(plan.graph, evaluation))
+        return replace(plan, schedule=tuple(streams))
+
+
+def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
+    """The nodes that the reported columns need: their writers, and the writers of what those read."""
+    needed: set[str] = set()
+    todo = [graph.writer(c) for c in evaluation.report]
+    while todo:
+        node = todo.pop()
+        if node.name not in needed:
+            needed.add(node.name)
+            todo += [graph.writer(c) for c in node.reads]
+    return needed
+
+
+def _streams(plan: Plan, task: str, names: Collection[str]) -> tuple[Stream, Stream]:
+    on_hosts = [n for n in plan.graph.nodes if n.name in names and plan.placement(n.name).pool == FUNCTIONS]
+    functions = tuple(Instruction("RUN", n.name) for n in on_hosts)
+    return Stream(DEVICES, task, _devices(plan, names)), Stream(FUNCTIONS, task, functions)
+
+
+def _devices(plan: Plan, names: Collection[str]) -> tuple[Instruction, ...]:
+    swap = plan.deploy.reshard.mode == "swap"
+    order = _turns(plan, names)
+    source = {e.dst: e.src for e in plan.graph.reshards()}
+    last = {source[n.name]: n.name for n in order if n.name in source}  # an update's last generation
+    out: list[Instruction] = []
+    returning: list[str] = []
+    for node in order:
+        if node.name in source:
+            out.append(Instruction("RESHARD", source[node.name], node.name))
+        update = update_of(plan, node.worker)
+        if update is not None and node.verb != "generate" and update.name in returning:
+            out.append(Instruction("WAIT", update.name))
+            returning.remove(update.name)
+        out.append(Instruction("RUN", node.name))
+        if node.name in source:
+            out.append(Instruction("RELEASE", node.name))
+            if swap and last[source[node.name]] == node.name:
+                out.append(Instruction("SWAP_IN", source[node.name]))
+                returning.append(source[node.name])
+    # A task without an update still ends with the weights where the next one expects them.
+    return (*out, *(Instruction("WAIT", u) for u in returning))
+
+
+def _turns(plan: Plan, names: Collection[str]) -> list[Node]:
+    """The states on devices in an order that respects the graph; of those that could run next: generations, frozen states, states
+    with weights that come back, updates, each in the graph's order."""
+    graph = plan.graph
+    waiting = [n for n in graph.nodes if n.name in names]
+
+    def rank(node: Node) -> int:
+        if node.verb == "generate":
+            return 0
+        return 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
+
+    order: list[Node] = []
+    while waiting:
+        left = {n.name for n in waiting}
+        ready = [n for n in waiting if not any(e.src in left for e in graph.samples() if e.dst == n.name)]
+        assert ready, "the sample edges form a cycle"
+        on_hosts = [n for n in ready if plan.placement(n.name).pool == FUNCTIONS]
+        node = on_hosts[0] if on_hosts else min(ready, key=rank)
+        waiting.remove(node)
+        if not on_hosts:
+            order.append(node)
+    return order

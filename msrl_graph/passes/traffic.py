@@ -1,0 +1,81 @@
+"""traffic: what each sample edge moves in an iteration, through the dock and, for comparison, through a central buffer.
+
+Invariant: counted on the graph itself, at the columns' bounds: a column once for each state that reads it, row-level columns once a row,
+prompt-level columns once a prompt. closed_forms.py is the cross-check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from ..cluster import Figure
+from ..graph import Graph, Node
+from ..plan import Note, Plan, Traffic
+from .place import FUNCTIONS
+
+
+@dataclass(frozen=True)
+class CountTraffic:
+    """Rows are put where they are made; a reader finds at least the share 1 / hosts of them on its own host."""
+
+    def __call__(self, plan: Plan) -> Plan:
+        graph = plan.graph
+        reach = nx.DiGraph((e.src, e.dst) for e in graph.samples())
+        carried = {n.name: _carried(graph, reach, n) for n in graph.nodes}
+        found = []
+        for edge in graph.samples():
+            columns = tuple(c for c, src in carried[edge.dst].items() if src == edge.src)
+            found.append(self._edge(plan, edge.src, edge.dst, columns))
+        unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
+        notes = plan.notes
+        if unknown:
+            notes += (Note("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
+        return replace(plan, traffic=tuple(found), notes=notes)
+
+    def _edge(self, plan: Plan, src: str, dst: str, columns: tuple[str, ...]) -> Traffic:
+        graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
+        amount = sum(column_bytes(graph, c) for c in columns)
+        level = max((graph.column(c).level for c in columns), default=0)
+        share = (hosts - 1) / hosts
+        # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
+        first = next(e for e in graph.samples() if e.src == src)
+        puts = sum(column_bytes(graph, c) for c in graph.node(src).writes) if first.dst == dst else 0
+        through = f"through one host, puts and gets; {network.basis}"
+        central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
+        spread = len(plan.docks.warehouses)
+        seconds = central
+        if plan.docks.mode != "central":
+            basis = f"bytes x {hosts - 1}/{hosts} / {spread} warehouses / network; {network.basis}"
+            seconds = Figure(amount * share / spread / network.value, network.source, basis)
+        if not columns:
+            how = "order only: what it reads comes by other edges"
+        elif hosts == 1:
+            how = "shared memory of one host"
+        elif plan.docks.mode == "central":
+            how = "through the one warehouse of host 0"
+        else:
+            reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
+            how = f"{spread} warehouses; at most {hosts - 1}/{hosts} from other hosts, {plan.controller(dst).groups} {reader} read"
+        return Traffic(src, dst, columns, graph.rows[min(level, len(graph.rows) - 1)], amount, seconds, central, how)
+
+
+def column_bytes(graph: Graph, column: str) -> int:
+    """Bytes of a column in an iteration, at its bound."""
+    # Text has no bound, and `row_bytes` of a scalar text column is one byte: unknown counts as nothing.
+    if graph.column(column).element in ("text", "json"):
+        return 0
+    return graph.row_bytes(column) * graph.rows[min(graph.column(column).level, len(graph.rows) - 1)]
+
+
+def _carried(graph: Graph, reach: nx.DiGraph[str], node: Node) -> dict[str, str]:
+    """For each column that a node reads, the source of the edge it is counted on: its writer, else the first that leads there."""
+    into = [e.src for e in graph.samples() if e.dst == node.name]
+    found = {}
+    for column in node.reads:
+        writer = graph.writer(column).name
+        via = [s for s in into if s == writer] or [s for s in into if nx.has_path(reach, writer, s)]
+        if via:
+            found[column] = via[0]
+    return found

@@ -1,0 +1,97 @@
+"""The page's program (Qwen2.5-32B on two hosts of 8 Ascend 910C) as data, so that passes are tested without the parser."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from msrl_graph.backends import DEFAULT, ENGINES
+from msrl_graph.cluster import DEVICES, Cluster, Figure
+from msrl_graph.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
+from msrl_graph.layout import Layout
+from msrl_graph.models import load
+from msrl_graph.passes.dock import Dock
+from msrl_graph.passes.estimate import EstimateTime
+from msrl_graph.passes.memory import CountMemory
+from msrl_graph.passes.place import Place
+from msrl_graph.passes.reshard import Resharding
+from msrl_graph.passes.schedule import Schedule
+from msrl_graph.passes.traffic import CountTraffic
+from msrl_graph.plan import Data, Deploy, Evaluation, Plan, Run
+
+
+def number(value: float) -> Expr:
+    return Expr("number", value)
+
+
+def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_len: int = 8192) -> Graph:
+    like = (Dim(like="response"),)
+    call = {"reward": Expr("call", "math_verify"), "advantage": Expr("call", "group_norm")}
+    return Graph(
+        name="grpo",
+        params={"prompts": prompts, "group": group, "prompt_len": prompt_len, "response_len": response_len, "kl_coef": 0.001},
+        columns=(
+            Column("prompt", "i32", (Dim(prompt_len, True),), 0),
+            Column("answer", "text", (), 0),
+            Column("response", "i32", (Dim(response_len, True),), 1),
+            Column("old_logp", "f32", like, 1),
+            Column("ref_logp", "f32", like, 1),
+            Column("reward", "f32", (), 1),
+            Column("advantage", "f32", like, 1),
+        ),
+        workers=(Worker("actor", "policy", model="policy"), Worker("reference", "policy", True, "policy"), Worker("host", "function")),
+        nodes=(
+            Node("source", "", "source", (), ("prompt", "answer")),
+            Node("actor.generate", "actor", "generate", ("prompt",), ("response",), "row", {"samples": number(group)}),
+            Node("actor.infer", "actor", "infer", ("prompt", "response"), ("old_logp",)),
+            Node("reference.infer", "reference", "infer", ("prompt", "response"), ("ref_logp",)),
+            Node("host.reward", "host", "reward", ("prompt", "response", "answer"), ("reward",), "row", {"call": call["reward"]}),
+            Node("host.advantage", "host", "advantage", ("response", "reward"), ("advantage",), "prompt", {"call": call["advantage"]}),
+            Node("actor.update", "actor", "update", ("prompt", "response", "old_logp", "ref_logp", "advantage")),
+        ),
+        edges=(
+            Edge("sample", "source", "actor.generate"),
+            Edge("sample", "actor.generate", "actor.infer"),
+            Edge("sample", "actor.generate", "reference.infer"),
+            Edge("sample", "actor.generate", "host.reward"),
+            Edge("sample", "host.reward", "host.advantage"),
+            Edge("sample", "actor.infer", "actor.update"),
+            Edge("sample", "reference.infer", "actor.update"),
+            Edge("sample", "host.advantage", "actor.update"),
+            Edge("reshard", "actor.update", "actor.generate"),
+        ),
+        rows=(prompts, prompts * group),
+    )
+
+
+CLUSTER = Cluster("pod", DEVICES["ascend-910c"], 2, 8, Figure(300e6, "stated", "the file"))
+DEPLOY = Deploy(
+    name="grpo",
+    models={"policy": load("qwen2.5-32b", Path())},
+    data={"source": Data("source", "deepscaler.jsonl", {"prompt": "problem", "answer": "answer"})},
+    layouts={"actor.update": Layout(tp=8, dp=2), "actor.generate": Layout(tp=4, dp=4)},
+    engines={},
+    run=Run(1000, 0),
+)
+PASSES = (
+    Place(ENGINES, DEFAULT),
+    Dock(ENGINES),
+    Resharding(ENGINES),
+    Schedule(),
+    CountTraffic(),
+    CountMemory(ENGINES),
+    EstimateTime(ENGINES),
+)
+
+
+def start(**deploy: object) -> Plan:
+    return Plan(graph(), CLUSTER, replace(DEPLOY, **deploy))
+
+
+def plan(start: Plan) -> Plan:
+    for apply in PASSES:
+        start = apply(start)
+    return start
+
+
+EVALUATION = Evaluation("test", 10, ("reward",), 1, 0.0)

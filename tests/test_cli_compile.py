@@ -1,0 +1,237 @@
+"""msrl-compile as its user meets it: exit codes, what is on stdout and what on stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from msrl_graph import compile
+from msrl_graph.cli import compile_main
+from msrl_graph.diagnostics import CODES, Fault
+from msrl_graph.plan import from_json
+
+HERE = Path(__file__).parent
+PAGE = HERE / "programs" / "grpo_page.rlg"
+Capture = pytest.CaptureFixture[str]
+
+
+def process(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "msrl_graph.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
+
+
+def wrong(tmp_path: Path, old: str = "ref_logp, advantage) {", new: str = "ref_logb, advantage) {") -> Path:
+    path = tmp_path / "wrong.rlg"
+    text = PAGE.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return path
+
+
+def test_a_plan_on_stdout_and_warnings_on_stderr(capsys: Capture) -> None:
+    assert compile_main([str(PAGE)]) == 0
+    out, err = capsys.readouterr()
+    assert out.rstrip().endswith("1 reshard (8.19 GB released a device).")
+    assert "warning[missing-file]" in err
+    assert "\x1b" not in out + err
+
+
+def test_check_prints_nothing_on_stdout(capsys: Capture) -> None:
+    assert compile_main([str(PAGE), "--check"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fault_is_1_with_the_span_underlined(tmp_path: Path, capsys: Capture) -> None:
+    assert compile_main([str(wrong(tmp_path))]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "error[unknown-column]" in err
+    assert "^^^^^^^^" in err
+    assert "did you mean `ref_logp`" in err
+
+
+def test_diagnostics_as_json_and_concise(tmp_path: Path, capsys: Capture) -> None:
+    path = wrong(tmp_path)
+    assert compile_main([str(path), "--diagnostics", "json"]) == 1
+    told = json.loads(capsys.readouterr().err)
+    assert told[0]["code"] == "unknown-column"
+    assert told[0]["span"]["file"] == str(path)
+    assert compile_main([str(path), "--diagnostics", "concise"]) == 1
+    first = capsys.readouterr().err.split("\n")[0]
+    assert first.startswith(f"{path}:{told[0]['span']['start']['line']}:")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "under"),
+    [
+        ("layout actor.update   { tp = 8, dp = 2 }", "layout actor.update   { tp = 8, dp = 4 }", "layout-size", "layout actor.update"),
+        ("layout actor.generate { tp = 4, dp = 4 }", "layout actor.generate { tp = 16 }", "layout-divide", "layout actor.generate"),
+        ('"ascend-910c"', '"ascend-910b"', "out-of-memory", "layout actor.update"),
+    ],
+)
+def test_faults_that_only_placing_brings_to_light(tmp_path: Path, capsys: Capture, old: str, new: str, code: str, under: str) -> None:
+    assert compile_main([str(wrong(tmp_path, old, new)), "--check"]) == 1
+    err = capsys.readouterr().err
+    assert f"error[{code}]" in err
+    assert under in err
+
+
+def test_too_much_memory_names_the_nearest_layout_that_fits(tmp_path: Path, capsys: Capture) -> None:
+    text = PAGE.read_text(encoding="utf-8").replace("tp = 8, dp = 2", "tp = 2, dp = 8").replace("ascend-910c", "ascend-910b")
+    path = tmp_path / "large.rlg"
+    path.write_text(text.replace("run {", "engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
+    assert compile_main([str(path), "--check"]) == 1
+    err = capsys.readouterr().err
+    fits = "{ tp = 2, dp = 8, zero = 3 }"
+    assert f"the nearest layout that fits: `layout actor.update {fits}`" in err
+    path.write_text(path.read_text().replace("{ tp = 2, dp = 8 }", fits))
+    assert compile_main([str(path), "--check"]) == 0
+
+
+def test_emits_and_formats(tmp_path: Path, capsys: Capture) -> None:
+    for stage, start in (("ast", "File"), ("graph", "Algorithm grpo"), ("placed", "Placed graph"), ("plan", "Plan of grpo"), ("ray", "#!")):
+        assert compile_main([str(PAGE), "--emit", stage]) == 0
+        assert capsys.readouterr().out.startswith(start)
+    for stage in ("ast", "graph", "placed", "plan"):
+        assert compile_main([str(PAGE), "--emit", stage, "--format", "json"]) == 0
+        assert json.loads(capsys.readouterr().out)["format_version"] == 1
+    target = tmp_path / "plan.json"
+    assert compile_main([str(PAGE), "--format", "json", "-o", str(target)]) == 0
+    assert capsys.readouterr().out == ""
+    assert from_json(target.read_text()).graph.name == "grpo"
+
+
+def test_compiling_twice_gives_the_same_bytes() -> None:
+    one, two = (process(str(PAGE), "--format", "json", env={**os.environ, "PYTHONHASHSEED": seed}).stdout for seed in ("1", "2"))
+    assert one == two != ""
+
+
+def test_a_name_stands_for_an_algorithm_of_the_package(capsys: Capture) -> None:
+    assert compile_main(["grpo"]) == 0
+    assert "Graph: 7 states" in capsys.readouterr().out
+    assert compile_main(["grpo", "--model", "tiny"]) == 0
+    assert "Plan: 7 states on 1 device" in capsys.readouterr().out
+    assert compile_main(["grpo", "--emit", "plan"]) == 1
+    assert "error[no-deploy]" in capsys.readouterr().err
+    assert compile_main(["grpoo"]) == 1
+    assert "did you mean `grpo`?" in capsys.readouterr().err
+
+
+def test_params_are_set(capsys: Capture) -> None:
+    assert compile_main(["grpo", "--set", "prompts=8", "--set", "group = 4"]) == 0
+    assert "8 prompts x 4 responses an iteration" in capsys.readouterr().out
+    assert compile_main(["grpo", "--set", "promts=8"]) == 1
+    assert "did you mean `prompts`?" in capsys.readouterr().err
+
+
+def test_passes_are_listed_timed_and_shown(capsys: Capture) -> None:
+    assert compile_main(["--list-passes"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == ["place", "dock", "reshard", "schedule", "traffic", "memory", "estimate"]
+    assert compile_main([str(PAGE), "--check", "--time-passes", "--print-after", "dock"]) == 0
+    err = capsys.readouterr().err
+    assert all(f"\n{n} " in err for n in names)
+    assert "--- after dock\nPlan of grpo" in err
+
+
+def test_every_code_is_explained(capsys: Capture) -> None:
+    for code in CODES:
+        assert compile_main(["--explain", code]) == 0
+    assert "fewer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--explain", "nothing"],
+        ["a.rlg", "--print-after", "x"],
+        ["a.rlg", "--set", "x"],
+        ["--bogus"],
+        ["a", "--emit", "ray", "--format", "json"],
+    ],
+)
+def test_bad_usage_is_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compile_main(arguments)
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("name", ["nowhere.rlg", "/dev/null/x.rlg", ".", "no/such/thing"])
+def test_a_file_that_cannot_be_read(name: str, capsys: Capture) -> None:
+    assert compile_main([name]) == 1
+    assert "error[missing-file]" in capsys.readouterr().err
+
+
+def test_what_is_not_text_is_told(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "a.rlg").write_bytes(b"\xff\xfe\x00")
+    assert compile_main([str(tmp_path / "a.rlg")]) == 1
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_stdin_and_an_output_that_cannot_be_written(tmp_path: Path) -> None:
+    done = process("-", "--check", "--diagnostics", "concise", input="algorithm {")
+    assert done.returncode == 1
+    assert done.stderr.startswith("<stdin>:1:")
+    assert process(str(PAGE), "-o", str(tmp_path / "no" / "x")).returncode == 2
+
+
+def test_our_own_mistake_is_one_line_and_a_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+    import sys
+
+    def broken(*arguments: object, **more: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(sys.modules["msrl_graph.compile"], "translate", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert compile_main([str(PAGE)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "internal error: ZeroDivisionError: oops" in err
+    folder = Path(err.strip().rsplit(" ", 1)[1])
+    assert {p.name for p in folder.iterdir()} == {"command.txt", "traceback.txt", "grpo_page.rlg"}
+    monkeypatch.setenv("MSRL_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        compile_main([str(PAGE)])
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m msrl_graph.cli {PAGE} --format json | head -1; {sys.executable} -m msrl_graph.cli {PAGE} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2].startswith("Plan of grpo")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "BrokenPipe" not in done.stdout + done.stderr
+
+
+def test_colour_when_asked_for(tmp_path: Path, capsys: Capture) -> None:
+    assert compile_main([str(wrong(tmp_path)), "--color", "always"]) == 1
+    assert "\x1b[1;31merror[unknown-column]\x1b[0m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--check"], ["--emit", "plan"], ["--emit", "ray"], ["--format", "json"]])
+def test_compiling_loads_neither_torch_nor_ray_nor_numpy(arguments: list[str]) -> None:
+    code = (
+        "import sys; from msrl_graph.cli import compile_main\n"
+        f"assert compile_main([{str(PAGE)!r}, *{arguments!r}]) == 0\n"
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'scipy', 'pandas'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+        f"assert '--check' not in {arguments!r} or not {{'rich', 'jinja2', 'msgspec'}} & sys.modules.keys()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_python_interface() -> None:
+    assert compile(PAGE).reshards[0].released_bytes_per_device == pytest.approx(8.19e9, rel=1e-3)
+    with pytest.raises(Fault) as caught:
+        compile("grpo")
+    assert caught.value.diagnostics[0].code == "no-deploy"
+    import msrl_graph
+
+    with pytest.raises(AttributeError):
+        msrl_graph.nothing  # noqa: B018

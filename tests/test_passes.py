@@ -1,0 +1,351 @@
+"""Passes on the page's program: who is placed where, what leaves the device, in which order things run, and what they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import page
+import pytest
+
+from msrl_graph.backends import DEFAULT, ENGINES
+from msrl_graph.checks import layout as layout_check
+from msrl_graph.checks import memory as memory_check
+from msrl_graph.cluster import DEVICES, Cluster, Figure
+from msrl_graph.diagnostics import Span
+from msrl_graph.graph import Edge, Graph, Node, Worker
+from msrl_graph.layout import Layout
+from msrl_graph.models import load
+from msrl_graph.passes import holdings
+from msrl_graph.passes.place import Place
+from msrl_graph.plan import EngineChoice, Instruction, Plan, ReshardOptions, from_json
+
+PLAN = page.plan(page.start(evaluations=(page.EVALUATION,)))
+
+
+def on(cluster: Cluster, **deploy: object) -> Plan:
+    return replace(page.start(**deploy), cluster=cluster)
+
+
+def devices(nodes: int, each: int, memory: float | None = None, device: str = "ascend-910c") -> Cluster:
+    kind = DEVICES[device]
+    kind = replace(kind, memory=Figure(memory, "stated", "the test")) if memory else kind
+    return Cluster("some", kind, nodes, each, Figure(300e6, "stated", "the test"))
+
+
+# place
+
+
+def test_stated_layouts_stay_and_states_with_the_same_weights_share_one() -> None:
+    layouts = {p.node: (p.layout.tp, p.layout.dp) for p in PLAN.placements if p.pool == "devices"}
+    eight = (8, 2)
+    assert layouts == {"actor.generate": (4, 4), "actor.infer": eight, "reference.infer": eight, "actor.update": eight}
+    assert [p.node for p in PLAN.placements] == [n.name for n in PLAN.graph.nodes]
+    assert all(p.reason and p.engine.chosen for p in PLAN.placements)
+
+
+def test_generation_ranks_are_numbered_for_small_groups() -> None:
+    assert PLAN.placement("actor.generate").layout.inner == 2
+    assert PLAN.reshards[0].group == 2
+    assert "among 2 ranks, not 8" in PLAN.placement("actor.generate").reason
+
+
+def test_dp_comes_from_the_placement() -> None:
+    placed = Place(ENGINES, DEFAULT)(page.start(layouts={"actor.update": Layout(tp=4, dp=0), "actor.generate": Layout(tp=2, dp=0)}))
+    assert placed.placement("actor.update").layout.dp == 4
+    assert placed.placement("actor.generate").layout.dp == 8
+    assert "dp 4 from 16 devices" in placed.placement("actor.update").reason
+
+
+def test_the_planner_takes_the_smallest_tp_that_fits() -> None:
+    placed = Place(ENGINES, DEFAULT)(page.start(layouts={}))
+    update, generate = placed.placement("actor.update").layout, placed.placement("actor.generate").layout
+    # 65.5 GB of weights fit half of 128 GB from tp 2 on; with gradients and an optimizer over dp, an update fits 90 % from tp 2 on.
+    assert (update.tp, update.dp, generate.tp, generate.dp) == (2, 8, 2, 8)
+    assert all("planned: the smallest tp" in placed.placement(n).reason for n in ("actor.update", "actor.generate"))
+
+
+def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
+    update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
+    placed = Place(ENGINES, DEFAULT)(page.start(engines={"actor.update": update}))
+    assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch": 1}
+    own = EngineChoice("fsdp", {"micro_batch": 4})
+    placed = Place(ENGINES, DEFAULT)(page.start(engines={"actor.update": update, "actor.infer": own}))
+    assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
+
+
+# dock
+
+
+def test_a_controller_for_each_state_and_a_warehouse_on_each_host() -> None:
+    assert [c.node for c in PLAN.docks.controllers] == [n.name for n in PLAN.graph.nodes[1:]]
+    assert PLAN.docks.warehouses == (0, 1)
+    update = PLAN.controller("actor.update")
+    assert (update.groups, update.lockstep, update.chunk, update.columns) == (2, True, 0, PLAN.graph.node("actor.update").reads)
+    assert not PLAN.controller("actor.generate").lockstep
+    assert PLAN.controller("host.reward").groups == 2
+
+
+def test_central_and_stream() -> None:
+    start = page.start(dock=replace(page.DEPLOY.dock, mode="central"))
+    edges = tuple(replace(e, attributes={"stream": page.number(32)}) if e.dst == "host.reward" else e for e in start.graph.edges)
+    plan = page.plan(replace(start, graph=replace(start.graph, edges=edges)))
+    assert plan.docks.warehouses == (0,)
+    assert plan.controller("host.reward").chunk == 32
+    assert all(t.seconds == t.central_seconds for t in plan.traffic)
+
+
+# reshard
+
+
+def test_the_page_releases_8_gigabytes() -> None:
+    (r,) = PLAN.reshards
+    assert r.released_bytes_per_device == r.update_bytes_per_device == pytest.approx(8.19e9, rel=1e-3)
+    assert r.generate_bytes_per_device == pytest.approx(2 * 8.19e9, rel=1e-3)
+    assert r.peak_bytes_per_device == r.update_bytes_per_device + r.generate_bytes_per_device + r.bucket_bytes
+    assert r.order == "direct"
+    assert [s.name for s in r.steps] == ["temporary buffer", "all-gather by bucket", "select slices", "swap out (D2H)", "release"]
+    assert r.swap_in.bytes == r.released_bytes_per_device
+    assert r.swap_in.seconds.value == pytest.approx(8.192 / 50, rel=1e-3)
+
+
+def test_buckets_hold_every_tensor_once_in_order() -> None:
+    (r,) = PLAN.reshards
+    assert [n for b in r.buckets for n in b] == [t.name for t in PLAN.model("actor.update").tensors]
+    assert r.bucket_bytes <= 1 << 30
+    small = page.plan(page.start(reshard=ReshardOptions(bucket=1000))).reshards[0]
+    assert all(len(b) == 1 for b in small.buckets if any("weight" in n and "norm" not in n for n in b))
+
+
+def test_staged_where_direct_does_not_fit() -> None:
+    # 32.8 GB of others' and 25.6 GB for resharding.
+    plan = page.plan(on(devices(2, 8, 55e9)))
+    (r,) = plan.reshards
+    assert r.order == "staged"
+    assert "leave first" in r.reason
+    assert r.peak_bytes_per_device == max(r.update_bytes_per_device, r.generate_bytes_per_device) + r.bucket_bytes
+    assert [s.name for s in r.steps][1] == "swap out (D2H)"
+
+
+def test_naive_releases_nothing() -> None:
+    plan = page.plan(page.start(reshard=ReshardOptions(mode="naive")))
+    (r,) = plan.reshards
+    assert (r.released_bytes_per_device, r.swap_in.bytes) == (0, 0)
+    assert {i.op for s in plan.schedule for i in s.instructions} == {"RESHARD", "RUN", "RELEASE"}
+    generating = {m.phase: m for m in plan.memory if m.place == "device"}["generate"]
+    assert generating.items["actor weights"] == r.update_bytes_per_device
+    assert r.redundant_bytes == pytest.approx(16 * 8.19e9, rel=1e-3)
+
+
+# schedule
+
+
+def test_the_order_of_a_step() -> None:
+    train, functions, evaluation, scoring = PLAN.schedule
+    assert [(i.op, i.node) for i in train.instructions] == [
+        ("RESHARD", "actor.update"),
+        ("RUN", "actor.generate"),
+        ("RELEASE", "actor.generate"),
+        ("SWAP_IN", "actor.update"),
+        ("RUN", "reference.infer"),
+        ("WAIT", "actor.update"),
+        ("RUN", "actor.infer"),
+        ("RUN", "actor.update"),
+    ]
+    assert train.instructions[0].other == "actor.generate"
+    assert [i.node for i in functions.instructions] == ["source", "host.reward", "host.advantage"]
+    assert (evaluation.task, [i.op for i in evaluation.instructions]) == ("test", ["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT"])
+    assert [i.node for i in scoring.instructions] == ["source", "host.reward"]
+
+
+def test_a_generation_that_needs_an_infer_comes_after_it() -> None:
+    graph = Graph(
+        name="two",
+        params={},
+        columns=PLAN.graph.columns,
+        workers=(*PLAN.graph.workers, Worker("judge", "policy", True, "policy")),
+        nodes=(
+            *PLAN.graph.nodes[:4],
+            Node("judge.generate", "judge", "generate", ("response", "ref_logp"), ()),
+            *PLAN.graph.nodes[4:],
+        ),
+        edges=(*PLAN.graph.edges, Edge("sample", "reference.infer", "judge.generate"), Edge("sample", "judge.generate", "actor.update")),
+        rows=PLAN.graph.rows,
+    )
+    train = page.plan(replace(page.start(), graph=graph)).schedule[0].instructions
+    runs = [i.node for i in train if i.op == "RUN"]
+    assert runs.index("reference.infer") < runs.index("judge.generate") < runs.index("actor.update")
+    assert train.index(Instruction("SWAP_IN", "actor.update")) < train.index(Instruction("RUN", "reference.infer"))
+
+
+# traffic, memory, estimate
+
+
+def test_a_dock_takes_less_than_a_central_buffer() -> None:
+    assert all(t.seconds.value < t.central_seconds.value for t in PLAN.traffic)
+    rows = {(t.src, t.dst): (t.rows, t.bytes) for t in PLAN.traffic}
+    assert rows["source", "actor.generate"] == (256, 256 * 2048 * 4)
+    assert rows["host.advantage", "actor.update"] == (4096, 4096 * 8192 * 4)
+
+
+def test_one_host_moves_nothing_over_the_network() -> None:
+    plan = page.plan(on(devices(1, 16)))
+    assert {t.seconds.value for t in plan.traffic} == {0.0}
+    assert {t.how for t in plan.traffic} == {"shared memory of one host"}
+
+
+def test_memory_by_phase() -> None:
+    phases = {m.phase: m for m in PLAN.memory if m.place == "device"}
+    assert list(phases) == ["load", "reshard", "generate", "infer", "update"]
+    third = 32_763_876_352 / 8
+    update = phases["update"].items
+    assert update["gradients"] == update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
+    assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
+    # 64 layers of a row of 10,240 tokens: 4 h + (2 a d + 2 k d + 4 f) / tp elements of 2 bytes.
+    assert update["activations"] == 64 * 10240 * 2 * (4 * 5120 + (2 * 5120 + 2 * 1024 + 4 * 27648) // 8)
+    generate = phases["generate"]
+    at_once = 16 * PLAN.placement("actor.generate").engine.options["micro_batch"]
+    # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
+    assert generate.items["KV cache"] == at_once * 2 * 64 * 2 * 128 * 2 * 10240
+    assert 0.85 < generate.total / 128e9 <= 0.9
+    assert f"{at_once} of a group's 1,024 sequences at once" in generate.remark
+    hosts = {m.phase: m for m in PLAN.memory if m.place == "host"}
+    assert hosts["generate"].items["swapped actor weights"] == 8 * PLAN.reshards[0].released_bytes_per_device
+
+
+def test_ranks_of_a_cpu_share_their_machine() -> None:
+    layouts = {"actor.update": Layout(dp=4), "actor.generate": Layout(dp=4)}
+    cluster = devices(1, 4, 16e9, "cpu")
+    plan = page.plan(on(cluster, models={"policy": load("tiny", Path())}, layouts=layouts))
+    assert plan.memory[0].capacity.value == 4e9
+    assert all(m.items["ranks"] for m in plan.memory if m.place == "host")
+
+
+def test_zero_divides_what_it_says() -> None:
+    def update(zero: int) -> dict[str, int]:
+        layouts = {"actor.update": Layout(tp=8, dp=2, zero=zero), "actor.generate": Layout(tp=4, dp=4)}
+        return next(m for m in page.plan(page.start(layouts=layouts)).memory if m.phase == "update").items
+
+    none, one, two, three = map(update, range(4))
+    half = pytest.approx(0.5, rel=1e-3)
+    assert one["actor optimizer"] / none["actor optimizer"] == half
+    assert two["gradients"] / one["gradients"] == half
+    # fsdp keeps weights divided from stage 2 on, and gathers all of them (2) or two layers (3).
+    assert two["actor weights"] / one["actor weights"] == half
+    assert two["gathered weights"] == one["actor weights"]
+    assert three["gathered weights"] < two["gathered weights"] / 20
+
+
+def test_every_figure_has_a_source_and_a_basis() -> None:
+    assert PLAN.estimate is not None
+    figures = [p.seconds for p in PLAN.estimate.phases] + [PLAN.estimate.iteration_seconds, PLAN.estimate.tokens_per_second_per_device]
+    figures += [s.seconds for r in PLAN.reshards for s in (*r.steps, r.swap_in)]
+    figures += [f for t in PLAN.traffic for f in (t.seconds, t.central_seconds)]
+    assert all(f.source and f.basis for f in figures)
+    assert PLAN.estimate.iteration_seconds.source == "assumed"
+
+
+def test_an_iteration_is_as_long_as_its_critical_path() -> None:
+    assert PLAN.estimate is not None
+    seconds = {p.name: p.seconds.value for p in PLAN.estimate.phases}
+    turns = ("actor.generate", "reference.infer", "actor.infer", "actor.update", "gradient exchange of actor.update")
+    # Colocated: one after another, after the reshard; the swap-in hides behind the reference.
+    expected = seconds["reshard"] + sum(seconds[t] for t in turns)
+    assert PLAN.estimate.iteration_seconds.value == pytest.approx(expected, rel=1e-3)
+    tokens = 4096 * 10240 / 16 / PLAN.estimate.iteration_seconds.value
+    assert PLAN.estimate.tokens_per_second_per_device.value == pytest.approx(tokens)
+
+
+def test_a_large_cluster_compiles_quickly() -> None:
+    import time
+
+    layouts = {"actor.update": Layout(tp=8, dp=1250), "actor.generate": Layout(tp=4, dp=2500)}
+    began = time.perf_counter()
+    plan = page.plan(replace(on(devices(1250, 8), layouts=layouts), graph=page.graph(20000, 16)))
+    assert plan.reshards[0].group == 2
+    assert time.perf_counter() - began < 5
+
+
+def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
+    again = page.plan(page.start(evaluations=(page.EVALUATION,)))
+    assert again.to_json() == PLAN.to_json()
+    assert from_json(PLAN.to_json()) == PLAN
+
+
+# checks
+
+
+def told(plan: Plan) -> list[tuple[str, str, str]]:
+    placed = Place(ENGINES, DEFAULT)(plan)
+    return [(d.code, d.message, d.help) for d in layout_check.check(placed, ENGINES)]
+
+
+def test_layouts_of_the_page_are_right() -> None:
+    assert told(page.start()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "message", "help"),
+    [
+        (Layout(tp=8, dp=4), "layout-size", "takes 32 devices (tp 8 x dp 4); cluster `pod` has 16 (2 x 8)", "dp = 2 takes all 16"),
+        (Layout(tp=8, dp=1), "layout-size", "takes 8 devices", "dp = 2 takes all 16"),
+        (Layout(tp=3, dp=0), "layout-size", "takes 15 devices", "the nearest that works: tp = 4, dp = 4"),
+        (Layout(tp=16, dp=1), "layout-divide", "does not divide the 40 heads and the 8 key-value heads", "tp = 8, dp = 2"),
+        (Layout(pp=2, dp=8), "not-yet", "along `pp` to update", "leave `pp` at 1"),
+        (Layout(cp=2, dp=8), "not-yet", "along `cp`", ""),
+        (Layout(dp=16, ep=2), "not-yet", "along `ep`", ""),
+        (Layout(tp=8, dp=2, zero=4), "layout-divide", "no ZeRO stage 4", "zero = 0, 1, 2, 3"),
+    ],
+)
+def test_layouts_that_do_not_fit(layout: Layout, code: str, message: str, help: str) -> None:
+    layouts = {"actor.update": replace(layout, span=Span("a.rlg", 1, 1, 1, 5)), "actor.generate": Layout(tp=4, dp=4)}
+    (found,) = told(page.start(layouts=layouts))
+    assert found[0] == code
+    assert message in found[1]
+    assert help in found[2]
+
+
+def test_an_infer_of_an_updated_worker_has_no_layout_of_its_own() -> None:
+    layouts = {**page.DEPLOY.layouts, "actor.infer": Layout(tp=4, dp=4)}
+    (found,) = told(page.start(layouts=layouts))
+    assert found[0] == "bad-layout"
+    layouts["actor.infer"] = Layout(tp=8, dp=0)
+    assert told(page.start(layouts=layouts)) == []
+
+
+def test_a_mini_batch_is_divided_evenly() -> None:
+    start = page.start()
+    nodes = tuple(replace(n, attributes={"mini_batch": page.number(7)}) if n.verb == "update" else n for n in start.graph.nodes)
+    (found,) = told(replace(start, graph=replace(start.graph, nodes=nodes)))
+    assert found == (
+        "mini-batch-divide",
+        "dp = 2 of `actor.update` does not divide the mini-batch of 7 rows",
+        "mini_batch = 8 is the nearest that dp = 2 divides",
+    )
+    (found,) = told(replace(start, graph=page.graph(prompts=3, group=1)))
+    assert found[1] == "dp = 2 of `actor.update` does not divide the 3 rows of an iteration"
+
+
+def test_what_does_not_fit_is_told_by_phase() -> None:
+    span = Span("a.rlg", 7, 3, 7, 20)
+    layouts = {**page.DEPLOY.layouts, "actor.update": Layout(tp=8, dp=2, span=span)}
+    plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts))
+    (found,) = memory_check.check(plan)
+    assert (found.code, found.span) == ("out-of-memory", span)
+    assert found.message == "update needs 97.7 GB a device, which has 64.0 GB"
+    assert [line.split()[0] for line in found.help.split("\n")[:5]] == ["load", "reshard", "generate", "infer", "update"]
+    assert "recompute = full" in found.help
+    assert memory_check.check(PLAN) == []
+
+
+def test_recomputation_makes_it_fit() -> None:
+    engine = EngineChoice("fsdp", {"recompute": "full"})
+    plan = page.plan(on(devices(2, 8, 64e9), engines={"actor.update": engine}))
+    assert memory_check.check(plan) == []
+
+
+def test_no_room_for_one_sequence_is_too_little() -> None:
+    plan = page.plan(on(devices(2, 8, 50e9), engines={"actor.update": EngineChoice("fsdp", {"recompute": "full"})}))
+    assert plan.placement("actor.generate").engine.options["micro_batch"] == 1
+    assert holdings.waves(plan, "actor.generate") == (1, 64)
+    assert any("needs" in d.message for d in memory_check.check(plan))
