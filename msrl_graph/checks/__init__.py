@@ -1,0 +1,59 @@
+"""What the compiler refuses, one concern a file. A check of a graph is a pure function `(graph, library) -> diagnostics`.
+
+Invariant: checks judge, they never change a graph; each mistake is told once, none that only follows from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from ..diagnostics import Diagnostic
+from ..graph import Graph
+from . import columns, edges, limits, scope
+from .columns import Library
+
+Check = Callable[[Graph, Library], list[Diagnostic]]
+CHECKS: tuple[Check, ...] = (
+    columns.two_writers,
+    columns.never_written,
+    edges.cycle,
+    columns.unreachable,
+    columns.no_path,
+    edges.unknown_verb,
+    edges.frozen_update,
+    edges.bad_reshard,
+    edges.no_reshard,
+    scope.term_column,
+    scope.bad_scope,
+    scope.written,
+    limits.not_yet,
+    columns.unused,
+)
+# These stay true of a graph of which some statements could not be read; the others might follow from what is missing.
+STURDY: tuple[Check, ...] = (columns.two_writers, edges.cycle, edges.unknown_verb, edges.frozen_update)
+# Mistakes in values, which take no name, node or edge out of the graph.
+VALUES = {
+    "bad-layout",
+    "bad-unit",
+    "bad-value",
+    "division-by-zero",
+    "no-deploy",
+    "unknown-attribute",
+    "unknown-device",
+    "unknown-engine",
+    "unknown-model",
+    "unknown-unit",
+}
+
+
+def check(graph: Graph, library: Library, told: Sequence[Diagnostic] = (), reported: Collection[str] = ()) -> list[Diagnostic]:
+    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read."""
+    whole = all(d.code in VALUES for d in told if d.severity == "error")
+    last = partial(columns.unused, reported=reported)
+    checks = [last if c is columns.unused else c for c in CHECKS] if whole else STURDY
+    known = {(d.code, d.span) for d in told}
+    found = sorted((d for c in checks for d in c(graph, library) if (d.code, d.span) not in known), key=lambda d: d.span)
+    errors = [d for d in found if d.severity == "error"]
+    # A warning may follow from a mistake.
+    return errors if errors or not all(d.severity == "warning" for d in told) else found

@@ -1,0 +1,118 @@
+"""Columns: who writes them, who reads them, and whether a path of sample edges joins the two.
+
+Invariant: of mistakes that follow from one another the first alone is told: nothing is said of a path from a column with two writers,
+nor to a node that nothing reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import networkx as nx
+
+from ..diagnostics import Diagnostic
+from ..functions import Kind, Signature
+from ..graph import Graph, Node
+
+Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
+
+
+def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Columns that are read and that nobody writes, each told once, at its first reader."""
+    written = set(_writers(graph))
+    found: dict[str, Diagnostic] = {}
+    for node in graph.nodes:
+        for column in node.reads:
+            if column not in written and column not in found:
+                help = f"write it in a node, or let the source give it: `source(…) -> …, {column}`"
+                message = f"`{node.name}` reads `{column}`, which nobody writes"
+                found[column] = Diagnostic("never-written", message, node.span, help)
+    return list(found.values())
+
+
+def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
+    found = []
+    for column, writers in _writers(graph).items():
+        for other in writers[1:]:
+            message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
+            help = f"let one of them write another column, as in `raw_{column}`"
+            found.append(Diagnostic("two-writers", message, other.span, help, related=((writers[0].span, f"`{column}` is written here"),)))
+    return found
+
+
+def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Nodes that no path from the source reaches, without those that only come after another such node."""
+    flow = sample_flow(graph)
+    reached = _reached(graph, flow)
+    found = []
+    for node in graph.nodes:
+        if node.name in reached or any(p not in reached for p in flow.predecessors(node.name)):
+            continue
+        writers = _nearest_writers(graph, node, flow)
+        help = f"add `{', '.join(writers)} -> {node.name}`" if writers else ""
+        found.append(Diagnostic("unreachable", f"no path of sample edges leads from the source to `{node.name}`", node.span, help))
+    return found
+
+
+def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Reads of a column whose rows would never arrive."""
+    flow = sample_flow(graph)
+    reached = _reached(graph, flow)
+    found = []
+    for node in graph.nodes:
+        if node.name not in reached:
+            continue
+        before = nx.ancestors(flow, node.name)
+        for column in node.reads:
+            writers = _writers(graph).get(column, [])
+            if len(writers) != 1 or writers[0].name in before:
+                continue
+            writer = writers[0].name
+            message = f"`{node.name}` reads `{column}`, but no path leads there from its writer `{writer}`"
+            help = f"add `{writer} -> {node.name}`"
+            if writer == node.name:
+                message, help = f"`{node.name}` reads `{column}`, which it writes itself", "write another column"
+            elif nx.has_path(flow, node.name, writer):
+                help = f"`{writer}` comes after `{node.name}`, so its columns cannot be there yet"
+            found.append(Diagnostic("no-path", message, node.span, help))
+    return found
+
+
+def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
+    """Columns that nobody reads, unless an evaluation reports them."""
+    read = {c for n in graph.nodes for c in n.reads} | {d.like for c in graph.columns for d in c.dims} | set(reported)
+    writers = _writers(graph)
+    found = []
+    for column in graph.columns:
+        if column.name not in read:
+            what = f"`{column.name}` is written by `{writers[column.name][0].name}`, and nobody reads it" if column.name in writers else ""
+            message = what or f"nobody writes or reads `{column.name}`"
+            found.append(Diagnostic("unused-column", message, column.span, "remove it", "warning"))
+    return found
+
+
+def sample_flow(graph: Graph) -> nx.DiGraph[str]:
+    """The nodes and the sample edges between them."""
+    flow: nx.DiGraph[str] = nx.DiGraph()
+    flow.add_nodes_from(n.name for n in graph.nodes)
+    flow.add_edges_from((e.src, e.dst) for e in graph.samples())
+    return flow
+
+
+def _writers(graph: Graph) -> dict[str, list[Node]]:
+    writers: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for column in node.writes:
+            writers.setdefault(column, []).append(node)
+    return {column: sorted(nodes, key=lambda n: n.span) for column, nodes in writers.items()}
+
+
+def _reached(graph: Graph, flow: nx.DiGraph[str]) -> set[str]:
+    sources = [n.name for n in graph.nodes if n.verb == "source"]
+    return {r for s in sources for r in (s, *nx.descendants(flow, s))}
+
+
+def _nearest_writers(graph: Graph, node: Node, flow: nx.DiGraph[str]) -> list[str]:
+    """The writers of what a node reads, without those that another of them comes after."""
+    writers = sorted({w.name for c in node.reads for w in _writers(graph).get(c, [])[:1]} - {node.name})
+    return [w for w in writers if not any(o != w and nx.has_path(flow, w, o) for o in writers)]

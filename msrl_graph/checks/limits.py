@@ -1,0 +1,45 @@
+"""What the language can say and this version cannot compile, where it takes the whole graph to see it.
+
+Invariant: each construct is named once, with what to use meanwhile; when one is built its check goes.
+"""
+
+from __future__ import annotations
+
+from ..diagnostics import Diagnostic, Span
+from ..graph import ELEMENTS, Graph
+from .columns import Library
+
+
+def not_yet(graph: Graph, library: Library) -> list[Diagnostic]:
+    found: list[Diagnostic] = []
+
+    def tell(message: str, span: Span, help: str) -> None:
+        found.append(Diagnostic("not-yet", message, span, help))
+
+    for worker in graph.workers:
+        if worker.kind in ("value", "reward_model"):
+            help = "score in a function node" if worker.kind == "reward_model" else "estimate advantages from the rewards of a group"
+            tell(f"a worker of the kind `{worker.kind}` cannot be compiled yet", worker.span, help)
+    kinds = {w.name: w.kind for w in graph.workers}
+    generates = [n for n in graph.verb("generate") if kinds.get(n.worker) != "function"]
+    for node in generates[1:]:
+        tell("a second state that generates cannot be compiled yet", node.span, "one state generates all the responses of a prompt")
+    for node in generates[:1]:
+        if graph.level(node) > 0:
+            tell("generating from responses cannot be compiled yet", node.span, "generate from columns of the source")
+    responses = {c for n in generates for c in n.writes if graph.column(c).element not in ("f32", "text")}
+    for node in graph.verb("update"):
+        if kinds.get(node.worker) == "policy" and not responses & set(node.reads) and (responses or not generates):
+            tell(f"`{node.name}` reads no generated response; training on data alone cannot be compiled yet", node.span, "")
+    for node in graph.nodes:
+        for column in map(graph.column, node.writes):
+            tokens = column.element == "i32" and len(column.dims) == 1 and column.dims[0].ragged
+            if node.verb == "source" and not tokens and column.element != "text" and column.element in ELEMENTS:
+                message = f"a field of `{column.element}` from the data cannot be compiled yet"
+                tell(message, column.span, "use `text`, or tokens, `i32[<= n]`")
+        if kinds.get(node.worker) in ("policy", "value", "reward_model") and node.verb in ("generate", "infer"):
+            for column in map(graph.column, node.reads):
+                if column.element in ELEMENTS and (column.element != "i32" or not column.dims):
+                    message = f"`{node.name}` reads `{column.name}`; a model cannot read a column of `{column.element}` yet"
+                    tell(message, node.span, "declare it as tokens, `i32[<= n]`")
+    return found

@@ -1,0 +1,111 @@
+"""What a state computes from and what it gives: a function's columns and scope, and the columns that each verb writes.
+
+Invariant: signatures come from `library`, the package's functions and those of the user's files; nothing is imported or run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import networkx as nx
+
+from ..diagnostics import NOWHERE, Diagnostic, Span
+from ..functions import Signature
+from ..graph import ELEMENTS, Expr, Graph, Node
+from .columns import Library, sample_flow
+
+
+def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Functions and terms of a loss that need a column that their node does not read."""
+    flow = sample_flow(graph)
+    found = []
+    for node in graph.nodes:
+        for call, signature in _calls(node, library):
+            renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if a.kind == "column"}
+            for parameter in signature.columns:
+                column = renamed.get(parameter, parameter)
+                if column not in node.reads and parameter not in signature.optional:
+                    message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
+                    help = _help(graph, node, column, signature, flow)
+                    found.append(Diagnostic("term-column", message, _span(call, node), help))
+    return found
+
+
+def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Functions over a group that would get rows, and the other way round."""
+    found = []
+    for node in graph.nodes:
+        for call, signature in _calls(node, library):
+            if node.verb in ("generate", "infer", "update"):
+                continue
+            above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
+            whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < graph.level(node))
+            if signature.scope == "group" and not whole:
+                message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
+                help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
+                found.append(Diagnostic("bad-scope", message, _span(call, node), help))
+            elif signature.scope == "row" and node.per != "row" and ":" not in str(call.value):
+                # A function of a user's file says nothing of its scope unless it is marked.
+                message = f"`{signature.name}` is of one row, and `{node.name}` has `per = {node.per}`"
+                found.append(Diagnostic("bad-scope", message, _span(call, node), f"leave `per = {node.per}` out"))
+    return found
+
+
+def written(graph: Graph, library: Library) -> list[Diagnostic]:
+    """What each verb may write."""
+    found: list[Diagnostic] = []
+
+    def wrong(node: Node, message: str, help: str, code: str = "bad-value") -> None:
+        found.append(Diagnostic(code, f"`{node.name}` {message}", node.span, help))
+
+    for node in graph.nodes:
+        columns = [graph.column(c) for c in node.writes]
+        if _kind(graph, node) == "function" or any(graph.column(c).element not in ELEMENTS for c in (*node.reads, *node.writes)):
+            continue  # the type of a column was told to be unknown
+        if node.verb == "generate":
+            responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]
+            if len(responses) != 1:
+                wrong(node, "writes one column of tokens, the response", "declare it as `i32[<= n]`, n the most tokens of a response")
+            for column in columns:
+                if column not in responses and len(responses) == 1:
+                    message = f"writes `{column.name}`, and this version generates only the response"
+                    wrong(node, message, "write it in an `infer` or a function node", "not-yet")
+        elif node.verb == "infer":
+            like = columns[0].dims[0].like if len(columns) == 1 and columns[0].dims else ""
+            if not like or columns[0].element != "f32" or like not in node.reads or graph.column(like).element != "i32":
+                help = "declare it as `f32[response]`, and read `response`"
+                wrong(node, "writes one number for each token of a column that it reads", help)
+        elif node.verb == "update" and columns:
+            wrong(node, "writes nothing: it changes weights", f"remove `-> {', '.join(node.writes)}`")
+    return found
+
+
+def _calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
+    """The calls of a node whose signature is known."""
+    for key, kind in (("call", "function"), ("loss", "loss")):
+        stack = [node.attributes[key]] if key in node.attributes else []
+        while stack:
+            expr = stack.pop(0)
+            entry = library.get(("loss" if kind == "loss" else "function", str(expr.value)))
+            if expr.kind == "call" and entry:
+                yield expr, entry[0]
+            elif expr.kind != "call":
+                stack[:0] = expr.args
+
+
+def _help(graph: Graph, node: Node, column: str, signature: Signature, flow: nx.DiGraph[str]) -> str:
+    if column not in {c.name for c in graph.columns}:
+        return f"read a column for it and name it: `{signature.name}({column} = COLUMN)`"
+    help = f"add `{column}` to what `{node.name}` reads"
+    writer = next((n.name for n in graph.nodes if column in n.writes), "")
+    if writer and writer != node.name and not nx.has_path(flow, writer, node.name):
+        help += f", and the edge `{writer} -> {node.name}`"
+    return help
+
+
+def _span(call: Expr, node: Node) -> Span:
+    return call.span if call.span != NOWHERE else node.span
+
+
+def _kind(graph: Graph, node: Node) -> str:
+    return next((w.kind for w in graph.workers if w.name == node.worker), "")

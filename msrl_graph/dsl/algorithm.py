@@ -1,0 +1,379 @@
+"""An `algorithm` to a Graph.
+
+Invariant: every name is resolved and every param substituted; what is wrong goes to `problems`, each mistake once, and what can still be
+said of the rest is said. The Graph is whole only if nothing was told.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TypeVar
+
+from ..diagnostics import Fault, Span, nearest
+from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, Worker
+from . import ast
+from .attributes import COUNT, TABLE, NotYet, Type, read
+from .calls import Caller, FunctionCall, Library, Loss, Optimizer, Reduce
+from .expressions import Names, Problems, mistake
+from .params import Override, evaluate_params
+
+T = TypeVar("T")
+MOST_ROWS = 10**9
+UNKNOWN = "?"  # the element of a column whose type is wrong: checks say nothing of it
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A graph, the names of the nodes that were declared, and the signatures of the user's functions that they call."""
+
+    graph: Graph
+    nodes: Collection[str]
+    used: Library
+
+
+def lower_algorithm(
+    algorithm: ast.Algorithm, overrides: Sequence[Override], library: Library, folder: Path, problems: Problems
+) -> Lowering | None:
+    """The graph of an algorithm, its params overridden; None where it cannot be read without a statement that is not there yet."""
+    if algorithm.extends:
+        help = f"write out what it takes over from `{algorithm.extends.text}`"
+        problems.tell("not-yet", "`extends` cannot be compiled yet", algorithm.extends.span, help)
+        return None
+    return _Algorithm(algorithm, library, folder, problems).lower(overrides)
+
+
+class _Algorithm:
+    def __init__(self, algorithm: ast.Algorithm, library: Library, folder: Path, problems: Problems) -> None:
+        self.algorithm, self.library, self.folder, self.problems = algorithm, library, folder, problems
+        self.declared: dict[str, tuple[str, Span]] = {}  # params, columns, states, workers and labels share one name space
+        self.params: dict[str, Expr | None] = {}
+        self.columns: dict[str, Column] = {}
+        self.workers: dict[str, Worker] = {}
+        self.nodes: dict[str, Node] = {}
+        self.edges: dict[tuple[str, str, str], Edge] = {}
+        self.callers: list[Caller] = []
+        self.patched: set[str] = set()
+        self.doubled: set[str] = set()
+
+    def lower(self, overrides: Sequence[Override]) -> Lowering:
+        self._declare()
+        defaults = {s.name.text: s.value for s in self._statements(ast.Param) if self._is(s.name, "param")}
+        self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self.names.others, self.problems)
+        self._lower_columns()
+        for worker in self._statements(ast.Worker):
+            self._lower_worker(worker)
+        self._lower_source()
+        for node in self._statements(ast.Node):
+            self._lower_node(node)
+        for edge in self._statements(ast.Edge):
+            self.add_edges(edge)
+        for statement in self.algorithm.body:
+            with self.problems.catching():
+                if isinstance(statement, ast.State):
+                    help = "a number that does not change can be a `param`"
+                    raise mistake("not-yet", "`state` cannot be compiled yet", statement.column.name.span, help)
+                if isinstance(statement, ast.Drop):
+                    raise mistake("not-yet", "`drop` cannot be compiled yet", statement.span, "remove the declaration itself")
+        used = {key: value for caller in self.callers for key, value in caller.used.items()}
+        return Lowering(self._graph(), self.nodes, used)
+
+    def _statements(self, kind: type[T]) -> Iterator[T]:
+        return (s for s in self.algorithm.body if isinstance(s, kind))
+
+    @property
+    def names(self) -> Names:
+        return Names(self.params, {name: what for name, (what, _) in self.declared.items() if what != "param"})
+
+    # Names
+
+    def _declare(self) -> None:
+        for s in self.algorithm.body:
+            match s:
+                case ast.Param():
+                    self._name(s.name, "param")
+                case ast.Columns():
+                    for column in s.columns:
+                        self._name(column.name, "column")
+                case ast.State():
+                    self._name(s.column.name, "state")
+                case ast.Worker():
+                    self._name(s.name, "worker")
+                case ast.Node(label=ast.Name() as label):
+                    self._name(label, "label")
+
+    def _name(self, name: ast.Name, what: str) -> None:
+        if name.text in self.declared:
+            other, first = self.declared[name.text]
+            note = ((first, f"the {other} `{name.text}` is declared here"),)
+            self.doubled.add(name.text)
+            self.problems.found += mistake("duplicate-name", f"`{name.text}` is declared twice", name.span, related=note).diagnostics
+        else:
+            self.declared[name.text] = (what, name.span)
+
+    def _is(self, name: ast.Name, what: str) -> bool:
+        """Whether this is the declaration that has the name."""
+        return self.declared.get(name.text) == (what, name.span)
+
+    # Params and columns
+
+    def _lower_columns(self) -> None:
+        declared = [c for s in self._statements(ast.Columns) for c in s.columns if self._is(c.name, "column")]
+        for column in declared:
+            self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
+            with self.problems.catching():
+                dims = self._dims(column)
+                self.columns[column.name.text] = Column(column.name.text, column.type.element.text, dims, span=column.name.span)
+        for column in declared:
+            seen = [column.name.text]
+            while (dims := self.columns[seen[-1]].dims) and dims[0].like:
+                if dims[0].like in seen:
+                    message = f"`{column.name.text}` is as long as itself"
+                    self.problems.tell("bad-value", message, column.type.span, "give one column a bound, as in `i32[<= 1024]`")
+                    self.columns[column.name.text] = replace(self.columns[column.name.text], element=UNKNOWN, dims=())
+                    break
+                seen.append(dims[0].like)
+
+    def _dims(self, column: ast.Column) -> tuple[Dim, ...]:
+        kind = column.type
+        element = kind.element.text
+        if element not in ELEMENTS:
+            raise mistake("unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS))
+        if kind.per:
+            raise mistake("not-yet", "`per` in a column's type cannot be compiled yet", kind.per.span, "give each row its own value")
+        if element == "json":
+            raise mistake(
+                "not-yet", "a column of `json` cannot be compiled yet", kind.element.span, "use a column of `text` for each field"
+            )
+        if element == "text" and kind.dims:
+            raise mistake("bad-value", "a `text` has no dimensions", kind.dims[0].span)
+        if element == "bool" and kind.dims:
+            raise mistake("not-yet", "a mask cannot be compiled yet", kind.span, "every token of the response counts")
+        if len(kind.dims) > 1:
+            raise mistake("not-yet", "a column of two dimensions cannot be compiled yet", kind.span, "use a column for each")
+        return tuple(self._dim(dim) for dim in kind.dims)
+
+    def _dim(self, dim: ast.Dim) -> Dim:
+        value = dim.value
+        if isinstance(value, ast.NameExpr) and not dim.at_most and value.text not in self.params:
+            what = self.declared.get(value.text, ("", value.span))[0]
+            if what == "column":
+                return Dim(like=value.text)
+            if not what:
+                known = [*self.params, *(n for n, (w, _) in self.declared.items() if w == "column")]
+                raise mistake("unknown-name", f"nothing is called `{value.text}`", value.span, nearest(value.text, known))
+        size = COUNT.read("[…]", value, self.names).value
+        assert isinstance(size, int)
+        return Dim(size, dim.at_most)
+
+    # Workers, source and nodes
+
+    def _lower_worker(self, worker: ast.Worker) -> None:
+        if not self._is(worker.name, "worker"):
+            return
+        kind = worker.kind.text
+        attributes = read(worker.attrs, "worker", TABLE["worker"], self.names, self.problems)
+        with self.problems.catching():
+            if kind != "function" and kind not in KINDS:
+                known = ("function", *KINDS)
+                self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, kind, worker.span)
+                raise mistake("unknown-name", f"no kind of worker is called `{kind}`", worker.kind.span, nearest(kind, known))
+            if kind == "function":
+                self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
+                if worker.frozen or attributes:
+                    what = "frozen" if worker.frozen else "model"
+                    raise mistake("bad-value", f"a function has no weights, so `{what}` means nothing here", worker.span)
+                return
+            model = str(attributes["model"].value) if "model" in attributes else kind
+            self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, model, worker.span)
+
+    def _lower_source(self) -> None:
+        sources = list(self._statements(ast.Source))
+        if not sources:
+            help = "add `source(COUNT) -> prompt`, with the columns that the data fill"
+            self.problems.tell("unreachable", f"`{self.algorithm.name.text}` has no source", self.algorithm.name.span, help)
+            return
+        first = sources[0]
+        for other in sources[1:]:
+            note = ((first.span, "the first source"),)
+            self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
+        writes = self._known(first.writes, "source", reading=False)
+        read(first.attrs, "source", TABLE["source"], self.names, self.problems)
+        attributes = {}
+        with self.problems.catching():
+            attributes["count"] = COUNT.read("source", first.count, self.names)
+        end = first.writes[-1].span
+        self.nodes["source"] = Node("source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end))
+
+    def _lower_node(self, node: ast.Node) -> None:
+        worker, verb = node.worker.text, node.verb.text
+        name = node.label.text if node.label else f"{worker}.{verb}"
+        title = (node.label or node.worker).span.to(node.verb.span)
+        if node.reads is None:
+            help = "state the whole node: what it reads in parentheses, what it writes after `->`"
+            self.problems.tell("not-yet", "a node without parentheses cannot be compiled yet", title, help)
+            self.patched.add(name)
+            return
+        if name in self.nodes:
+            if not node.label:  # two equal labels were told as names
+                help = f"give this one a label: `node second: {name}(…)`"
+                note = ((self.nodes[name].span, "the first one"),)
+                self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", title, help, note).diagnostics
+            return
+        reads = self._known(node.reads, name, reading=True)
+        writes = self._known(node.writes, name, reading=False)
+        if worker not in self.workers and self.declared.get(worker, ("", title))[0] != "worker":
+            self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
+        kind = self.workers[worker].kind if worker in self.workers else ""
+        statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
+        per, attributes = "row", dict[str, Expr]()
+        # The verb that the kind does not have is told by a check, for graphs of the Python API too; its attributes mean nothing.
+        if statement:
+            caller = Caller(name, reads, self.columns, self.library, self.folder, self.problems)
+            self.callers.append(caller)
+            types: dict[str, Type | NotYet] = dict(TABLE[statement])
+            if statement == "function":
+                types |= {"call": FunctionCall(caller), "per": _Per(tuple(self.columns))}
+            elif statement == "update":
+                types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
+            attributes = read(node.attrs, statement, types, self.names, self.problems)
+            per = str(attributes.pop("per").value) if "per" in attributes else "row"
+            self._need(node, statement, title)
+            if statement == "function" and "call" in attributes:
+                self._taken(node, attributes["call"], caller)
+        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head)
+
+    def _known(self, names: Sequence[ast.Name], node: str, reading: bool) -> tuple[str, ...]:
+        """The names that are columns; others are told, except states, whose declaration is told of itself."""
+        known: list[str] = []
+        for name in names:
+            what = self.declared.get(name.text, ("", name.span))[0]
+            if name.text in known:
+                verb = "reads" if reading else "writes"
+                self.problems.tell("duplicate-name", f"`{node}` {verb} `{name.text}` twice", name.span, "name it once")
+            elif what == "column":
+                known.append(name.text)
+            elif what != "state" and name.text not in self.doubled:
+                verb, columns = "reads" if reading else "writes", [n for n, (w, _) in self.declared.items() if w == "column"]
+                message = f"`{node}` {verb} `{name.text}`, which " + (f"is a {what}, not a column" if what else "no column is called")
+                self.problems.tell("unknown-column", message, name.span, nearest(name.text, columns))
+        return tuple(known)
+
+    def _need(self, node: ast.Node, statement: str, title: Span) -> None:
+        """Attributes that a node cannot be without."""
+        given = {a.key.text for a in node.attrs}
+        if statement == "function" and not given & {"call", "keep", "select"}:
+            help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
+            self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", title, help)
+        if statement == "update":
+            for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
+                if key not in given:
+                    self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", title, f"add `{help}`")
+
+    def _taken(self, node: ast.Node, call: Expr, caller: Caller) -> None:
+        """Whether the function has a parameter for each column that the node reads."""
+        key = ("function", str(call.value))
+        signature = caller.used[key][0] if key in caller.used else self.library[key][0]  # type: ignore[index]
+        renamed = {str(a.value) for a in call.args if a.kind == "column"}
+        for name in node.reads or ():
+            if name.text in caller.reads and name.text not in renamed and (name.text not in signature.columns or name.text in call.keys):
+                free = [c for c in signature.columns if c not in call.keys]
+                help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
+                message = f"`{signature.name}` does not take `{name.text}`, which the node reads"
+                self.problems.tell("unknown-option", message, name.span, help)
+
+    # Edges
+
+    def add_edges(self, edge: ast.Edge) -> None:
+        statement = "sample edge" if edge.kind == "sample" else "resharding edge"
+        attributes = read(edge.attrs, statement, TABLE[statement], self.names, self.problems)
+        groups = [[ref for ref in group if self._is_node(ref)] for group in edge.groups]
+        for sources, targets in pairwise(groups):
+            for src in sources:
+                for dst in targets:
+                    if dst.text == "source":
+                        self.problems.tell("bad-value", "no edge leads to the source: it is where rows begin", dst.span)
+                    else:
+                        new = Edge(edge.kind, src.text, dst.text, attributes, src.span.to(dst.span))
+                        self.edges[edge.kind, src.text, dst.text] = new
+
+    def _is_node(self, ref: ast.Ref) -> bool:
+        if ref.text in self.nodes:
+            return True
+        if ref.text == "source" or ref.text in self.patched:
+            return False  # told where it is missing
+        self.problems.found += unknown_node(ref, self.nodes, self.workers).diagnostics
+        return False
+
+    # The graph
+
+    def _graph(self) -> Graph:
+        # A node of an unknown worker was told; a graph holds only nodes whose parts are known.
+        nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
+        edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
+        order = _order(nodes, edges)
+        levels: dict[str, int] = {}
+        for name in order:
+            node = self.nodes[name]
+            level = max((levels.get(c, 0) for c in node.reads), default=0) + (node.verb == "generate")
+            for column in node.writes:
+                levels.setdefault(column, level)
+        count = int(self.nodes["source"].number("count", 1)) if "source" in self.nodes else 1
+        samples = next((int(self.nodes[n].number("samples", 1)) for n in order if self.nodes[n].verb == "generate"), 1)
+        if count * samples > MOST_ROWS:
+            self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)
+        return Graph(
+            name=self.algorithm.name.text,
+            params={k: v.value for k, v in self.params.items() if v is not None},
+            columns=tuple(replace(c, level=levels.get(c.name, 0)) for c in self.columns.values()),
+            workers=tuple(self.workers.values()),
+            nodes=tuple(self.nodes[n] for n in order),
+            edges=tuple(edges),
+            rows=(count, count * samples),
+            span=self.algorithm.name.span,
+        )
+
+
+@dataclass(frozen=True)
+class _Per:
+    """`row`, `batch` or a column."""
+
+    columns: tuple[str, ...]
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and expr.text in (*self.columns, "row", "batch"):
+            return Expr("word", expr.text, span=expr.span)
+        text = expr.text if isinstance(expr, ast.NameExpr) else ""
+        help = nearest(text, (*self.columns, "row", "batch"))
+        raise mistake("unknown-column", f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}", expr.span, help)
+
+
+def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:
+    """What to say of a reference that is no node."""
+    if ref.text in workers:
+        own = ", ".join(f"`{n}`" for n in sorted(nodes) if n.startswith(ref.text + "."))
+        return mistake("unknown-name", f"`{ref.text}` is a worker; a node stands here", ref.span, f"its nodes are {own}" if own else "")
+    return mistake("unknown-name", f"no node is called `{ref.text}`", ref.span, nearest(ref.text, nodes))
+
+
+def _order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
+    """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
+    waits = {name: {e.src for e in edges if e.kind == "sample" and e.dst == name and e.src in nodes} for name in nodes}
+    after: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, sources in waits.items():
+        for src in sources:
+            after[src].append(name)
+    ready = [(name != "source", name) for name, sources in waits.items() if not sources]
+    heapq.heapify(ready)
+    order: list[str] = []
+    while ready:
+        name = heapq.heappop(ready)[1]
+        order.append(name)
+        for other in after[name]:
+            waits[other].discard(name)
+            if not waits[other]:
+                heapq.heappush(ready, (other != "source", other))
+    return order + sorted(set(nodes) - set(order))

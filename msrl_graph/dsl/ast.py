@@ -1,0 +1,333 @@
+"""The syntax tree of an `.rlg` file: one class for each rule of the grammar, names and numbers as written.
+
+Invariant: nothing is resolved or evaluated here; every part has its span.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from ..diagnostics import Span
+
+
+@dataclass(frozen=True)
+class Name:
+    text: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Ref:
+    """`worker`, `worker.verb`, a label, or `source`."""
+
+    text: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Literal_:
+    """A literal: `kind` is int, float, string, bool or quantity (then `unit` is its unit as written)."""
+
+    kind: Literal["int", "float", "string", "bool", "quantity"]
+    value: int | float | str | bool
+    span: Span
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class NameExpr:
+    """A bare word, or `worker.verb`."""
+
+    text: str
+    span: Span
+
+
+@dataclass(frozen=True)
+class Call:
+    name: Name
+    args: tuple[Arg, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Arg:
+    key: Name | None
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Binary:
+    """`op` is + - * / // % or a comparison."""
+
+    op: str
+    left: Expr
+    right: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Neg:
+    operand: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class List:
+    items: tuple[Expr, ...]
+    span: Span
+
+
+Expr = Literal_ | NameExpr | Call | Binary | Neg | List
+
+
+@dataclass(frozen=True)
+class Attr:
+    key: Name
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Dim:
+    at_most: bool
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Type:
+    element: Name
+    dims: tuple[Dim, ...]
+    per: Name | None
+    span: Span
+
+
+@dataclass(frozen=True)
+class Column:
+    name: Name
+    type: Type
+    span: Span
+
+
+@dataclass(frozen=True)
+class Param:
+    name: Name
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Columns:
+    columns: tuple[Column, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class State:
+    column: Column
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Worker:
+    name: Name
+    kind: Name
+    frozen: bool
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Source:
+    count: Expr
+    writes: tuple[Name, ...]
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Node:
+    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its attributes."""
+
+    label: Name | None
+    worker: Name
+    verb: Name
+    reads: tuple[Name, ...] | None
+    writes: tuple[Name, ...]
+    attrs: tuple[Attr, ...]
+    span: Span
+    head: Span
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A chain: `groups` are the comma lists between the arrows (two for a resharding edge)."""
+
+    kind: Literal["sample", "reshard"]
+    groups: tuple[tuple[Ref, ...], ...]
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Drop:
+    target: Ref | Edge
+    span: Span
+
+
+AlgorithmStatement = Param | Columns | State | Worker | Source | Node | Drop | Edge
+
+
+@dataclass(frozen=True)
+class Import:
+    """`import NAME` (an algorithm of the package) or `import "file.rlg"`."""
+
+    target: str
+    is_file: bool
+    span: Span
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    name: Name
+    extends: Name | None
+    body: tuple[AlgorithmStatement, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: Name
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Set:
+    name: Name
+    value: Expr
+    span: Span
+
+
+@dataclass(frozen=True)
+class Model:
+    name: Name
+    target: Literal_
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Data:
+    name: Name
+    target: Literal_
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Layout:
+    nodes: tuple[Ref, ...]
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Engine:
+    nodes: tuple[Ref, ...]
+    name: Name
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Range:
+    """`first..last`, both included."""
+
+    first: int
+    last: int
+    span: Span
+
+
+@dataclass(frozen=True)
+class Place:
+    targets: tuple[Ref, ...]
+    together: bool
+    nodes: Range | None
+    devices: Range | None
+    span: Span
+
+
+@dataclass(frozen=True)
+class Apart:
+    targets: tuple[Ref, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Options:
+    """`dock { … }`, `reshard { … }`, `run { … }`."""
+
+    kind: Literal["dock", "reshard", "run"]
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    data: Name
+    attrs: tuple[Attr, ...]
+    span: Span
+
+
+DeployStatement = Set | Model | Data | Layout | Engine | Place | Apart | Options | Evaluate | Edge
+
+
+@dataclass(frozen=True)
+class Deploy:
+    algorithm: Name
+    cluster: Name
+    alias: Name | None
+    body: tuple[DeployStatement, ...]
+    span: Span
+
+
+Item = Import | Algorithm | Cluster | Deploy
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    items: tuple[Item, ...]
+    span: Span
+
+
+def show(file: File) -> str:
+    """The tree as indented text: a line a part, with what it holds and `line:column`."""
+    return "\n".join(_lines(file, "", 0)) + "\n"
+
+
+def _lines(part: object, label: str, depth: int) -> list[str]:
+    lead = "  " * depth + (f"{label}: " if label else "")
+    if isinstance(part, Name | Ref | NameExpr):
+        return [f"{lead}{type(part).__name__} {part.text} {_at(part.span)}"]
+    if isinstance(part, Literal_):
+        value = f'"{part.value}"' if part.kind == "string" else str(part.value).lower()
+        return [f"{lead}{part.kind} {value}{part.unit and ' ' + part.unit} {_at(part.span)}"]
+    if isinstance(part, tuple):
+        return [line for item in part for line in _lines(item, label, depth)]
+    plain, nested = [], list[str]()
+    for f in fields(part):  # type: ignore[arg-type]
+        value = getattr(part, f.name)
+        if isinstance(value, str | bool | int):
+            plain.append(f"{f.name}={value}")
+        elif isinstance(value, tuple) or not (value is None or isinstance(value, Span)):
+            nested += _lines(value, f.name, depth + 1)
+    return [" ".join([f"{lead}{type(part).__name__}", *plain, _at(part.span)]), *nested]  # type: ignore[attr-defined]
+
+
+def _at(span: Span) -> str:
+    return f"{span.line}:{span.column}-{span.end_line}:{span.end_column}"

@@ -1,0 +1,273 @@
+"""The attributes of every statement: one table, from statement and name to type.
+
+Invariant: what is not in the table is refused as unknown, what is in it as `NotYet` is refused by name; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..diagnostics import Span, nearest
+from ..graph import Expr
+from . import ast
+from .expressions import UNIT_NAMES, Names, Problems, evaluate, mistake
+
+# Beyond this no count means anything, and products of two still fit the integers of every format.
+MOST = 10**8
+
+
+class Type(Protocol):
+    """What an attribute takes; `read` gives its value or raises a Fault."""
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr: ...
+
+
+@dataclass(frozen=True)
+class Number:
+    """A plain number from `low` to `high`; `whole` for a count."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False  # `low` itself is out
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = evaluate(expr, names)
+        if value.kind == "quantity":
+            raise mistake("bad-unit", f"`{key}` takes a plain number, and this has a unit", expr.span, related=origin(expr, names))
+        number = value.value
+        if isinstance(number, int | float) and number > self.high == MOST:
+            raise mistake("bad-value", f"`{key}` is too large", expr.span, related=origin(expr, names))
+        fits = value.kind == "number" and isinstance(number, int | float) and self.low <= number <= self.high
+        if not fits or (self.above and number == self.low) or (self.whole and not float(number).is_integer()):  # type: ignore[arg-type]
+            raise mistake("bad-value", f"`{key}` takes {self}, not {shown(value)}", expr.span, related=origin(expr, names))
+        assert isinstance(number, int | float)
+        return Expr("number", int(number) if self.whole else number, span=expr.span)
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.whole else "a number"
+        if self.low == -math.inf:
+            return what
+        if self.high < MOST:
+            return f"{what} {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} {self.high:g}"
+        return f"{what} above {self.low:g}" if self.above else f"{what} of {self.low:g} or more"
+
+
+COUNT = Number(1, MOST, whole=True)
+
+
+@dataclass(frozen=True)
+class Words:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and expr.text in self.words:
+            return Expr("word", expr.text, span=expr.span)
+        if isinstance(expr, ast.NameExpr) and expr.text in names.params:
+            value = evaluate(expr, names)
+            if value.kind == "string" and value.value in self.words:
+                return Expr("word", value.value, span=expr.span)
+        what = f"`{expr.text}`" if isinstance(expr, ast.NameExpr) else "this"
+        help = nearest(expr.text if isinstance(expr, ast.NameExpr) else "", self.words)
+        raise mistake("unknown-option", f"{what} is no word for `{key}`", expr.span, help)
+
+
+@dataclass(frozen=True)
+class String:
+    """A string; with `several`, a list of them too."""
+
+    several: bool = False
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = evaluate(expr, names)
+        items = value.args if self.several and value.kind == "list" else (value,)
+        if any(item.kind != "string" for item in items):
+            help = f'write `{key} = "{expr.text}"`' if isinstance(expr, ast.NameExpr) else ""
+            raise mistake("bad-value", f"`{key}` takes a string between double quotes", expr.span, help)
+        return value
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number above 0 with a unit."""
+
+    unit: str
+    example: str
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = evaluate(expr, names)
+        # `376 TFLOP` is how a datasheet writes TFLOP/s.
+        if value.unit != self.unit and not (self.unit == "FLOP/s" and value.unit == "FLOP"):
+            help = f"write a number and its unit, as in `{self.example}`"
+            raise mistake(
+                "bad-unit", f"`{key}` takes {UNIT_NAMES[self.unit]}, not {UNIT_NAMES[value.unit]}", expr.span, help, origin(expr, names)
+            )
+        if not isinstance(value.value, int | float) or value.value <= 0:
+            raise mistake("bad-value", f"`{key}` is above 0", expr.span, related=origin(expr, names))
+        return Expr("quantity", value.value, unit=self.unit, span=expr.span)
+
+
+BYTES = Quantity("B", "64 GB")
+RATE = Quantity("B/s", "25 GB/s")
+FLOPS = Quantity("FLOP/s", "376 TFLOP/s")
+TIME = Quantity("s", "10 min")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A list of counts."""
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.List) or not expr.items:
+            raise mistake("bad-value", f"`{key}` takes a list of whole numbers", expr.span)
+        return Expr("list", args=tuple(COUNT.read(key, item, names) for item in expr.items), span=expr.span)
+
+
+@dataclass(frozen=True)
+class AnyName:
+    """A bare word that the statement looks up itself; with `several`, a list of them too."""
+
+    several: bool = False
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if self.several and isinstance(expr, ast.List):
+            return Expr("list", args=tuple(AnyName().read(key, item, names) for item in expr.items), span=expr.span)
+        if not isinstance(expr, ast.NameExpr) or "." in expr.text:
+            raise mistake("bad-value", f"`{key}` takes a name", expr.span)
+        return Expr("word", expr.text, span=expr.span)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """An attribute of the language that this version cannot compile."""
+
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Only:
+    """An attribute of which this version takes one value, the default."""
+
+    value: int
+    help: str
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = Number(0, MOST, whole=True).read(key, expr, names)
+        if value.value != self.value:
+            raise mistake("not-yet", f"`{key}` other than {self.value} cannot be compiled yet", expr.span, self.help)
+        return value
+
+
+_NO_FILTER = NotYet("every row goes on; leave the filter out")
+_NO_ENVIRONMENT = NotYet("one turn is generated; score the response in a function node")
+_NO_RESUME = NotYet("a run starts anew")
+
+# `call`, `loss`, `optimizer` and `reduce` have types of their own, which need the node (calls.py).
+TABLE: dict[str, dict[str, Type | NotYet]] = {
+    "worker": {"model": AnyName()},
+    "source": {"weights": NotYet("prompts are drawn evenly")},
+    "generate": {
+        "samples": COUNT,
+        "temperature": Number(0, above=True),
+        "top_p": Number(0, 1, above=True),
+        "top_k": COUNT,
+        "stop": NotYet("a response ends at the end token or at `max_tokens`"),
+        "max_tokens": COUNT,
+        "partial": NotYet("each response is generated whole"),
+        "environment": _NO_ENVIRONMENT,
+        "turns": _NO_ENVIRONMENT,
+        "timeout": _NO_ENVIRONMENT,
+    },
+    "infer": {},
+    "update": {
+        "epochs": COUNT,
+        "mini_batch": COUNT,
+        "clip_grad": Number(0, above=True),
+        "after": NotYet("the update runs from the first iteration"),
+        "every": NotYet("the update runs in every iteration"),
+    },
+    "function": {"keep": _NO_FILTER, "select": _NO_FILTER, "refill": _NO_FILTER},
+    "sample edge": {"stream": COUNT, "balance": Words(("tokens",))},
+    "resharding edge": {
+        "staleness": Only(0, "leave it out: the run is synchronous"),
+        "every": Only(1, "leave it out: every version is sent"),
+    },
+    "cluster": {
+        "device": String(),
+        "nodes": COUNT,
+        "devices_per_node": COUNT,
+        "network": RATE,
+        "memory": BYTES,
+        "memory_bandwidth": RATE,
+        "host_link": RATE,
+        "device_link": RATE,
+        "host_memory": BYTES,
+        "flops_bf16": FLOPS,
+        "flops_f32": FLOPS,
+        "launch": TIME,
+    },
+    "model": {"dtype": Words(("f32", "bf16"))},
+    "layout": {
+        **dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp", "vpp"), COUNT),
+        "stages": Counts(),
+        "zero": Number(0, 3, whole=True),
+        "cp_kind": Words(("ring", "ulysses")),
+    },
+    "dock": {
+        "mode": Words(("distributed", "central")),
+        "deadline": TIME,
+        "replicas": NotYet("a row is kept once"),
+        "capacity": NotYet("the hosts' memory is the bound"),
+        "imbalance": NotYet("rows go to whoever is free first"),
+    },
+    "reshard": {"mode": Words(("swap", "naive")), "order": Words(("direct", "staged")), "bucket": BYTES},
+    "evaluate": {
+        "every": COUNT,
+        "report": AnyName(several=True),
+        "samples": COUNT,
+        "temperature": Number(0),
+        "label": String(),
+    },
+    "run": {"iterations": COUNT, "seed": Number(0, 2**53, whole=True), "save": _NO_RESUME, "resume": _NO_RESUME},
+}
+
+
+def read(
+    attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type | NotYet], names: Names, problems: Problems
+) -> dict[str, Expr]:
+    """The attributes of a statement by name; what is wrong with each goes to `problems`."""
+    values: dict[str, Expr] = {}
+    seen: dict[str, Span] = {}
+    for attr in attrs:
+        key = attr.key.text
+        with problems.catching():
+            if key in seen:
+                raise mistake("duplicate-name", f"`{key}` is given twice", attr.key.span, related=((seen[key], "given here first"),))
+            seen[key] = attr.key.span
+            if key not in types:
+                help = nearest(key, types) or ("" if types else "it has none")
+                raise mistake("unknown-attribute", f"{_article(statement)} has no attribute `{key}`", attr.key.span, help)
+            kind = types[key]
+            if isinstance(kind, NotYet):
+                raise mistake("not-yet", f"`{key}` cannot be compiled yet", attr.key.span, kind.help)
+            values[key] = kind.read(key, attr.value, names)
+    return values
+
+
+def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
+    """Where a value comes from that a param brought here."""
+    value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
+    return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()
+
+
+def shown(value: Expr) -> str:
+    return "a list" if value.kind == "list" else f"`{value}`"
+
+
+def _article(statement: str) -> str:
+    return f"a {statement}" if statement.endswith(" edge") else f"`{statement}`"

@@ -1,0 +1,253 @@
+"""Calls: functions of the package and of the user's files, loss terms, optimizers.
+
+Invariant: a lowered call has a key for each argument, an option's name or a parameter's; user functions are read, never run. A call of
+a function in a file is named `path/to/file.py:function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..diagnostics import Span, nearest
+from ..functions import Kind, Option, Signature, signatures
+from ..graph import Expr
+from . import ast
+from .attributes import COUNT, Number, Words, shown
+from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
+
+Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
+_ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), Option("weight_decay"), Option("warmup"))
+OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
+ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0), "warmup": COUNT}
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The node that calls: what it reads, and where its program lies. `used` gathers the functions of user files."""
+
+    node: str
+    reads: tuple[str, ...]
+    columns: Collection[str]
+    library: Library
+    folder: Path
+    problems: Problems
+    used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
+
+    def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
+        """The call with a key for each argument; each wrong argument is told by itself."""
+        args: list[Expr] = []
+        keys: list[str] = []
+        given: dict[str, Span] = {}
+        failed = False
+        for arg in expr.args:
+            right = False
+            with self.problems.catching():
+                key, value = self._argument(arg, signature, given, names)
+                given[key] = arg.span
+                keys.append(key)
+                args.append(value)
+                right = True
+            failed = failed or not right
+        missing = [o.name for o in signature.options if o.required and o.name not in given]
+        if missing and not failed:
+            raise mistake("bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{signature.name}({missing[0]} = …)`")
+        return Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span)
+
+    def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
+        column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
+        known = (*signature.columns, *(o.name for o in signature.options))
+        if arg.key is not None:
+            key = arg.key.text
+            if key not in known:
+                help = nearest(key, known) or ("" if known else "it takes none")
+                raise mistake("unknown-option", f"`{signature.name}` has no parameter `{key}`", arg.key.span, help)
+            if key in given:
+                note = ((given[key], "given here first"),)
+                raise mistake("duplicate-name", f"`{key}` is given twice", arg.key.span, related=note)
+        else:
+            free = [k for k in (signature.columns if column else (o.name for o in signature.options)) if k not in given]
+            if not free:
+                what = "columns" if column else "options"
+                help = "it takes none" if not known else "its parameters are " + ", ".join(f"`{k}`" for k in known)
+                raise mistake("unknown-option", f"`{signature.name}` takes no more {what}", arg.span, help)
+            key = free[0]
+        if key in signature.columns:
+            return key, self._column(arg.value, key)
+        option = signature.option(key)
+        assert option is not None
+        return key, self._option(arg.value, signature, option, names)
+
+    def _column(self, expr: ast.Expr, key: str) -> Expr:
+        if not isinstance(expr, ast.NameExpr):
+            raise mistake("bad-value", f"`{key}` takes a column", expr.span)
+        if expr.text not in self.columns:
+            raise mistake("unknown-column", f"no column is called `{expr.text}`", expr.span, nearest(expr.text, self.columns))
+        if expr.text not in self.reads:
+            help = f"add `{expr.text}` to what `{self.node}` reads"
+            raise mistake("term-column", f"`{self.node}` does not read `{expr.text}`", expr.span, help)
+        return Expr("column", expr.text, span=expr.span)
+
+    def _option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+        if option.words:
+            return Words(option.words).read(option.name, expr, names)
+        if isinstance(expr, ast.NameExpr) and expr.text not in names.params and expr.text not in names.others:
+            words = [w for o in signature.options for w in o.words]
+            known = [*names.params, *words]
+            raise mistake("unknown-name", f"nothing is called `{expr.text}`", expr.span, nearest(expr.text, known))
+        value = evaluate(expr, names)
+        if value.kind == "quantity":
+            raise mistake("bad-unit", f"`{option.name}` takes a plain number, and this has a unit", expr.span)
+        return value
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """`call = NAME(…)` or `"file.py:function"`."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        caller = self.caller
+        if isinstance(expr, ast.Literal_) and expr.kind == "string":
+            return self._file(str(expr.value), expr.span)
+        if not isinstance(expr, ast.Call):
+            help = f"write `{expr.text}()`" if isinstance(expr, ast.NameExpr) else ""
+            raise mistake(
+                "bad-value", f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`', expr.span, help
+            )
+        signature = _find(caller.library, "function", expr.name)
+        return caller.call(expr, signature, names)
+
+    def _file(self, target: str, span: Span) -> Expr:
+        file, colon, name = target.rpartition(":")
+        if not colon or not file.endswith(".py") or not name.isidentifier():
+            raise mistake("bad-value", f'`"{target}"` names no function', span, 'write `"file.py:function"`')
+        path = self.caller.folder / file
+        try:
+            found = signatures(path.read_text(encoding="utf-8"))
+        except OSError:
+            raise mistake("missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder") from None
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise mistake("unknown-function", f"`{file}` is not Python", span) from None
+        if name not in found:
+            raise mistake("unknown-function", f"`{file}` has no function `{name}`", span, nearest(name, found))
+        called = f"{path}:{name}"
+        self.caller.used["function", called] = (found[name], str(path))
+        missing = [o.name for o in found[name].options if o.required]
+        if missing:
+            raise mistake("bad-value", f"`{name}` needs `{missing[0]}`, which a program cannot give", span, "give it a default")
+        return Expr("call", called, span=span)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Arithmetic over named terms."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = self._part(expr, names)
+        if value.kind == "number":
+            raise mistake("bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}")
+        return value
+
+    def _part(self, expr: ast.Expr, names: Names) -> Expr:
+        """A number, or an Expr of + - * neg over numbers and calls."""
+        if isinstance(expr, ast.Call):
+            return self.caller.call(expr, _find(self.caller.library, "loss", expr.name), names)
+        if isinstance(expr, ast.Neg):
+            inner = self._part(expr.operand, names)
+            return negate(inner, expr.span) if inner.kind == "number" else Expr("neg", args=(inner,), span=expr.span)
+        if not isinstance(expr, ast.Binary):
+            if isinstance(expr, ast.NameExpr) and expr.text not in names.params and ("loss", expr.text) in self.caller.library:
+                raise mistake("bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
+            value = evaluate(expr, names)
+            if value.kind == "quantity":
+                raise mistake("bad-unit", "a loss takes plain numbers, and this has a unit", expr.span)
+            if value.kind != "number":
+                raise mistake("bad-value", f"a loss is made of terms and numbers, not of {shown(value)}", expr.span)
+            return value
+        found = len(self.caller.problems.found)
+        sides: list[Expr] = []
+        for side in (expr.left, expr.right):
+            with self.caller.problems.catching():
+                sides.append(self._part(side, names))
+        if len(sides) < 2 or len(self.caller.problems.found) > found:
+            raise TOLD
+        left, right = sides
+        if left.kind == right.kind == "number":
+            return fold(expr.op, left, right, expr.span)
+        if expr.op == "/" and right.kind == "number":
+            return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
+        if expr.op not in ("+", "-", "*"):
+            raise mistake("bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span)
+        return Expr(expr.op, args=(left, right), span=expr.span)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call):
+            raise mistake("bad-value", "`optimizer` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
+        if expr.name.text not in OPTIMIZERS:
+            help = nearest(expr.name.text, OPTIMIZERS)
+            raise mistake("unknown-function", f"no optimizer is called `{expr.name.text}`", expr.name.span, help)
+        call = self.caller.call(expr, OPTIMIZERS[expr.name.text], names)
+        for option, value in zip(call.keys, call.args, strict=True):
+            with self.caller.problems.catching():
+                if option == "betas":
+                    betas = [v.value for v in value.args if v.kind == "number" and isinstance(v.value, int | float) and 0 <= v.value < 1]
+                    if not len(value.args) == len(betas) == 2:
+                        help = "write `betas = [0.9, 0.999]`"
+                        raise mistake("bad-value", "`betas` takes two numbers from 0 to below 1", value.span, help)
+                elif value.kind != "number" or not isinstance(value.value, int | float) or not _fits(ADAMW[option], value.value):
+                    raise mistake("bad-value", f"`{option}` takes {ADAMW[option]}, not {shown(value)}", value.span)
+        return call
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """`tokens`, `sequences` or `constant(n)`."""
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call):
+            return Words(("tokens", "sequences", "constant")).read(key, expr, names) if not _bare(expr) else _no_constant(expr)
+        if expr.name.text != "constant":
+            help = nearest(expr.name.text, ("tokens", "sequences", "constant"))
+            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
+        if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
+            return _no_constant(expr)
+        n = COUNT.read("constant", expr.args[0].value, names)
+        return Expr("call", "constant", (n,), ("n",), span=expr.span)
+
+
+def _bare(expr: ast.Expr) -> bool:
+    return isinstance(expr, ast.NameExpr) and expr.text == "constant"
+
+
+def _no_constant(expr: ast.Expr) -> Expr:
+    raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
+
+
+def _fits(kind: Number, value: float) -> bool:
+    return kind.low < value if kind.above else kind.low <= value
+
+
+def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:
+    if (kind, name.text) in library:
+        return library[kind, name.text][0]
+    other: Kind = "loss" if kind == "function" else "function"
+    if (other, name.text) in library:
+        help = "it is a term of a loss" if other == "loss" else "it is a function, for `call`"
+    else:
+        help = nearest(name.text, (n for k, n in library if k == kind))
+    what = "loss term" if kind == "loss" else "function"
+    raise mistake("unknown-function", f"no {what} is called `{name.text}`", name.span, help)
+
+
+def _terms(library: Library) -> str:
+    return ", ".join(f"`{n}`" for k, n in sorted(library) if k == "loss")

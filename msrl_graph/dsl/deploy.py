@@ -1,0 +1,328 @@
+"""`cluster` and `deploy` to Cluster and Deploy.
+
+Invariant: every statement of a deploy is either in the result or told; nothing of it changes what the algorithm computes, except params,
+models and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..cluster import DEVICES, NETWORK, Cluster, Figure
+from ..diagnostics import Span, nearest
+from ..engine import EngineSpec
+from ..graph import KINDS, Expr, Graph
+from ..layout import Layout
+from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, Model, ReshardOptions, Run
+from . import ast
+from .algorithm import unknown_node
+from .attributes import COUNT, TABLE, Number, String, Type, Words, read
+from .expressions import TOLD, Names, Problems, mistake
+
+LoadModel = Callable[[str, Path, str | None, Span], Model]
+# Engines of the language that this version has no file for.
+PLANNED_ENGINES = ("vllm", "megatron")
+
+
+def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
+    """The cluster, its device's figures overridden where the file states them."""
+    attributes = read(cluster.attrs, "cluster", TABLE["cluster"], Names({}), problems)
+    if "device" not in attributes:
+        if not any(a.key.text == "device" for a in cluster.attrs):
+            help = 'add `device = "cpu"`; devices are ' + ", ".join(f"`{d}`" for d in sorted(DEVICES))
+            problems.tell("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
+        return None
+    named = attributes["device"]
+    if named.value not in DEVICES:
+        problems.tell("unknown-device", f"no device is called `{named.value}`", named.span, nearest(str(named.value), DEVICES))
+        return None
+    stated = {k: Figure(float(e.value), "stated", "the program") for k, e in attributes.items() if isinstance(e.value, int | float)}
+    device = DEVICES[str(named.value)]
+    flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
+    figures = {k: f for k, f in stated.items() if hasattr(device, k)}
+    return Cluster(
+        name=cluster.name.text,
+        device=replace(device, flops=flops, **figures),  # type: ignore[arg-type]
+        nodes=_int(attributes, "nodes", 1),
+        devices_per_node=_int(attributes, "devices_per_node", 1),
+        network=stated.get("network", NETWORK),
+        span=cluster.span,
+    )
+
+
+def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[Cluster, Deploy]:
+    """What a program without a deploy gets when the command line names a model: the machine at hand, that model for every worker."""
+    cluster = Cluster("here", DEVICES["here"], 1, 1, NETWORK)
+    model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
+    models = {w.model: model for w in graph.workers if w.model}
+    return cluster, Deploy(graph.name, models, {}, {}, {})
+
+
+def lower_deploy(
+    deploy: ast.Deploy,
+    graph: Graph,
+    nodes: Collection[str],
+    engines: Mapping[str, EngineSpec],
+    load_model: LoadModel,
+    folder: Path,
+    model: str | None,
+    problems: Problems,
+) -> tuple[Deploy, Graph]:
+    """The deploy, and the graph with the attributes of sample edges that the deploy states.
+
+    `nodes` are those that the algorithm declares, also those whose mistakes keep them out of the graph."""
+    return _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
+
+
+@dataclass
+class _Deploy:
+    deploy: ast.Deploy
+    graph: Graph
+    nodes: Collection[str]
+    engines: Mapping[str, EngineSpec]
+    load_model: LoadModel
+    folder: Path
+    problems: Problems
+    models: dict[str, Model] = field(default_factory=dict)
+    data: dict[str, Data] = field(default_factory=dict)
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    chosen: dict[str, EngineChoice] = field(default_factory=dict)
+    dock: DockOptions = field(default_factory=DockOptions)
+    reshard: ReshardOptions = field(default_factory=ReshardOptions)
+    run: Run = field(default_factory=Run)
+    evaluations: dict[str, Evaluation] = field(default_factory=dict)
+    stated: dict[str, Span] = field(default_factory=dict)
+    misnamed: bool = False  # a model of a wrong name may be the one that is missing
+
+    def lower(self, model: str | None) -> tuple[Deploy, Graph]:
+        self.needed = {w.model for w in self.graph.workers if w.model}
+        for statement in self.deploy.body:
+            with self.problems.catching():
+                self._statement(statement, model)
+        span = self.deploy.algorithm.span.to((self.deploy.alias or self.deploy.cluster).span)
+        if model is not None:
+            with self.problems.catching():
+                self.models = dict.fromkeys(self.needed, self.load_model(model, self.folder, None, Span("", 0, 0, 0, 0)))
+        for name in sorted(self.needed - self.models.keys()):
+            if f"model {name}" not in self.stated and not self.misnamed:
+                users = ", ".join(f"`{w.name}`" for w in self.graph.workers if w.model == name)
+                help = f'add `model {name} = "qwen2.5-7b"`, or a folder, as in `model {name} = "./my-model"`'
+                self.problems.tell("unknown-model", f"nothing says what the model `{name}` of {users} is", span, help)
+        for name, evaluation in self.evaluations.items():
+            if name not in self.data:
+                known = [n for n in self.data if n != "source"]
+                help = nearest(name, known) or f'add `data {name} = "file.jsonl"`'
+                self.problems.tell("unknown-name", f"no data are called `{name}`", evaluation.span, help)
+        name = (self.deploy.alias or self.deploy.algorithm).text
+        evaluations = tuple(self.evaluations.values())
+        lowered = Deploy(name, self.models, self.data, self.layouts, self.chosen, self.dock, self.reshard, evaluations, self.run, span)
+        return lowered, self.graph
+
+    def _statement(self, statement: ast.DeployStatement, model: str | None) -> None:
+        match statement:
+            case ast.Model():
+                self._model(statement, model)
+            case ast.Data():
+                self._data(statement)
+            case ast.Layout():
+                self._layout(statement)
+            case ast.Engine():
+                self._engine(statement)
+            case ast.Options():
+                self._options(statement)
+            case ast.Evaluate():
+                self._evaluate(statement)
+            case ast.Edge():
+                self._edge(statement)
+            case ast.Place():
+                raise mistake("not-yet", "`place` cannot be compiled yet", statement.span, "leave it out: all workers share all devices")
+            case ast.Apart():
+                raise mistake("not-yet", "`apart` cannot be compiled yet", statement.span, "leave it out: all workers share all devices")
+
+    def _once(self, what: str, span: Span) -> None:
+        if what in self.stated:
+            raise mistake("duplicate-name", f"`{what}` is stated twice", span, related=((self.stated[what], "stated here first"),))
+        self.stated[what] = span
+
+    def _read(self, attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type] | None = None) -> dict[str, Expr]:
+        params = {k: _constant(v) for k, v in self.graph.params.items()}
+        return read(attrs, statement, TABLE[statement] if types is None else types, Names(params), self.problems)
+
+    def _model(self, statement: ast.Model, model: str | None) -> None:
+        name = statement.name
+        if name.text not in self.needed:
+            self.misnamed = True
+            if any(w.kind != "function" and w.kind not in KINDS for w in self.graph.workers):
+                raise TOLD
+            raise mistake("unknown-name", f"no worker has the model `{name.text}`", name.span, nearest(name.text, self.needed))
+        self._once(f"model {name.text}", name.span)
+        dtype = self._read(statement.attrs, "model").get("dtype")
+        if model is None:
+            target = str(statement.target.value)
+            self.models[name.text] = self.load_model(
+                target, self.folder, None if dtype is None else str(dtype.value), statement.target.span
+            )
+
+    def _data(self, statement: ast.Data) -> None:
+        name, target = statement.name.text, str(statement.target.value)
+        self._once(f"data {name}", statement.name.span)
+        source = self.graph.node("source")
+        types = dict.fromkeys(source.writes, String())
+        for attr in statement.attrs:
+            if attr.key.text not in types:
+                message = f"the source writes no column `{attr.key.text}`"
+                self.problems.tell("unknown-column", message, attr.key.span, nearest(attr.key.text, types))
+        fields = {c: c for c in source.writes}
+        known = tuple(a for a in statement.attrs if a.key.text in types)
+        fields |= {k: str(v.value) for k, v in self._read(known, "data", types).items()}
+        span = statement.target.span
+        if target.endswith(".parquet"):
+            raise mistake("not-yet", "a .parquet file cannot be read yet", span, "write the rows to a .jsonl file, one object a line")
+        if not target.endswith(".jsonl"):
+            raise mistake("bad-value", "data is a .jsonl file, one object a line", span)
+        path = self.folder / target
+        self.data[name] = Data(name, str(path), fields, span)
+        if not _is_file(path):
+            help = "a run needs it; the path is relative to the program's folder"
+            self.problems.tell("missing-file", f"`{target}` is not on this machine", span, help, "warning")
+
+    def _refs(self, refs: tuple[ast.Ref, ...], what: str) -> list[str]:
+        """The nodes with weights that a layout or an engine is for."""
+        found = []
+        for ref in refs:
+            with self.problems.catching():
+                if ref.text not in self.nodes:
+                    raise unknown_node(ref, self.nodes, [w.name for w in self.graph.workers])
+                if all(n.name != ref.text for n in self.graph.nodes):
+                    raise TOLD
+                node = self.graph.node(ref.text)
+                if node.verb == "source" or self.graph.worker(node.worker).kind == "function":
+                    raise mistake("bad-value", f"`{ref.text}` runs on the hosts' CPUs, so it has no {what}", ref.span, "leave it out")
+                self._once(f"{what} {ref.text}", ref.span)
+                found.append(ref.text)
+        return found
+
+    def _layout(self, statement: ast.Layout) -> None:
+        nodes = self._refs(statement.nodes, "layout")
+        attributes = self._read(statement.attrs, "layout")
+        sizes = {k: _int(attributes, k, 1) for k in ("tp", "cp", "pp", "ep", "etp", "vpp", "zero")}
+        stages = tuple(int(a.value) for a in attributes["stages"].args if isinstance(a.value, int)) if "stages" in attributes else ()
+        if stages and len(stages) != sizes["pp"] * sizes["vpp"]:
+            message = f"`stages` names {len(stages)} stages, and pp x vpp is {sizes['pp'] * sizes['vpp']}"
+            raise mistake("bad-layout", message, attributes["stages"].span)
+        cp_kind = str(attributes["cp_kind"].value) if "cp_kind" in attributes else "ring"
+        # dp 0: left to the placement.
+        layout = Layout(**sizes, dp=_int(attributes, "dp", 0), stages=stages, cp_kind=cp_kind, span=statement.span)
+        self.layouts |= dict.fromkeys(nodes, layout)
+
+    def _engine(self, statement: ast.Engine) -> None:
+        nodes = self._refs(statement.nodes, "engine")
+        name = statement.name.text
+        if name not in self.engines:
+            if name in PLANNED_ENGINES:
+                raise mistake("not-yet", f"the engine `{name}` is not there yet", statement.name.span, _known(self.engines))
+            raise mistake("unknown-engine", f"no engine is called `{name}`", statement.name.span, nearest(name, self.engines))
+        spec = self.engines[name]
+        for ref in statement.nodes:
+            if ref.text in nodes and (verb := self.graph.node(ref.text).verb) not in spec.verbs:
+                can = [n for n, s in sorted(self.engines.items()) if verb in s.verbs]
+                message = f"the engine `{name}` cannot {verb}"
+                self.problems.tell("bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else "")
+        types = {k: _option_type(v) for k, v in spec.options.items()}
+        values = self._read(statement.attrs, f"engine … = {name}", types)
+        choice = EngineChoice(name, {k: e.value for k, e in values.items()}, span=statement.span)
+        self.chosen |= dict.fromkeys(nodes, choice)
+
+    def _options(self, statement: ast.Options) -> None:
+        self._once(statement.kind, statement.span)
+        attributes = self._read(statement.attrs, statement.kind)
+        values = {k: e.value for k, e in attributes.items()}
+        span = statement.span
+        if statement.kind == "dock":
+            self.dock = replace(self.dock, span=span, **{k: float(v) if k == "deadline" else v for k, v in values.items()})  # type: ignore
+        elif statement.kind == "reshard":
+            self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
+        else:
+            self.run = replace(self.run, span=span, **values)  # type: ignore[arg-type]
+
+    def _evaluate(self, statement: ast.Evaluate) -> None:
+        name = statement.data.text
+        self._once(f"evaluate {name}", statement.data.span)
+        if name == "train":
+            # The plan's streams and a run's records are named by what they are for: `train`, or the data of an evaluation.
+            raise mistake("duplicate-name", "`train` is the name of the training itself", statement.data.span, "give the data another name")
+        attributes = self._read(statement.attrs, "evaluate")
+        report: list[str] = []
+        written = {c for n in self.graph.nodes for c in n.writes}
+        value = attributes.get("report")
+        for word in (value.args if value.kind == "list" else (value,)) if value else ():
+            if word.value not in written:
+                message = f"no node writes a column `{word.value}`"
+                self.problems.tell("unknown-column", message, word.span, nearest(str(word.value), written))
+            report.append(str(word.value))
+        if not any(a.key.text == "report" for a in statement.attrs):
+            raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, "add `report = reward`")
+        # What is not stated is as in training.
+        generate = next((n for n in self.graph.nodes if n.verb == "generate"), None)
+        samples, temperature = (generate.number("samples", 1), generate.number("temperature", 1.0)) if generate else (1, 1.0)
+        self.evaluations[name] = Evaluation(
+            data=name,
+            every=_int(attributes, "every", 0),
+            report=tuple(report),
+            samples=_int(attributes, "samples", int(samples)),
+            temperature=float(attributes["temperature"].value or 0) if "temperature" in attributes else temperature,
+            label=str(attributes["label"].value) if "label" in attributes else "",
+            span=statement.data.span,
+        )
+
+    def _edge(self, statement: ast.Edge) -> None:
+        if statement.kind == "reshard":
+            raise mistake("bad-value", "a deploy changes no resharding edge", statement.span, "state it in the algorithm")
+        attributes = self._read(statement.attrs, "sample edge")
+        edges = {(e.src, e.dst): i for i, e in enumerate(self.graph.edges) if e.kind == "sample"}
+        changed = list(self.graph.edges)
+        for sources, targets in zip(statement.groups[:-1], statement.groups[1:], strict=True):
+            for src in sources:
+                for dst in targets:
+                    with self.problems.catching():
+                        for ref in (src, dst):
+                            if ref.text not in self.nodes:
+                                raise unknown_node(ref, self.nodes, [w.name for w in self.graph.workers])
+                        if not {src.text, dst.text} <= {n.name for n in self.graph.nodes}:
+                            raise TOLD
+                        if (src.text, dst.text) not in edges:
+                            message = f"the algorithm has no edge `{src.text} -> {dst.text}`"
+                            raise mistake("unknown-name", message, src.span.to(dst.span), "a deploy changes how rows move, not where to")
+                        at = edges[src.text, dst.text]
+                        changed[at] = replace(changed[at], attributes={**changed[at].attributes, **attributes})
+        self.graph = replace(self.graph, edges=tuple(changed))
+
+
+def _int(attributes: Mapping[str, Expr], key: str, default: int) -> int:
+    value = attributes[key].value if key in attributes else default
+    assert isinstance(value, int)
+    return value
+
+
+def _constant(value: object) -> Expr:
+    kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
+    return Expr(kind, value)  # type: ignore[arg-type]
+
+
+def _option_type(kind: str | tuple[str, ...]) -> Type:
+    if isinstance(kind, tuple):
+        return Words(kind)
+    return COUNT if kind == "int" else Number(0, above=True)
+
+
+def _known(engines: Collection[str]) -> str:
+    return "engines of this version: " + ", ".join(f"`{e}`" for e in sorted(engines))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,188 @@
+"""A syntax tree to what the compiler works on: the graph of one algorithm, and where and how it runs.
+
+Invariant: the result is whole, or a Fault holds every mistake of the file, none of which only follows from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from ..cluster import Cluster
+from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..engine import EngineSpec
+from ..graph import Graph
+from ..plan import Deploy
+from . import ast
+from .algorithm import Lowering, lower_algorithm
+from .calls import Library
+from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
+from .expressions import Problems, mistake
+from .params import Override
+from .parse import parse_expr
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What lowering needs from outside: how files and models are found, what names the package knows, and the command line."""
+
+    load: Callable[[str, bool, Span], ast.File]  # an import's target, whether it is a file, and where it stands
+    library: Library
+    engines: Mapping[str, EngineSpec]
+    load_model: LoadModel
+    folder: Path = Path()
+    deploy: str | None = None
+    model: str | None = None
+    sets: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """`library` has the package's functions and those of the user's files that the graph calls."""
+
+    graph: Graph
+    cluster: Cluster | None
+    deploy: Deploy | None
+    library: Library
+    warnings: tuple[Diagnostic, ...] = ()
+
+
+class Refused(Fault):
+    """A Fault with the graph as far as it could be read, for the checks that can still say something of it."""
+
+    def __init__(self, *diagnostics: Diagnostic, graph: Graph | None = None, library: Library | None = None) -> None:
+        super().__init__(*diagnostics)
+        self.graph, self.library = graph, library or {}
+
+
+def lower(file: ast.File, context: Context) -> Lowered:
+    """The chosen deploy and its algorithm, or the last algorithm of the file; raises Refused with all that is wrong."""
+    try:
+        return _lower(file, context)
+    except RecursionError:
+        raise mistake("syntax", "the program is nested too deeply", file.items[0].span) from None
+
+
+def _lower(file: ast.File, context: Context) -> Lowered:
+    problems = Problems()
+    algorithms, clusters, broken = _gather(file, context, problems)
+    deploy = None
+    with problems.catching():
+        deploy = _choose(file, context)
+    overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.Set)] if deploy else []
+    for name, text in context.sets.items():
+        with problems.catching():
+            overrides.append(Override(ast.Name(name, NOWHERE), parse_expr(text, f"--set {name}")))
+    chosen: ast.Algorithm | None = None
+    if deploy:
+        chosen = _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
+    elif algorithms:
+        own = [i for i in file.items if isinstance(i, ast.Algorithm)]
+        chosen = own[-1] if own else list(algorithms.values())[-1]
+    elif not broken:
+        problems.tell("empty-file", "the file holds no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one")
+    lowering: Lowering | None = None
+    for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
+        # What is not there yet matters only where it would run.
+        others = Problems()
+        lower_algorithm(item, (), context.library, context.folder, others)
+        problems.found += [d for d in others.found if d.code != "not-yet"]
+    if chosen is not None:
+        folder = context.folder if chosen.span.file == file.path else Path(chosen.span.file).parent
+        lowering = lower_algorithm(chosen, overrides, context.library, folder, problems)
+    lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
+    cluster: Cluster | None = None
+    deployed: Deploy | None = None
+    graph = lowering.graph if lowering else None
+    if deploy:
+        found = _named(deploy.cluster, clusters, "cluster", broken, problems)
+        if found and found.name.text not in lowered_clusters:
+            lowered_clusters[found.name.text] = lower_cluster(found, problems)
+        cluster = lowered_clusters.get(deploy.cluster.text)
+        if lowering and graph and any(n.verb == "source" for n in graph.nodes):
+            args = (deploy, graph, lowering.nodes, context.engines, context.load_model, context.folder, context.model, problems)
+            deployed, graph = lower_deploy(*args)
+    elif graph and context.model is not None:
+        with problems.catching():
+            cluster, deployed = bare_deploy(graph, context.model, context.load_model, context.folder)
+    library = {**context.library, **(lowering.used if lowering else {})}
+    errors = [d for d in problems.found if d.severity == "error"]
+    if errors or graph is None:
+        raise Refused(*_sorted(errors, file.path), graph=graph, library=library)
+    warnings = tuple(d for d in problems.found if d.severity != "error")
+    return Lowered(graph, cluster, deployed, library, warnings)
+
+
+def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[str, ast.Algorithm], dict[str, ast.Cluster], bool]:
+    """The algorithms and clusters by name, and whether an import failed; each file is read once, however often it is imported."""
+    algorithms: dict[str, ast.Algorithm] = {}
+    clusters: dict[str, ast.Cluster] = {}
+    seen: dict[str, bool] = {file.path: False}  # whether the file is read to its end
+    broken: list[Diagnostic] = []
+
+    def add(part: ast.File) -> None:
+        for item in part.items:
+            match item:
+                case ast.Import():
+                    whole = len(problems.found)
+                    with problems.catching():
+                        other = context.load(item.target, item.is_file, item.span)
+                        if other.path not in seen:
+                            seen[other.path] = False
+                            add(other)
+                        elif not seen[other.path]:
+                            raise mistake("cycle", f"`{item.target}` imports itself", item.span, "move what both need to a third file")
+                    broken.extend(problems.found[whole:])
+                case ast.Algorithm() | ast.Cluster():
+                    known: dict[str, ast.Algorithm] | dict[str, ast.Cluster] = algorithms if isinstance(item, ast.Algorithm) else clusters
+                    what = type(item).__name__.lower()
+                    if item.name.text in known:
+                        note = ((known[item.name.text].name.span, "the first one"),)
+                        problems.found += mistake(
+                            "duplicate-name", f"a second {what} `{item.name.text}`", item.name.span, related=note
+                        ).diagnostics
+                    else:
+                        known[item.name.text] = item  # type: ignore[assignment]
+        seen[part.path] = True
+
+    add(file)
+    return algorithms, clusters, bool(broken)
+
+
+def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
+    """The deploy to lower: the one that was asked for, or the only one."""
+    deploys: dict[str, ast.Deploy] = {}
+    for item in file.items:
+        if isinstance(item, ast.Deploy):
+            name = item.alias or item.algorithm
+            if name.text in deploys:
+                note = ((deploys[name.text].algorithm.span, "the first one"),)
+                raise mistake("duplicate-name", f"a second deploy `{name.text}`", name.span, "name them: `deploy … on … as NAME`", note)
+            deploys[name.text] = item
+    listed = ", ".join(f"`{n}`" for n in deploys)
+    if context.deploy is not None:
+        if context.deploy not in deploys:
+            help = f"the file has {listed}" if deploys else "the file has none"
+            raise mistake("no-deploy", f"no deploy is called `{context.deploy}`", NOWHERE, help)
+        return deploys[context.deploy]
+    if len(deploys) > 1:
+        raise mistake(
+            "no-deploy", f"the file has {len(deploys)} deploys, and none was chosen", NOWHERE, f"choose one with --deploy: {listed}"
+        )
+    return next(iter(deploys.values()), None)
+
+
+def _named(name: ast.Name, known: Mapping[str, T], what: str, broken: bool, problems: Problems) -> T | None:
+    if name.text not in known and not broken:
+        problems.tell("unknown-name", f"no {what} is called `{name.text}`", name.span, nearest(name.text, known))
+    return known.get(name.text)
+
+
+def _sorted(errors: list[Diagnostic], path: str) -> list[Diagnostic]:
+    """In the order of the text, the program's own file first; equal ones once."""
+    unique = list(dict.fromkeys(errors))
+    return sorted(unique, key=lambda d: (d.span.file != path, d.span))

@@ -1,0 +1,88 @@
+"""The params of an algorithm and what overrides them.
+
+Invariant: a param has one value, whatever the order of declarations: the command line's, else the deploy's, else its own. One whose
+expression is wrong has None, so that nothing that uses it is blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..diagnostics import nearest
+from ..graph import Expr
+from . import ast
+from .expressions import Names, Problems, evaluate, mistake
+
+
+@dataclass(frozen=True)
+class Override:
+    """`set NAME = VALUE` of a deploy, or of the command line. The last of several for one param holds."""
+
+    name: ast.Name
+    value: ast.Expr
+
+
+def evaluate_params(
+    algorithm: str, defaults: Mapping[str, ast.Expr], overrides: Sequence[Override], others: Mapping[str, str], problems: Problems
+) -> dict[str, Expr | None]:
+    """The values of the params, in the order of their declaration."""
+    given: dict[str, ast.Expr] = {}
+    for override in overrides:
+        if override.name.text in defaults:
+            given[override.name.text] = override.value
+        else:
+            message = f"`{algorithm}` has no param `{override.name.text}`"
+            problems.tell(
+                "unknown-name", message, override.name.span, nearest(override.name.text, defaults) or ("" if defaults else "it has none")
+            )
+    values: dict[str, Expr | None] = {}
+    active: list[str] = []
+
+    def resolve(name: str) -> None:
+        if name in values:
+            return
+        if name in active:
+            values[name] = None
+            cycle = " -> ".join([*active[active.index(name) :], name])
+            raise mistake("bad-value", f"the param `{name}` is defined by itself: {cycle}", defaults[name].span)
+        active.append(name)
+        value = None
+        with problems.catching():
+            exprs = [defaults[name], *([given[name]] if name in given else [])]
+            for other in (word for expr in exprs for word in _bare_words(expr)):
+                if other in defaults:
+                    resolve(other)
+            default, *rest = (_plain(evaluate(expr, Names(values, others)), name) for expr in exprs)
+            last = rest[0] if rest else default
+            if last.kind != default.kind:
+                raise mistake("bad-value", f"the param `{name}` is a {default.kind}, and this is a {last.kind}", last.span)
+            value = last
+        active.pop()
+        values.setdefault(name, value)
+
+    for name in defaults:
+        resolve(name)
+    return {name: values[name] for name in defaults}
+
+
+def _plain(value: Expr, name: str) -> Expr:
+    if value.kind == "quantity":
+        raise mistake("bad-unit", f"the param `{name}` is a plain number, and this has a unit", value.span)
+    if value.kind == "list":
+        raise mistake("bad-value", f"the param `{name}` is a number, a string, true or false, and this is a list", value.span)
+    return value
+
+
+def _bare_words(expr: ast.Expr) -> Iterator[str]:
+    match expr:
+        case ast.NameExpr():
+            yield expr.text
+        case ast.Binary():
+            yield from _bare_words(expr.left)
+            yield from _bare_words(expr.right)
+        case ast.Neg():
+            yield from _bare_words(expr.operand)
+        case ast.List():
+            for item in expr.items:
+                yield from _bare_words(item)

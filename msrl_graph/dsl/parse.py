@@ -1,0 +1,306 @@
+"""Text to syntax tree.
+
+Invariant: any text whatever gives a tree or a Fault with one diagnostic, and every part of the tree has the span that it was read from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lark
+from lark import Lark, Token, Tree, UnexpectedInput
+
+from ..diagnostics import Diagnostic, Fault, Span
+from . import ast
+from .syntax import explain
+
+# Deep enough for any program that a person writes; shallow enough that no pass over the tree runs out of stack.
+MAX_DEPTH = 64
+ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
+
+
+def parse(text: str, file: str) -> ast.File:
+    """The tree of a program; `file` is the name that diagnostics show."""
+    tree = _tree(text, file, "start")
+    build = _Builder(file)
+    items = tuple(build.item(child) for child in tree.children)
+    if not items:
+        help = "a program holds an `algorithm`, an `import`, a `cluster` or a `deploy`"
+        raise Fault(Diagnostic("empty-file", "the file holds no program", Span(file, 1, 1, 1, 1), help))
+    return ast.File(file, items, items[0].span.to(items[-1].span))
+
+
+def parse_expr(text: str, file: str) -> ast.Expr:
+    """The tree of one expression, such as the value of `--set NAME=VALUE`."""
+    return _Builder(file).expr(_tree(text, file, "expr"))
+
+
+@cache
+def _parser() -> Lark:
+    """The parser of the grammar, from the user's cache folder where it was built before: 40 ms less at each start.
+
+    A cache that is missing, torn, or of another version is built anew; one that cannot be written is done without.
+    """
+    grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
+    # Python's and lark's versions are in the key, since what lark writes is theirs.
+    key = zlib.crc32(f"{grammar}{lark.__version__}{sys.version}".encode())
+    home = os.path.expanduser("~/.cache")  # noqa: PTH111  Path.expanduser raises where there is no home
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "msrl_graph"
+    path = folder / f"grammar-{key:08x}"
+    try:
+        with path.open("rb") as file:
+            return Lark.load(file)
+    except Exception:
+        parser = Lark(grammar, parser="lalr", propagate_positions=True, start=["start", "expr"])
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Two processes may write at once: each writes a file of its own, whole before it has its name.
+        part = path.with_suffix(f".{os.getpid()}")
+        with part.open("wb") as file:
+            parser.save(file)
+        part.replace(path)
+    return parser
+
+
+def _tree(text: str, file: str, start: str) -> Any:
+    try:
+        return _parser().parse(text, start=start)
+    except UnexpectedInput as error:
+        raise Fault(explain(text, file, error, start)) from None
+
+
+class _Builder:
+    """Turns lark's tree into the classes of ast.py, a method a rule."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def span(self, part: Tree[Token] | Token) -> Span:
+        at: Any = part if isinstance(part, Token) else part.meta
+        return Span(self.file, at.line, at.column, at.end_line, at.end_column)
+
+    def name(self, token: Token) -> ast.Name:
+        return ast.Name(str(token), self.span(token))
+
+    def maybe(self, token: Token | None) -> ast.Name | None:
+        return None if token is None else self.name(token)
+
+    def names(self, tree: Tree[Token] | None) -> tuple[ast.Name, ...]:
+        return () if tree is None else tuple(self.name(t) for t in _tokens(tree))
+
+    def ref(self, tree: Tree[Token]) -> ast.Ref:
+        return ast.Ref(".".join(_tokens(tree)), self.span(tree))
+
+    def refs(self, tree: Tree[Token]) -> tuple[ast.Ref, ...]:
+        return tuple(self.ref(t) for t in _trees(tree))
+
+    def attrs(self, tree: Tree[Token] | None) -> tuple[ast.Attr, ...]:
+        if tree is None:
+            return ()
+        return tuple(ast.Attr(self.name(key.children[0]), self.expr(value), self.span(attr)) for attr, key, value in _pairs(tree))
+
+    # Items and statements
+
+    def item(self, tree: Tree[Token]) -> ast.Item:
+        items: dict[str, Callable[[Any], ast.Item]] = {
+            "import_": self.import_,
+            "algorithm": self.algorithm,
+            "cluster": self.cluster,
+            "deploy": self.deploy,
+        }
+        return items[tree.data](tree)
+
+    def import_(self, tree: Any) -> ast.Import:
+        token = tree.children[0]
+        is_file = token.type == "STRING"
+        return ast.Import(self.string(token) if is_file else str(token), is_file, self.span(tree))
+
+    def algorithm(self, tree: Any) -> ast.Algorithm:
+        name, extends, *body = tree.children
+        return ast.Algorithm(self.name(name), self.maybe(extends), tuple(self.statement(s) for s in body), self.span(tree))
+
+    def cluster(self, tree: Any) -> ast.Cluster:
+        name, attrs = tree.children
+        return ast.Cluster(self.name(name), self.attrs(attrs), self.span(tree))
+
+    def deploy(self, tree: Any) -> ast.Deploy:
+        algorithm, cluster, alias, *body = tree.children
+        statements = tuple(self.statement(s) for s in body)
+        return ast.Deploy(self.name(algorithm), self.name(cluster), self.maybe(alias), statements, self.span(tree))
+
+    def statement(self, tree: Any) -> Any:
+        return getattr(self, f"_{tree.data}")(*tree.children, span=self.span(tree))
+
+    def _param(self, name: Token, value: Any, span: Span) -> ast.Param:
+        return ast.Param(self.name(name), self.expr(value), span)
+
+    def _columns(self, *columns: Any, span: Span) -> ast.Columns:
+        return ast.Columns(tuple(self.column(c) for c in columns), span)
+
+    def _state(self, column: Any, value: Any, span: Span) -> ast.State:
+        return ast.State(self.column(column), self.expr(value), span)
+
+    def _worker(self, name: Token, kind: Token, frozen: Token | None, attrs: Any, span: Span) -> ast.Worker:
+        return ast.Worker(self.name(name), self.name(kind), frozen is not None, self.attrs(attrs), span)
+
+    def _source(self, _word: Token, count: Any, _arrow: Token, writes: Any, attrs: Any, span: Span) -> ast.Source:
+        return ast.Source(self.expr(count), self.names(writes), self.attrs(attrs), span)
+
+    def _node(self, label: Token | None, worker: Token, verb: Token, signature: Any, attrs: Any, span: Span) -> ast.Node:
+        reads, writes = (None, ()) if signature is None else (self.names(signature.children[0]), self.names(signature.children[-1]))
+        head = span.to(self.span(verb if signature is None else signature))
+        return ast.Node(self.maybe(label), self.name(worker), self.name(verb), reads, writes, self.attrs(attrs), span, head)
+
+    def _drop(self, target: Any, span: Span) -> ast.Drop:
+        return ast.Drop(self.statement(target) if target.data == "edge" else self.ref(target), span)
+
+    def _edge(self, *parts: Any, span: Span) -> ast.Edge:
+        *chain, attrs = parts
+        reshard = any(isinstance(p, Token) and p.type == "RESHARD" for p in chain)
+        groups = tuple(self.refs(p) for p in chain if isinstance(p, Tree))
+        return ast.Edge("reshard" if reshard else "sample", groups, self.attrs(attrs), span)
+
+    def _set(self, name: Token, value: Any, span: Span) -> ast.Set:
+        return ast.Set(self.name(name), self.expr(value), span)
+
+    def _model(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.Model:
+        return ast.Model(self.name(name), self.literal(target), self.attrs(attrs), span)
+
+    def _data(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.Data:
+        return ast.Data(self.name(name), self.literal(target), self.attrs(attrs), span)
+
+    def _layout(self, refs: Any, attrs: Any, span: Span) -> ast.Layout:
+        return ast.Layout(self.refs(refs), self.attrs(attrs), span)
+
+    def _engine(self, refs: Any, name: Token, attrs: Any, span: Span) -> ast.Engine:
+        return ast.Engine(self.refs(refs), self.name(name), self.attrs(attrs), span)
+
+    def _place(self, refs: Any, together: Token | None, nodes: Any, devices: Any, span: Span) -> ast.Place:
+        return ast.Place(self.refs(refs), together is not None, self.range(nodes), self.range(devices), span)
+
+    def _apart(self, refs: Any, span: Span) -> ast.Apart:
+        return ast.Apart(self.refs(refs), span)
+
+    def _options(self, kind: Any, attrs: Any, span: Span) -> ast.Options:
+        word: Any = str(kind)
+        return ast.Options(word, self.attrs(attrs), span)
+
+    def _evaluate(self, name: Token, attrs: Any, span: Span) -> ast.Evaluate:
+        return ast.Evaluate(self.name(name), self.attrs(attrs), span)
+
+    def range(self, tree: Any) -> ast.Range | None:
+        if tree is None:
+            return None
+        first, last = tree.children
+        start = self.integer(first)
+        return ast.Range(start, start if last is None else self.integer(last), self.span(tree))
+
+    def column(self, tree: Any) -> ast.Column:
+        name, kind = tree.children
+        return ast.Column(self.name(name), self.type(kind), self.span(tree))
+
+    def type(self, tree: Any) -> ast.Type:
+        element, dims, per = tree.children
+        parts = () if dims is None else tuple(self.dim(d) for d in dims.children)
+        return ast.Type(self.name(element), parts, self.maybe(per), self.span(tree))
+
+    def dim(self, tree: Any) -> ast.Dim:
+        at_most, value = tree.children
+        return ast.Dim(at_most is not None, self.expr(value), self.span(tree))
+
+    # Expressions
+
+    def expr(self, part: Any, depth: int = 0) -> ast.Expr:
+        if depth > MAX_DEPTH:
+            self.fail("the expression is nested too deeply", part, "give its parts names with `param`")
+        if isinstance(part, Token):
+            return self.literal(part)
+        span, children = self.span(part), part.children
+        if part.data in ("expr", "sum", "term"):
+            # `a - b - c` comes flat from the grammar; its tree is as deep as it has operators.
+            depth += len(children) // 2
+            left = self.expr(children[0], depth + 1)
+            for op, right in zip(children[1::2], children[2::2], strict=True):
+                value = self.expr(right, depth + 1)
+                left = ast.Binary(str(op), left, value, left.span.to(value.span))
+            return left
+        if part.data == "neg":
+            return ast.Neg(self.expr(children[1], depth + 1), span)
+        if part.data == "group":
+            return self.expr(children[0], depth + 1)
+        if part.data == "list":
+            return ast.List(tuple(self.expr(c, depth + 1) for c in children if c is not None), span)
+        if part.data == "name_expr":
+            return ast.NameExpr(".".join(_tokens(part)), span)
+        name, *args = children
+        return ast.Call(self.name(name), tuple(self.arg(a, depth + 1) for a in args if a is not None), span)
+
+    def arg(self, tree: Any, depth: int) -> ast.Arg:
+        key, value = tree.children
+        return ast.Arg(self.maybe(key), self.expr(value, depth), self.span(tree))
+
+    def literal(self, token: Token) -> ast.Literal_:
+        span = self.span(token)
+        if token.type == "STRING":
+            return ast.Literal_("string", self.string(token), span)
+        if token.type in ("TRUE", "FALSE"):
+            return ast.Literal_("bool", token.type == "TRUE", span)
+        if token.type == "INT":
+            return ast.Literal_("int", self.integer(token), span)
+        if token.type == "FLOAT":
+            return ast.Literal_("float", self.number(token, token), span)
+        unit = token.lstrip("0123456789.eE+-").lstrip(" \t")
+        digits = token[: len(token) - len(unit)].rstrip(" \t")
+        value = self.number(token, digits)
+        return ast.Literal_("quantity", int(value) if digits.isdigit() and value < 2**53 else value, span, unit)
+
+    def integer(self, token: Token) -> int:
+        if len(token.lstrip("0")) > 18:
+            self.fail("the number is too large", token)
+        return int(token[-19:])
+
+    def number(self, token: Token, digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            self.fail("the number is too large", token)
+        return value
+
+    def string(self, token: Token) -> str:
+        text, out, i = token[1:-1], [], 0
+        while i < len(text):
+            if text[i] == "\\":
+                i += 1
+                if text[i] not in ESCAPES:
+                    self.fail(
+                        f"`\\{text[i]}` stands for nothing in a string",
+                        token,
+                        'write `\\\\` for a backslash; `\\"`, `\\n` and `\\t` are known',
+                    )
+                out.append(ESCAPES[text[i]])
+            else:
+                out.append(text[i])
+            i += 1
+        return "".join(out)
+
+    def fail(self, message: str, part: Any, help: str = "") -> NoReturn:
+        raise Fault(Diagnostic("syntax", message, self.span(part), help))
+
+
+def _tokens(tree: Any) -> list[Token]:
+    return [t for t in tree.children if t is not None]
+
+
+def _trees(tree: Any) -> list[Tree[Token]]:
+    return list(tree.children)
+
+
+def _pairs(tree: Any) -> list[tuple[Any, Any, Any]]:
+    return [(attr, *attr.children) for attr in tree.children]

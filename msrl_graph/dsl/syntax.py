@@ -1,0 +1,237 @@
+"""What to say of a text that does not follow the grammar.
+
+Invariant: one diagnostic, of the first place that cannot be right, in the user's words: what was found, and what could stand there.
+Runs only after the parser has given up, so it may be slow; it reads the text again by a scanner of its own that never fails.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from lark import UnexpectedCharacters, UnexpectedInput
+from lark.exceptions import UnexpectedToken
+
+from ..diagnostics import Diagnostic, Span, nearest
+
+ITEMS = ("import", "algorithm", "cluster", "deploy")
+ALGORITHM = ("param", "columns", "state", "worker", "source", "node", "drop")
+DEPLOY = ("set", "model", "data", "layout", "engine", "place", "apart", "dock", "reshard", "evaluate", "run")
+RESERVED = (*ITEMS, *ALGORITHM, "true", "false")
+UNITS = tuple(
+    [f"{p}B" for p in ("", "K", "M", "G", "T", "P", "Ki", "Mi", "Gi", "Ti", "Pi")]
+    + [f"{p}FLOP" for p in ("", "K", "M", "G", "T", "P")]
+    + ["us", "ms", "s", "min", "h"]
+)
+VALUE = frozenset({"INT", "FLOAT", "QUANTITY", "STRING", "TRUE", "FALSE", "NAME", "LPAR", "LSQB", "SUB_"})
+OPERATOR = frozenset({"ADD", "MUL", "COMPARE", "AT_MOST"})
+WORDS = {
+    "NAME": "a name",
+    "STRING": "a string between double quotes",
+    "INT": "a whole number",
+    "ARROW": "`->`",
+    "RESHARD": "`=>`",
+    "AT_MOST": "`<=`",
+    "LBRACE": "`{`",
+    "RBRACE": "`}`",
+    "LPAR": "`(`",
+    "RPAR": "`)`",
+    "LSQB": "`[`",
+    "RSQB": "`]`",
+    "EQUAL": "`=`",
+    "COLON": "`:`",
+    "COMMA": "`,`",
+    "DOT": "`.`",
+    "$END": "the end of the file",
+}
+SCAN = re.compile(
+    r"""(?P<blank>[ \t\f\r\n]+|\#[^\n]*)|(?P<string>"(\\.|[^"\\\n])*")|(?P<name>[A-Za-z_][A-Za-z0-9_]*)
+    |(?P<number>[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?)|(?P<sign><=|->|=>|==|!=|>=|//|\.\.|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+CLOSES = {"}": "{", ")": "(", "]": "["}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    kind: str
+    text: str
+    start: int
+    span: Span
+
+
+def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnostic:
+    """The diagnostic for an error of the parser."""
+    pieces = _scan(text, file)
+    if isinstance(error, UnexpectedCharacters):
+        at = error.pos_in_stream or 0
+        here = next((p for p in pieces if p.start >= at), pieces[-1])
+        return _character(text, here)
+    assert isinstance(error, UnexpectedToken)
+    at = error.token.start_pos if error.token.type != "$END" else len(text)
+    before = [p for p in pieces if p.start < at]
+    here = next((p for p in pieces if p.start >= at), pieces[-1])
+    expected = set(error.accepts or error.expected)
+    if start == "expr":
+        return _generic(here, expected, before)
+    head, brackets = _brackets(before)
+    for told in (_unit(before, here, text), _ends(here, brackets), _misplaced(here, before, head, brackets)):
+        if told:
+            return told
+    return _generic(here, expected, before)
+
+
+def _scan(text: str, file: str) -> list[_Piece]:
+    """The text in pieces, blanks and comments left out, with an `end` at its end."""
+    starts = [0] + [m.end() for m in re.finditer("\n", text)]
+
+    def place(at: int) -> tuple[int, int]:
+        line = bisect_right(starts, at)
+        return line, at - starts[line - 1] + 1
+
+    pieces = []
+    for match in SCAN.finditer(text):
+        if match.lastgroup != "blank":
+            kind = next(k for k in ("string", "name", "number", "sign") if match[k] is not None)
+            pieces.append(_Piece(kind, match[0], match.start(), Span(file, *place(match.start()), *place(match.end()))))
+    end = pieces[-1].span if pieces else Span(file, 1, 1, 1, 1)
+    line, column = end.end_line, end.end_column
+    return [*pieces, _Piece("end", "", len(text), Span(file, line, column, line, column))]
+
+
+def _brackets(before: list[_Piece]) -> tuple[str, list[_Piece]]:
+    """The word that began the last item, and the brackets that are open."""
+    head, brackets = "", list[_Piece]()
+    for piece in before:
+        if piece.kind == "name" and piece.text in ITEMS and not brackets:
+            head = piece.text
+        elif piece.kind == "sign" and piece.text in CLOSES.values():
+            brackets.append(piece)
+        elif piece.kind == "sign" and piece.text in CLOSES and brackets:
+            brackets.pop()
+    return head, brackets
+
+
+def _character(text: str, here: _Piece) -> Diagnostic:
+    span = here.span
+    if here.text == '"':
+        line = text[here.start :].split("\n", 1)[0].rstrip("\r")
+        end = Span(span.file, span.line, span.column, span.line, span.column + len(line))
+        return Diagnostic("syntax", "the string is not closed", end, 'a string ends with `"` on the line that it begins on')
+    help = {"'": 'strings stand between double quotes, `"…"`', ";": "a statement ends where the next one begins, without a sign"}.get(
+        here.text, ""
+    )
+    return Diagnostic("syntax", f"{_quote(here.text)} is no sign of the language", span, help)
+
+
+def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
+    """A number and a word that is no unit: the parser stumbles on the word, or on what follows it."""
+    row = [*before, here]
+    for number, word in ((row[-2], row[-1]),) if len(row) == 2 else tuple(zip(row[-3:-1], row[-2:], strict=True)) if len(row) > 2 else ():
+        between = text[number.start + len(number.text) : word.start]
+        if number.kind == "number" and word.kind == "name" and not between.strip(" \t") and word.text not in RESERVED:
+            return Diagnostic("unknown-unit", f"`{word.text}` is no unit", word.span, unit_help(word.text))
+    return None
+
+
+def unit_help(word: str) -> str:
+    if word.startswith("_"):
+        return "a number is written without `_`"
+    same = [u for u in UNITS if u.lower() == word.lower()]
+    known = "units are B KB MB GB TB KiB MiB GiB TiB and FLOP, each with `/s` for a rate, and us ms s min h"
+    return f"did you mean `{same[0]}`?" if same else nearest(word, UNITS) or known
+
+
+def _ends(here: _Piece, brackets: list[_Piece]) -> Diagnostic | None:
+    if here.kind == "end" and brackets:
+        closing = next(c for c, o in CLOSES.items() if o == brackets[-1].text)
+        return Diagnostic("syntax", f"this `{brackets[-1].text}` is never closed", brackets[-1].span, f"add `{closing}`")
+    depth = sum(b.text == "{" for b in brackets)
+    if here.kind == "name" and depth and (here.text in ITEMS or (here.text in ALGORITHM and depth > 1 and brackets[-1].text == "{")):
+        opened = next(b for b in reversed(brackets) if b.text == "{")
+        message = f"`{here.text}` cannot stand inside of {'a' if here.text in ITEMS else 'this'} block"
+        return Diagnostic(
+            "syntax", message, here.span, "close the block with `}` first", related=((opened.span, "the block that is open"),)
+        )
+    return None
+
+
+def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Piece]) -> Diagnostic | None:
+    """A statement where another kind of statement belongs; a word that is nearly a statement's."""
+    last = before[-1] if before else None
+    if not brackets:
+        if here.text in ("}", ")", "]"):
+            return Diagnostic("syntax", f"this `{here.text}` closes nothing", here.span, "remove it, or open its block before")
+        if head and last and last.text != "}" and not _whole(before, head):
+            return None
+        if here.text in ALGORITHM or here.text in DEPLOY:
+            owner = "algorithm NAME { … }" if here.text in ALGORITHM else "deploy ALGORITHM on CLUSTER { … }"
+            return Diagnostic(
+                "syntax", f"`{here.text}` stands outside of a block", here.span, f"it belongs between the braces of `{owner}`"
+            )
+        if here.kind == "name":
+            help = nearest(here.text, ITEMS)
+            return Diagnostic("syntax", f"`{here.text}` begins no statement that can stand here", here.span, help)
+        return None
+    if len(brackets) > 1:
+        return None
+    if head == "deploy" and here.text in ALGORITHM and here.text != "source":
+        return Diagnostic("syntax", f"`{here.text}` belongs in an algorithm, not in a deploy", here.span)
+    if last and last.kind == "name" and here.kind in ("name", "sign") and here.text not in ("}", ",", "."):
+        words, other, name = (ALGORITHM, DEPLOY, "a deploy, not in an algorithm") if head == "algorithm" else (DEPLOY, ALGORITHM, "")
+        if name and last.text in other and head == "algorithm":
+            return Diagnostic("syntax", f"`{last.text}` belongs in {name}", last.span)
+        if here.kind == "name" and head in ("algorithm", "deploy") and last.text not in words:
+            help = nearest(last.text, words)
+            if help.startswith("did"):
+                return Diagnostic("syntax", f"`{last.text}` begins no statement", last.span, help)
+    return None
+
+
+def _whole(before: list[_Piece], head: str) -> bool:
+    """Whether an import, the one item without braces, is complete."""
+    return head == "import" and len(before) > 1 and before[-2].text == "import"
+
+
+def _generic(here: _Piece, expected: set[str], before: list[_Piece]) -> Diagnostic:
+    found = "the end" if here.kind == "end" else _quote(here.text)
+    help = ""
+    if here.text in RESERVED and "NAME" in expected:
+        found, help = f"the reserved word {found}", "" if "_EXTENDS" in expected else "choose another name"
+    elif here.text == "." and expected >= VALUE:
+        help = "a number has a digit before its point, as in `0.5`"
+    elif here.text == "//":
+        help = "a comment begins with `#`"
+    elif here.text == "." and before and before[-1].kind == "number":
+        help = "a number has digits on both sides of its point"
+    return Diagnostic("syntax", f"expected {_expected(expected)}, found {found}", here.span, help)
+
+
+def _expected(names: set[str]) -> str:
+    left, words = set(names), list[str]()
+    if {"_EXTENDS", "_SET"} <= left:
+        left = {n for n in left if n in WORDS and n != "NAME"}
+        words.append("an attribute")
+    elif {"_PARAM", "_NODE"} <= left:
+        left -= {n for n in left if n[1:].lower() in ALGORITHM} | {"NAME", "SOURCE"}
+        words.append("a statement of an algorithm")
+    elif {"_SET", "_LAYOUT"} <= left:
+        left -= {n for n in left if n.strip("_").lower() in DEPLOY} | {"NAME", "SOURCE", "RESHARD_WORD"}
+        words.append("a statement of a deploy")
+    elif {"_ALGORITHM", "_DEPLOY"} <= left:
+        left -= {"_ALGORITHM", "_DEPLOY", "_IMPORT", "_CLUSTER"}
+        words.append("`import`, `algorithm`, `cluster`, `deploy`")
+    if left >= VALUE:
+        left -= VALUE
+        words.append("a value")
+    if left & OPERATOR:
+        left -= OPERATOR if "ADD" in left else set()
+        words += ["an operator"] if "ADD" in names else []
+    words += sorted(WORDS.get(n) or f"`{n.strip('_').removesuffix('_WORD').lower()}`" for n in left)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else "nothing more"
+
+
+def _quote(text: str) -> str:
+    shown = text if len(text) <= 40 else text[:39] + "…"
+    return f"`{shown}`" if shown.isprintable() else f"character {shown!a}"

@@ -1,0 +1,21 @@
+"""Functions that the programs of these pages call."""
+
+
+def length(response):
+    return float(len(response))
+
+
+def late(advantage, response):
+    return float(len(advantage))
+
+
+def one(prompt):
+    return [1.0] * len(prompt)
+
+
+def hint(answer: str):
+    return answer[:1]
+
+
+def reward(response: str, answer: str, hint: str):
+    return float(answer in response) + float(hint in response)

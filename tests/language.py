@@ -1,0 +1,47 @@
+"""Programs through the front half of the compiler (parse, lower, checks) with the package's own names, for tests of the language."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from msrl_graph import algorithms, models
+from msrl_graph.backends import ENGINES
+from msrl_graph.checks import check
+from msrl_graph.diagnostics import Diagnostic, Fault, Span
+from msrl_graph.dsl import ast
+from msrl_graph.dsl.lower import Context, Lowered, Refused, lower
+from msrl_graph.dsl.parse import parse
+
+TESTS = Path(__file__).parent
+PROGRAMS = sorted((TESTS / "programs").glob("*.rlg"))
+
+
+def context(
+    folder: Path = TESTS / "programs", deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
+) -> Context:
+    def load(target: str, is_file: bool, span: Span) -> ast.File:
+        path = folder / target if is_file else algorithms.FOLDER / f"{target}.rlg"
+        try:
+            return parse(path.read_text(encoding="utf-8"), target if is_file else path.name)
+        except (OSError, ValueError):
+            raise Fault(Diagnostic("missing-file", f"nothing to import is called `{target}`", span)) from None
+
+    return Context(load, algorithms.library(), ENGINES, models.load, folder, deploy, model, sets or {})
+
+
+def lowered(text: str, within: Context | None = None, name: str = "program.rlg") -> Lowered:
+    return lower(parse(text, name), within or context())
+
+
+def diagnose(text: str, within: Context | None = None, name: str = "program.rlg") -> list[Diagnostic]:
+    """All that the front half tells of a program."""
+    try:
+        result = lowered(text, within, name)
+    except Refused as fault:
+        more = check(fault.graph, fault.library, fault.diagnostics) if fault.graph else []
+        return [*fault.diagnostics, *more]
+    except Fault as fault:
+        return list(fault.diagnostics)
+    reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.report}
+    return [*result.warnings, *check(result.graph, result.library, result.warnings, reported)]

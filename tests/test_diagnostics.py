@@ -1,0 +1,61 @@
+"""Every diagnostic of the language, with its exact text: the Markdown files in `diagnostics`.
+
+In a file, each ```rlg block is a program and the ```text block after it all that is told of it; a line `# --deploy NAME`, `# --model NAME`
+or `# --set NAME=VALUE` at the head of a program stands for the command line. `pytest --update` rewrites the expected texts.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from language import TESTS, context, diagnose
+
+from msrl_graph.diagnostics import CODES, render
+
+BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
+FOLDER = TESTS / "diagnostics"
+FILES = sorted(FOLDER.glob("*.md"))
+# Told by parts other than the language: layouts and memory, models, data, plans, runs.
+ELSEWHERE = {
+    "layout-size",
+    "layout-divide",
+    "mini-batch-divide",
+    "out-of-memory",
+    "no-data",
+    "bad-data",
+    "no-resources",
+    "bad-plan",
+    "run-failed",
+}
+
+
+def told(program: str) -> str:
+    options = dict(re.findall(r"^# --(deploy|model) (\S+)$", program, re.MULTILINE))
+    sets = dict(re.findall(r"^# --set (\w+)=(.*)$", program, re.MULTILINE))
+    found = diagnose(program, context(FOLDER, options.get("deploy"), options.get("model"), sets))
+    return "".join(render(d, {"program.rlg": program}) + "\n" for d in found)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_exact_text(path: Path, update: bool) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert BLOCK.search(text), "no program"
+    assert len(BLOCK.findall(text)) == text.count("```rlg"), "a program without its text"
+    new = BLOCK.sub(lambda m: f"```rlg\n{m[1]}```\n\n```text\n{told(m[1])}```\n", text)
+    if update and new != text:
+        path.write_text(new, encoding="utf-8", newline="\n")
+    assert update or new == text
+
+
+def test_every_code_has_an_example() -> None:
+    shown = {c for p in FILES for c in re.findall(r"^(?:error|warning|hint)\[([\w-]+)\]", p.read_text(encoding="utf-8"), re.MULTILINE)}
+    assert shown == CODES.keys() - ELSEWHERE
+
+
+def test_a_message_reads_like_one() -> None:
+    for path in FILES:
+        for message in re.findall(r"^(?:error|warning)\[[\w-]+\]: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            assert not message.endswith("."), message
+            assert message[0] in "`" or message[0].islower(), message
