@@ -105,7 +105,7 @@ def batch():
 def train(rank, folder, layout, name):
     """Two optimizer steps on a fixed batch, its rows shared over dp unevenly: dp rank 0 has all but one row of the second."""
     m = model()
-    options = {"lr": 1e-4, "weight_decay": 0.01}
+    options = {"weight_decay": 0.01}
     engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, options)
     prompts, responses, weight = batch()
     dp = layout.coordinates(rank)[1]

@@ -30,7 +30,7 @@ SPEC = EngineSpec(
 
 
 class Engine:
-    """A model on this rank; `optimizer` holds adamw's lr, betas, eps and weight_decay, and is None for a worker without update."""
+    """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where they are stated, and is None for a worker without update."""
 
     def __init__(
         self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: dict[str, Any] | None
@@ -156,7 +156,6 @@ class _Optimizer:
             self.masters = [s.tensor if s.tensor.dtype == torch.float32 else s.tensor.float() for s in shards]
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
-        options = {k: v for k, v in options.items() if k != "lr"}
         self.adamw = torch.optim.AdamW(self.masters, lr=0.0, fused=True, **options)
         if self.copied:
             self.masters[0].untyped_storage().resize_(0)

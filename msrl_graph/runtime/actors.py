@@ -16,9 +16,10 @@ import ray
 
 from .columns import Array, Column, concatenate
 from .dock import Batch, Controller, Reader, Share, Warehouse, assemble, rows_of, split
+from .report import RunError
 
 
-class DockTimeout(Exception):
+class DockTimeout(RunError):
     """A wait passed its deadline."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from rich.console import Console
@@ -32,9 +31,10 @@ class Display:
         self.task = self.progress.add_task(plan.graph.name, total=self.total, status="", phase="starting")
         if self.live:
             self.progress.start()
-        self._last = time.monotonic()
+        self.last = "the start"
 
     def phase(self, name: str) -> None:
+        self.last = name
         self.progress.update(self.task, phase=name)
 
     def say(self, text: str) -> None:

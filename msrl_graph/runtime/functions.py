@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from .actors import Client, Task
 from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
 from .dock import Batch, Reader, readers
-from .report import Report
+from .report import Report, RunError
 
 
 @ray.remote(num_cpus=0)
@@ -99,6 +100,7 @@ class _Function:
     def __init__(self, node: Node, plan: Plan, tokenizer: Any) -> None:
         self.node, self.graph, self.tokenizer = node, plan.graph, tokenizer
         self.seed = plan.deploy.run.seed
+        self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         call = node.attributes["call"]
         self.call, self.signature = _find(call)
         self.options = {k: _value(a) for k, a in zip(call.keys, call.args, strict=True) if k and a.kind != "column"}
@@ -115,7 +117,13 @@ class _Function:
             if self.signature.rng:
                 options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
             columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
-            result = self.call(**columns, **options)
+            try:
+                result = self.call(**columns, **options)
+            except Exception as error:
+                # The user's own frame is the last one: where a debugger would stop.
+                frame = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"`{self.node.name}` (line {self.node.span.line}) failed on {self.scope} {unit} of iteration {iteration}"
+                raise RunError(f"{what}: {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
             results = result if len(self.node.writes) > 1 else (result,)
             outputs += zip(*results, strict=True) if grouped else [results]
         return {name: self._column(name, [o[i] for o in outputs]) for i, name in enumerate(self.node.writes)}

@@ -32,7 +32,10 @@ class Pool:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.folder = ""
-        self.actors: list[Any] = []
+        self.ranks: list[Any] = []
+        self.functions: list[Any] = []
+        self.warehouses: list[Any] = []
+        self.boards: list[Any] = []
         self.group: Any = None
         self.attached = "RAY_ADDRESS" in os.environ
         if not self.attached:
@@ -95,7 +98,10 @@ class Pool:
         text = plan.to_json()
         threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
-        environment = {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}}
+        variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        if self.folder:
+            variables["TMPDIR"] = self.folder  # torch leaves a cache folder behind: in ours, which goes with us
+        environment = {"env_vars": variables}
         self.ranks = [
             _actor(worker.Rank)
             .options(scheduling_strategy=on(cluster.host(r)), runtime_env=environment, **resource)
@@ -108,7 +114,6 @@ class Pool:
             .remote(text, h, self.controllers, self.warehouses)
             for h in range(cluster.nodes)
         ]
-        self.actors = [*self.ranks, *self.functions, *self.warehouses, *self.boards]
         address = ray.get(self.ranks[0].address.remote())
         ray.get([r.start.remote(address, self.controllers, self.warehouses) for r in self.ranks])
 
@@ -129,18 +134,27 @@ class Pool:
                 raise NoResources(
                     Diagnostic(
                         "no-resources",
-                        f"the plan asks for {nodes} hosts of {_words(asked)}; Ray has {len(ray.nodes())} hosts, {words}",
+                        f"the plan asks for {_hosts(nodes)} of {_words(asked)}; Ray has {_hosts(len(ray.nodes()))}, {words}",
                         self.plan.cluster.span,
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )
                 )
+
+    def name_of(self, error: Any) -> str:
+        """Which process an error of Ray's is about, in the user's words."""
+        pools = {"rank": self.ranks, "function host": self.functions, "warehouse": self.warehouses, "controllers of host": self.boards}
+        for what, actors in pools.items():
+            for i, actor in enumerate(actors):
+                if actor._actor_id.hex() == error.actor_id:
+                    return f"{what} {i}"
+        return "a process of Ray's"
 
     def close(self) -> None:
         import ray
 
         if not ray.is_initialized():
             return
-        for actor in self.actors:
+        for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
             ray.kill(actor)
         if self.group is not None:
             ray.util.remove_placement_group(self.group)
@@ -158,11 +172,15 @@ def _words(asked: dict[str, float]) -> str:
     return ", ".join(f"{v:g} {k}" for k, v in asked.items())
 
 
+def _hosts(count: int) -> str:
+    return f"{count} host{'s' * (count != 1)}"
+
+
 def _check_machine(plan: Plan) -> None:
     """Refuses, before anything is started, what this machine alone cannot give."""
     cluster = plan.cluster
     cores = os.cpu_count() or 1
-    asked = f"the plan asks for {cluster.nodes} host{'s' * (cluster.nodes > 1)} of {cluster.devices_per_node} {cluster.device.resource}"
+    asked = f"the plan asks for {_hosts(cluster.nodes)} of {cluster.devices_per_node} {cluster.device.resource}"
     there = f"this machine is 1 host of {cores} cores"
     help = ""
     if cluster.device.backend != "cpu":

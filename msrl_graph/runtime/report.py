@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 _EPOCH = time.time() - time.perf_counter()
 
 
+class RunError(Exception):
+    """Something went wrong in a process of the run; the message is for the user."""
+
+
 @dataclass
 class Report:
     process: str

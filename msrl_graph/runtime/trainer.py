@@ -7,6 +7,7 @@ no temporary folder of it is left.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from . import data
 from .display import Display, comparison
 from .pool import NoResources, Pool
 from .record import Recorder
+from .report import RunError
 
 
 class RunFailed(Exception):
@@ -32,6 +34,15 @@ class Outcome:
     folder: Path
     first: dict[str, dict[str, float]]
     last: dict[str, dict[str, float]]
+    labels: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """Each evaluation before and after, in a line."""
+        return [
+            f"{self.labels[data] or f'{data} {column}'} {value:.3f} -> {self.last[data][column]:.3f}"
+            for data, before in self.first.items()
+            for column, value in before.items()
+        ]
 
 
 def check(plan: Plan) -> dict[str, int]:
@@ -82,7 +93,9 @@ def run(plan: Plan, out: Path | str | None = None, console: Console | None = Non
     try:
         with pool:
             return _Run(plan, pool, recorder, display, measure).whole()
-    except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
+    except ray.exceptions.RayActorError as error:
+        raise RunFailed(f"{pool.name_of(error)} died while {display.last} ran; the files of the run so far are in {folder}") from error
+    except ray.exceptions.RayError as error:
         raise RunFailed(_cause(error)) from error
     finally:
         display.close()
@@ -117,7 +130,7 @@ class _Run:
             last = {e.data: self._evaluate(e, iterations) for e in plan.deploy.evaluations}
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
             self._wait([r.save.remote(worker, str(self.recorder.folder / "weights" / worker)) for r in self.pool.ranks])
-        return Outcome(self.recorder.folder, first, last)
+        return Outcome(self.recorder.folder, first, last, {e.data: e.label for e in plan.deploy.evaluations})
 
     def _task(self, name: str, number: int, prompts: int, fan: int, measure: bool) -> tuple[float, list[Any], dict[str, int]]:
         """Runs the streams of all pools for one task: seconds, reports, bytes moved by the dock."""
@@ -141,7 +154,12 @@ class _Run:
         left = references
         while left:
             done, left = self.ray.wait(left, num_returns=1, timeout=0.3 if self.display.live else None)
-            self.ray.get(done)
+            try:
+                self.ray.get(done)
+            except self.ray.exceptions.RayError:
+                with suppress(self.ray.exceptions.RayError):
+                    self.display.phase(self.ray.get(self.pool.boards[0].phase.remote(), timeout=2))
+                raise
             if not done:
                 self.display.phase(self.ray.get(self.pool.boards[0].phase.remote()))
         return list(self.ray.get(references))
@@ -181,6 +199,8 @@ def _folder(plan: Plan, out: Path | str | None) -> Path:
 def _cause(error: BaseException) -> str:
     """The innermost reason, without Ray's frames."""
     cause = getattr(error, "cause", None)
+    if isinstance(cause, RunError):
+        return str(cause)
     if isinstance(cause, BaseException):
         return f"{type(cause).__name__}: {cause}"
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

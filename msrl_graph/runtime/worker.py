@@ -66,6 +66,7 @@ class Rank:
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, Swap] = {}  # by worker
         self.resharders: dict[tuple[str, str], Resharder] = {}
+        self.steps: dict[str, int] = {}  # optimizer steps taken, by update
         for placement in plan.placements:
             if placement.pool != "functions":
                 self._build(plan.graph.node(placement.node))
@@ -248,8 +249,8 @@ class Rank:
                 report.count("loss", float(total.detach()), 0)
                 for name, part in parts.items():
                     report.count(f"loss/{name}", float(part.detach().sum()), part.numel())
-        options = _optimizer(node)
-        norm = trainer.step(options["lr"], node.number("clip_grad", 1.0))
+        self.steps[node.name] = self.steps.get(node.name, 0) + 1
+        norm = trainer.step(_learning_rate(node, self.steps[node.name]), node.number("clip_grad", 1.0))
         if self.rank == 0:
             report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
             report.count("grad_norm", norm, 1)
@@ -278,14 +279,20 @@ class Rank:
                 shutil.copy(file, target)
 
 
-def _optimizer(node: Node) -> dict[str, Any]:
-    """AdamW's options as the node states them."""
+def _given(node: Node) -> dict[str, Any]:
     call = node.attributes["optimizer"]
-    given = dict(zip(call.keys, call.args, strict=True))
-    options: dict[str, Any] = {k: float(a.value) for k, a in given.items() if k != "betas"}  # type: ignore[arg-type]
-    if "betas" in given:
-        options["betas"] = tuple(float(a.value) for a in given["betas"].args)  # type: ignore[arg-type]
-    return options
+    return {k: [x.value for x in a.args] if a.kind == "list" else a.value for k, a in zip(call.keys, call.args, strict=True)}
+
+
+def _optimizer(node: Node) -> dict[str, Any]:
+    """The options of torch's AdamW as the node states them; the learning rate comes with each step."""
+    return {k: v for k, v in _given(node).items() if k in ("betas", "eps", "weight_decay")}
+
+
+def _learning_rate(node: Node, step: int) -> float:
+    """The learning rate of the step-th optimizer step (from 1): it rises in equal parts over `warmup` steps, then stays."""
+    given = _given(node)
+    return float(given["lr"]) * min(1.0, step / max(int(given.get("warmup", 1)), 1))
 
 
 def _note(report: Report, when: str) -> None:
