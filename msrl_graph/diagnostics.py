@@ -133,8 +133,7 @@ CODES: dict[str, str] = {
     "syntax": "The text does not follow the grammar. One syntax error is told at a time: what follows it cannot be trusted.",
     "empty-file": "The file holds no algorithm, import, cluster or deploy, so there is nothing to compile.",
     "not-yet": (
-        "The statement is part of the language and was understood, but this version cannot compile it. It is refused rather "
-        "than ignored."
+        "The statement is part of the language and was understood, but this version cannot compile it. It is refused rather than ignored."
     ),
     "missing-file": "A file that the program names does not exist, or cannot be read.",
     "unknown-name": "A name that nothing in the file declares.",
@@ -146,8 +145,7 @@ CODES: dict[str, str] = {
     "unknown-option": "An option word or parameter that the called function does not have.",
     "unknown-function": "No function, loss term or optimizer has this name.",
     "unknown-verb": (
-        "The worker's kind does not have this verb: a policy can generate, infer and update; a value or reward model infer and "
-        "update."
+        "The worker's kind does not have this verb: a policy can generate, infer and update; a value or reward model infer and update."
     ),
     "unknown-model": "The model is neither a preset nor a folder with a Hugging Face config.json.",
     "unknown-device": "No device preset has this name.",
@@ -161,8 +159,7 @@ CODES: dict[str, str] = {
     ),
     "never-written": "A node reads a column that no node and no source writes.",
     "no-path": (
-        "A node reads a column, but no path of sample edges leads from the column's writer to the node, so the rows would never "
-        "reach it."
+        "A node reads a column, but no path of sample edges leads from the column's writer to the node, so the rows would never reach it."
     ),
     "cycle": "The sample edges form a cycle: each node waits for the other, for ever.",
     "unreachable": "No path of sample edges leads from the source to this node, so it would never run.",

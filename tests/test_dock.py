@@ -11,8 +11,8 @@ READS = (("prompt", 0, "source"), ("response", 1, "actor.generate"), ("reward", 
 
 
 def reader(**changes):
-    fields = dict(node="n", reads=READS, unit_level=1, row_level=1, whole=False, groups=2, chunk=0, balance=False, update=False, seed=3)
-    return Reader(**(fields | changes))
+    fields = {"node": "n", "reads": READS, "unit_level": 1, "row_level": 1, "whole": False, "groups": 2, "chunk": 0, "balance": False}
+    return Reader(**(fields | {"seed": 3} | changes))
 
 
 def arrivals(prompts, fan, random, warehouses=1):
@@ -42,7 +42,7 @@ def play(r, prompts, fan, random, warehouses=1, key="train/0", iteration=0):
 
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4))
-shape = dict(sizes=sizes, groups=st.integers(1, 4), chunk=st.integers(0, 7), random=st.randoms(use_true_random=False))
+shape = {"sizes": sizes, "groups": st.integers(1, 4), "chunk": st.integers(0, 7), "random": st.randoms(use_true_random=False)}
 
 
 @given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())

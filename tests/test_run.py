@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -138,9 +139,18 @@ def test_a_plan_and_its_script_run(place):
         assert compile_main(["p.rlg", "--set", "prompts=4", "--set", "group=2", "--emit", "ray", "-o", "script.py"]) == 0
     finally:
         os.chdir(here)
-    code, _, err = place.run("plan.json", "--iterations", "1", "--out", "a")
+    code, out, err = place.run("plan.json", "--iterations", "1", "--out", "a")
     assert code == 0, err
     assert [x.get("evaluation") for x in metrics(place.folder / "a")] == ["held_out", None, "held_out"]
+    place.assert_clean()
+    # The script holds all iterations of the program: one is enough here.
+    script = place.folder / "script.py"
+    script.write_text(re.sub(r'"iterations":\s*\d+', '"iterations": 1', script.read_text()))
+    command = [sys.executable, "script.py", "--out", "b"]
+    variables = {**os.environ, "TMPDIR": str(place.temporary)}
+    done = subprocess.run(command, cwd=place.folder, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == out.splitlines()[-1]  # the same plan, the same executor, the same figures
     place.assert_clean()
 
 

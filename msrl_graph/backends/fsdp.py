@@ -30,7 +30,7 @@ SPEC = EngineSpec(
 
 
 class Engine:
-    """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where they are stated, and is None for a worker without update."""
+    """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where they are stated, None where nothing is updated."""
 
     def __init__(
         self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: dict[str, Any] | None
