@@ -58,7 +58,7 @@ class Display:
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
     """Predicted against measured."""
     table = Table(title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("what")
+    table.add_column("what", no_wrap=True)
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     table.add_column("predicted from")

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan
+from ..plan import Plan, Reshard
 from .report import Report
 
 
@@ -24,7 +24,7 @@ class Recorder:
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
-        self.reports: list[list[Report]] = []
+        self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
         self._processes: dict[str, int] = {}
         self._start: float | None = None
         self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
@@ -55,14 +55,13 @@ class Recorder:
             if isinstance(value, (int, float)) and name != "iteration":
                 self._board.add_scalar(name, value, iteration)
         self.lines.append(line)
-        self.reports.append(reports)
         self._trace(iteration, reports)
         return line
 
     def memory(self, reports: list[Report]) -> None:
         """Keeps what live tensors took on each rank, before and after every instruction."""
-        found = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
-        (self.folder / "memory.json").write_text(json.dumps(found, indent=2))
+        self.held = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
+        (self.folder / "memory.json").write_text(json.dumps(self.held, indent=2))
 
     def evaluation(self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]) -> dict[str, float]:
         """Adds the means of the reported columns over all of the data."""
@@ -155,7 +154,31 @@ class Recorder:
         for node, size in predicted.items():
             got = [sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away")) for line in lines]
             rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
-        return rows
+        return rows + [row for edge in plan.reshards for row in self._memory(edge)]
+
+    def _memory(self, edge: Reshard) -> list[tuple[str, str, float, float, str]]:
+        """Tensors of the busiest rank around a resharding, if they were measured. The cache of keys and values comes and goes within
+        the generation, so it is left out on both sides."""
+        if not self.held:
+            return []
+        planned = {m.phase: m for m in self.plan.memory if m.place == "device"}
+        instant, generate = planned["reshard"].items, planned["generate"].items
+        settled = sum(v for k, v in instant.items() if k not in ("generation weights", "bucket"))
+        generating = sum(v for k, v in generate.items() if k != "KV cache")
+        name = f"{edge.src} => {edge.dst}"
+        wanted = (
+            ("device, before", f"before RESHARD {edge.src}, device", settled),
+            ("device, peak", "peak of RESHARD, device", sum(instant.values())),
+            ("device, after", f"before RELEASE {edge.dst}, device", generating),
+            ("host buffers, after", f"before RELEASE {edge.dst}, host", edge.released_bytes_per_device),
+            ("device, weights back", f"before RUN {edge.src}, device", settled),
+        )
+        found = []
+        for what, key, predicted in wanted:
+            measured = [held[key] for held in self.held.values() if key in held]
+            if measured:
+                found.append((f"{name}: {what}", "B", float(predicted), float(max(measured)), "derived"))
+        return found
 
 
 def phases(reports: list[Report]) -> dict[str, float]:

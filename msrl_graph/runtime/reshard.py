@@ -145,7 +145,8 @@ class Resharder:
         counts = [sum(elements(b) for n in bucket for i, b in self.given[n] if i == index) for index in range(self.size)]
         dtype = next(iter(source.values())).dtype
         buffer = torch.empty(self.size, max(counts), dtype=dtype)
-        own = torch.zeros(max(counts), dtype=dtype)
+        # In place: a rank's own part is laid down where the gather would put it, so that the bucket is all that is taken.
+        own = buffer[self.index]
         if mine:
             torch.cat(mine, out=own[: counts[self.index]])
         dist.all_gather_into_tensor(buffer.view(-1), own, group=self.block)

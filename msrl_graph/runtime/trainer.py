@@ -83,7 +83,7 @@ def run(plan: Plan, out: Path | str | None = None, console: Console | None = Non
     """
     import ray
 
-    console = console or Console(stderr=True)
+    console = console or _console()
     check(plan)
     pool = Pool(plan)
     folder = _folder(plan, out)
@@ -181,6 +181,12 @@ class _Run:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
             self.display.say(f"after {iteration} iterations, {evaluation.data}: {shown}")
         return found
+
+
+def _console() -> Console:
+    """stderr; a hundred columns where it is no terminal, so that tables keep their lines."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=120)
 
 
 def _folder(plan: Plan, out: Path | str | None) -> Path:
