@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 
-.PHONY: demo test lint bench-compile clean
+.PHONY: demo control test lint bench-compile bench-phases clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -17,6 +17,10 @@ demo: $(VENV)/ready
 	$(BIN)/msrl-compile examples/arithmetic/grpo.rlg
 	$(BIN)/msrl-run examples/arithmetic/grpo.rlg --seed $(SEED)
 
+# The same run with shuffled rewards: accuracy must not rise.
+control: $(VENV)/ready
+	$(BIN)/msrl-run examples/arithmetic/control.rlg --seed $(SEED)
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -27,6 +31,9 @@ test: lint
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py
+
+bench-phases: $(VENV)/ready
+	$(BIN)/python bench/phases.py
 
 clean:
 	rm -rf $(VENV)

@@ -51,7 +51,7 @@ def main() -> None:
             found[ranks] += measure(program, options.iterations)
     medians = {r: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for r, xs in found.items()}
     outside = {r: statistics.median(1 - sum(x[k] for k in COMPUTE) / x["iteration"] for x in xs) for r, xs in found.items()}
-    table = Table(title=f"seconds of an iteration, medians of {len(found[1])}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=f"an iteration, medians of {len(found[1])}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("phase")
     for ranks in found:
         table.add_column(f"{ranks} rank{'s' * (ranks > 1)}", justify="right")

@@ -55,6 +55,9 @@ class Fault(Exception):
         super().__init__("; ".join(f"[{d.code}] {d.message}" for d in diagnostics))
         self.diagnostics = diagnostics
 
+    def __reduce__(self) -> tuple[type[Fault], tuple[Diagnostic, ...]]:
+        return type(self), self.diagnostics  # from one process to another
+
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
     """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are few."""

@@ -129,7 +129,7 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place):
 
 @pytest.mark.slow
 def test_a_plan_and_its_script_run(place):
-    place.write(("every = 50", "every = 1"))
+    place.write(("every = 40", "every = 1"))
     from msrl_graph.cli import compile_main
 
     here = Path.cwd()
@@ -224,9 +224,20 @@ def test_a_ray_that_lacks_the_devices_is_refused_with_what_there_is(place):
         assert code == 3
         assert "error[no-resources]: the plan asks for 1 host of 2 CPU; Ray has 1 host, 1 CPU in all" in err
         assert time.monotonic() - begin < 60
+        assert not (place.folder / "results").exists()
     finally:
         cluster.shutdown()
         ray.shutdown()
+
+
+@pytest.mark.slow
+def test_prompts_that_are_all_too_long_are_refused(place):
+    place.write(("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
+    code, _, err = place.run("p.rlg", "--out", "results")
+    assert code == 1
+    assert "error[no-data]: no row of train.jsonl is short enough to be used" in err and "data source" in err, err
+    assert not (place.folder / "results").exists()
+    place.assert_clean()
 
 
 @pytest.mark.slow

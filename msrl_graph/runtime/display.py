@@ -52,6 +52,7 @@ class Display:
 
     def close(self) -> None:
         if self.live:
+            self.live = False
             self.progress.stop()
 
 

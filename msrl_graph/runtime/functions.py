@@ -22,9 +22,9 @@ from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan, from_json
 from .actors import Client, Task
-from .columns import DTYPES, Array, Column, ragged, texts
+from .columns import DTYPES, Column, ragged, texts
 from .data import Dataset
-from .dock import Batch, Reader, readers
+from .dock import Batch, readers
 from .report import Report, RunError
 
 
@@ -32,21 +32,18 @@ from .report import Report, RunError
 class FunctionHost:
     """The function nodes of one host; host 0 also runs the source."""
 
-    def __init__(self, plan: str, host: int, controllers: dict[str, Any], warehouses: list[Any]) -> None:
+    def __init__(self, plan: str, host: int) -> None:
         self.plan = from_json(plan)
         self.host = host
-        found: list[Reader] = readers(self.plan)
-        self.client = Client(found, controllers, warehouses, host, min(host, len(warehouses) - 1))
-        self.tokenizer = _tokenizer(self.plan)
-        seed = self.plan.deploy.run.seed
-        self.data = {n: Dataset(d, self.plan.graph, self.tokenizer, seed) for n, d in self.plan.deploy.data.items()} if host == 0 else {}
-        self.functions = {n.name: _Function(n, self.plan, self.tokenizer) for n in self.plan.graph.verb("function")}
-        for node in self.plan.graph.nodes:
-            if "call" in node.attributes and node.name not in self.functions:
-                self.functions[node.name] = _Function(node, self.plan, self.tokenizer)
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(usable rows, rows left out) of each data file."""
+    def start(self, controllers: dict[str, Any], warehouses: list[Any]) -> dict[str, tuple[int, int]]:
+        """Loads functions and data; (usable rows, rows left out) of each data file."""
+        plan = self.plan
+        self.client = Client(readers(plan), controllers, warehouses, self.host, min(self.host, len(warehouses) - 1))
+        tokenizer = _tokenizer(plan)
+        files = plan.deploy.data if self.host == 0 else {}
+        self.data = {n: Dataset(d, plan.graph, tokenizer, plan.deploy.run.seed) for n, d in files.items()}
+        self.functions = {n.name: _Function(n, plan, tokenizer) for n in plan.graph.nodes if "call" in n.attributes}
         return {name: (len(d), d.too_long) for name, d in self.data.items()}
 
     def run(self, task: Task) -> Report:
@@ -167,6 +164,3 @@ def _value(expr: Expr) -> Any:
     if expr.kind == "list":
         return [_value(a) for a in expr.args]
     return -_value(expr.args[0]) if expr.kind == "neg" else expr.value
-
-
-__all__ = ["Array", "FunctionHost"]

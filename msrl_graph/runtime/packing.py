@@ -17,16 +17,16 @@ from .columns import Array, Column
 def pack(contexts: Sequence[Column], response: Column, rows: Array) -> Packed:
     """The rows at positions `rows`, padded at the right. No rows give one row of one token and no response, so that a rank without
     work can still take part in collectives."""
-    pieces = [np.concatenate([c[r] for c in contexts] + [response[r]]) for r in rows]
     lengths = np.array([len(response[r]) for r in rows], np.int64)
+    # The last token of a row predicts nothing that is asked for, so it is not fed.
+    pieces = [np.concatenate([c[r] for c in contexts] + [response[r][:-1]]) for r in rows]
     ids = np.zeros((max(len(pieces), 1), max((len(p) for p in pieces), default=1)), np.int64)
     for i, piece in enumerate(pieces):
         ids[i, : len(piece)] = piece
-    ends = np.array([len(p) for p in pieces], np.int64)
+    first = np.array([sum(len(c[r]) for c in contexts) for r in rows], np.int64) - 1
     row = np.repeat(np.arange(len(pieces)), lengths)
-    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    position = np.repeat(ends - lengths, lengths) + within - 1
-    token = ids[row, position + 1] if len(row) else np.zeros(0, np.int64)
+    position = np.repeat(first, lengths) + np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    token = response.take(rows).values.astype(np.int64)
     return Packed(*(torch.from_numpy(np.ascontiguousarray(a)) for a in (ids, row, position, token)))
 
 

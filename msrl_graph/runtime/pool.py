@@ -36,6 +36,7 @@ class Pool:
         self.functions: list[Any] = []
         self.warehouses: list[Any] = []
         self.boards: list[Any] = []
+        self.started: list[Any] = []
         self.group: Any = None
         self.attached = "RAY_ADDRESS" in os.environ
         if not self.attached:
@@ -109,11 +110,10 @@ class Pool:
             for r in range(cluster.devices)
         ]
         self.functions = [
-            _actor(functions.FunctionHost)
-            .options(scheduling_strategy=on(h), runtime_env=environment)
-            .remote(text, h, self.controllers, self.warehouses)
+            _actor(functions.FunctionHost).options(scheduling_strategy=on(h), runtime_env=environment).remote(text, h)
             for h in range(cluster.nodes)
         ]
+        self.started = [f.start.remote(self.controllers, self.warehouses) for f in self.functions]
         address = ray.get(self.ranks[0].address.remote())
         ray.get([r.start.remote(address, self.controllers, self.warehouses) for r in self.ranks])
 
@@ -139,6 +139,13 @@ class Pool:
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )
                 )
+
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """(usable rows, rows left out) of each data file."""
+        import ray
+
+        found: list[dict[str, tuple[int, int]]] = ray.get(self.started)
+        return found[0]
 
     def name_of(self, error: Any) -> str:
         """Which process an error of Ray's is about, in the user's words."""

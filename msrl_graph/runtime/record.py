@@ -112,15 +112,16 @@ class Recorder:
         x = [line["iteration"] + 1 for line in self.lines]
         for name in names:
             axes.plot(x, [line[name] for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
-        for data in dict.fromkeys(e["evaluation"] for e in self.evaluations):
-            some = [e for e in self.evaluations if e["evaluation"] == data]
-            for column in [k for k in some[0] if k not in ("evaluation", "after_iterations", "seconds")]:
-                values = [e[column] for e in some]
-                axes.plot([e["after_iterations"] for e in some], values, marker="o", linewidth=2, label=f"{column} on {data}")
-                for e in (some[0], some[-1]):
-                    axes.annotate(
-                        f"{e[column]:.3f}", (e["after_iterations"], e[column]), textcoords="offset points", xytext=(0, 8), ha="center"
-                    )
+        for evaluation in self.plan.deploy.evaluations:
+            some = [e for e in self.evaluations if e["evaluation"] == evaluation.data]
+            for column in evaluation.report:
+                at = [(e["after_iterations"], e[column]) for e in some]
+                if not at:
+                    continue
+                label = evaluation.label or f"{column} on {evaluation.data}"
+                axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=label)
+                for point in (at[0], at[-1]):
+                    axes.annotate(f"{point[1]:.3f}", point, textcoords="offset points", xytext=(0, 8), ha="center")
         axes.set_xlabel("iterations")
         axes.set_title(self.plan.deploy.name)
         axes.margins(y=0.15)

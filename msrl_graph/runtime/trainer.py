@@ -18,7 +18,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..plan import Evaluation, Plan
 from . import data
 from .display import Display, comparison
-from .pool import NoResources, Pool
+from .pool import Pool
 from .record import Recorder
 from .report import RunError
 
@@ -87,32 +87,48 @@ def run(plan: Plan, out: Path | str | None = None, console: Console | None = Non
     check(plan)
     pool = Pool(plan)
     folder = _folder(plan, out)
-    recorder = Recorder(folder, plan)
-    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     display = Display(plan, console)
     try:
         with pool:
-            return _Run(plan, pool, recorder, display, measure).whole()
+            return _record(plan, pool, folder, display, measure, console)
     except ray.exceptions.RayActorError as error:
         raise RunFailed(f"{pool.name_of(error)} died while {display.last} ran; the files of the run so far are in {folder}") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Fault):
+            raise error.cause from None
+        raise RunFailed(
+            str(error.cause) if isinstance(error.cause, RunError) else f"{type(error.cause).__name__}: {error.cause}"
+        ) from error
     except ray.exceptions.RayError as error:
-        raise RunFailed(_cause(error)) from error
+        raise RunFailed(str(error).strip().splitlines()[-1]) from error
+    finally:
+        display.close()
+
+
+def _record(plan: Plan, pool: Pool, folder: Path, display: Display, measure: bool, console: Console) -> Outcome:
+    """The run itself; its files are complete whether it ends well or not."""
+    sizes = pool.sizes()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+    recorder = Recorder(folder, plan)
+    try:
+        return _Run(plan, pool, recorder, display, sizes, measure).whole()
     finally:
         display.close()
         recorder.close()
-        rows = recorder.table()
-        if rows:
+        if rows := recorder.table():
             console.print(comparison(rows))
 
 
 class _Run:
-    def __init__(self, plan: Plan, pool: Pool, recorder: Recorder, display: Display, measure: bool) -> None:
-        self.plan, self.pool, self.recorder, self.display, self.measure = plan, pool, recorder, display, measure
+    def __init__(
+        self, plan: Plan, pool: Pool, recorder: Recorder, display: Display, sizes: dict[str, tuple[int, int]], measure: bool
+    ) -> None:
         import ray
 
         self.ray = ray
-        self.sizes: dict[str, tuple[int, int]] = ray.get(pool.functions[0].sizes.remote())
-        for name, (rows, left_out) in self.sizes.items():
+        self.plan, self.pool, self.recorder, self.display, self.sizes, self.measure = plan, pool, recorder, display, sizes, measure
+        for name, (rows, left_out) in sizes.items():
             if left_out:
                 display.say(f"{name}: {left_out} of {rows + left_out} rows left out, their prompts are longer than the column's bound")
 
@@ -198,18 +214,7 @@ def _folder(plan: Plan, out: Path | str | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         what = f"the output folder {folder} is there already and is not empty"
         raise Fault(Diagnostic("bad-value", what, help="name another with --out"))
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _cause(error: BaseException) -> str:
-    """The innermost reason, without Ray's frames."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, RunError):
-        return str(cause)
-    if isinstance(cause, BaseException):
-        return f"{type(cause).__name__}: {cause}"
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-
-
-__all__ = ["NoResources", "Outcome", "RunFailed", "check", "run"]
+__all__ = ["Outcome", "RunFailed", "check", "run"]

@@ -1,0 +1,39 @@
+"""From rows of the dock to tensors: every response token is predicted from all that stands before it, and nothing else."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrl_graph.runtime.columns import Column, ragged
+from msrl_graph.runtime.packing import flat, pack
+
+tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(tokens, tokens, st.lists(st.integers(0, 99), max_size=5)), min_size=1, max_size=6), st.data())
+def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
+    contexts = [ragged([np.array(r[i]) for r in rows], np.int32) for i in (0, 1)]
+    response = ragged([np.array(r[2]) for r in rows], np.int32)
+    chosen = np.array(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
+    packed = pack(contexts, response, chosen)
+    asked = list(zip(packed.row.tolist(), packed.position.tolist(), packed.token.tolist(), strict=True))
+    expected = []
+    for i, r in enumerate(chosen):
+        before, answer = rows[r][0] + rows[r][1], rows[r][2]
+        for j, token in enumerate(answer):
+            seen = packed.ids[i, : len(before) + j].tolist()
+            assert seen == before + answer[:j]
+            expected.append((i, len(before) + j - 1, token))
+    assert asked == expected
+
+
+def test_no_rows_still_make_a_batch():
+    empty = ragged([np.zeros(2, np.int32)], np.int32)
+    packed = pack([empty], empty, np.zeros(0, np.int64))
+    assert packed.ids.shape == (1, 1) and len(packed.token) == len(packed.row) == len(packed.position) == 0
+
+
+def test_scalars_are_given_to_every_token():
+    column = Column(np.array([1.5, 2.5], np.float32))
+    assert torch.equal(flat(column, np.array([1, 0]), np.array([2, 1])), torch.tensor([2.5, 2.5, 1.5]))
