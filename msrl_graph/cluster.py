@@ -121,7 +121,10 @@ def _cpu(name: str) -> Device:
         backend="cpu",
         resource="CPU",
         memory=memory,
-        flops={"f32": _assumed(3e10, "one core, matrix products in float32"), "bf16": _assumed(1.5e10, "one core, half of f32")},
+        flops={
+            "f32": _assumed(9.6e10, "one core of 3 GHz, two 8-wide fused multiply-adds a cycle"),
+            "bf16": _assumed(4.8e10, "one core, half of f32"),
+        },
         memory_bandwidth=_assumed(8e9, "one core"),
         host_link=_assumed(5e9, "a memory copy on one core"),
         device_link=_assumed(1e9, "gloo between two processes"),

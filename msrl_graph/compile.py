@@ -92,7 +92,7 @@ def _nearest(plan: Plan, worst: Memory) -> str:
         if all(m.total <= m.capacity.value for m in other.memory):
             zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
             return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
-    return f"no other layout of {', '.join(nodes)} fits either"
+    return f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,50 @@
 """Every diagnostic of the language, with its exact text: the Markdown files in `diagnostics`.
 
 In a file, each ```rlg block is a program and the ```text block after it all that is told of it; a line `# --deploy NAME`, `# --model NAME`
-or `# --set NAME=VALUE` at the head of a program stands for the command line. `pytest --update` rewrites the expected texts.
+or `# --set NAME=VALUE` at the head of a program stands for the command line, and `# run` for what msrl-run checks before it starts
+anything. `pytest --update` rewrites the expected texts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 import pytest
 from language import TESTS, context, diagnose
 
-from msrl_graph.diagnostics import CODES, render
+from msrl_graph.compile import Source, translate
+from msrl_graph.diagnostics import CODES, Diagnostic, Fault, render
+from msrl_graph.runtime import trainer
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
-# Told by parts other than the language: layouts and memory, models, data, plans, runs.
-ELSEWHERE = {
-    "layout-size",
-    "layout-divide",
-    "mini-batch-divide",
-    "out-of-memory",
-    "no-data",
-    "bad-data",
-    "no-resources",
-    "bad-plan",
-    "run-failed",
-}
+# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py and test_run.py.
+ELSEWHERE = {"no-resources", "bad-plan", "run-failed"}
 
 
 def told(program: str) -> str:
     options = dict(re.findall(r"^# --(deploy|model) (\S+)$", program, re.MULTILINE))
     sets = dict(re.findall(r"^# --set (\w+)=(.*)$", program, re.MULTILINE))
-    found = diagnose(program, context(FOLDER, options.get("deploy"), options.get("model"), sets))
+    with contextlib.chdir(FOLDER):  # so that paths in messages are the program's own
+        found = diagnose(program, context(Path(), options.get("deploy"), options.get("model"), sets))
+        if not any(d.severity == "error" for d in found):
+            found += beyond(program, options, sets)
     return "".join(render(d, {"program.rlg": program}) + "\n" for d in found)
+
+
+def beyond(program: str, options: dict[str, str], sets: dict[str, str]) -> list[Diagnostic]:
+    """What the passes, and the checks of a run, tell of a program whose text is right."""
+    try:
+        source = Source("program.rlg", program, Path())
+        plan = translate(source, deploy=options.get("deploy"), model=options.get("model"), sets=sets).plan
+        if "\n# run\n" in f"\n{program}" and plan is not None:
+            trainer.check(plan)
+    except Fault as fault:
+        return list(fault.diagnostics)
+    return []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

@@ -21,7 +21,9 @@ def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> li
             worst = max(over, key=lambda m: m.total)
             message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB a {place}, which has {worst.capacity.value / 1e9:.1f} GB"
             span = _span(plan, worst) if place == "device" else plan.cluster.span
-            help = [table(phases), nearest(worst) if place == "device" else "", _advice(plan, worst)]
+            # Advice that would move weights is empty words where the search has found that no layout helps.
+            layout = nearest(worst) if place == "device" else ""
+            help = [table(phases), layout, "" if layout.startswith("no other") else _advice(plan, worst)]
             found.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
     return found
 
