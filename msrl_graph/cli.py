@@ -236,10 +236,13 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
 def _load_plan(name: str) -> Plan:
     import msgspec
 
-    from .plan import from_json
+    from .plan import FORMAT_VERSION, from_json
 
     try:
-        return from_json(Path(name).read_bytes())
+        plan = from_json(Path(name).read_bytes())
+        if plan.format_version != FORMAT_VERSION:
+            raise msgspec.ValidationError(f"its format is {plan.format_version}, this version reads {FORMAT_VERSION}")
+        return plan
     except OSError as error:
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {error.strerror}")) from None
     except msgspec.MsgspecError as error:

@@ -1,0 +1,99 @@
+"""`msrl-run` before anything runs: usage, plans that are none, machines that lack what is asked for."""
+
+from pathlib import Path
+
+import pytest
+
+from msrl_graph.cli import compile_main, run_main
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+
+
+def test_what_is_no_plan(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, why in (
+        ("{", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"format_version": 1}', "Object missing required field `graph`"),
+    ):
+        Path("plan.json").write_text(text)
+        assert run_main(["plan.json"]) == 1
+        assert capsys.readouterr().err == (
+            f"error[bad-plan]: plan.json is not a plan of this version: {why}\n"
+            "  = help: write it anew: msrl-compile FILE --format json -o plan.json\n"
+        )
+    assert run_main(["other.json"]) == 1
+    assert capsys.readouterr().err == "error[missing-file]: the plan other.json cannot be read: No such file or directory\n"
+
+
+def test_a_plan_of_another_version(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert compile_main([str(EXAMPLE / "grpo.rlg"), "--format", "json", "-o", str(plan)]) == 0
+    plan.write_text(plan.read_text().replace('"format_version": 1', '"format_version": 99'))
+    assert run_main([str(plan)]) == 1
+    assert "is not a plan of this version: its format is 99, this version reads 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["a.rlg", "--iterations", "-1"],
+        ["a.rlg", "--seed", "x"],
+        ["a.rlg", "--set", "a"],
+        ["plan.json", "--set", "a=1"],
+        ["a.rlg", "--no"],
+    ],
+)
+def test_bad_usage_is_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_main(arguments)
+    assert ended.value.code == 2
+    assert "usage: msrl-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "message", "help"),
+    [
+        (
+            3,
+            2,
+            "the plan asks for 3 hosts of 2 CPU; this machine is 1 host of 2 cores",
+            "set RAY_ADDRESS to a Ray cluster of that many hosts, or use one host",
+        ),
+        (
+            1,
+            32,
+            "the plan asks for 1 host of 32 CPU; this machine is 1 host of 2 cores",
+            "at most 8 ranks share a core: use 16 devices or fewer",
+        ),
+    ],
+)
+def test_a_machine_that_is_too_small(nodes, devices, message, help, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    text = (EXAMPLE / "grpo.rlg").read_text()
+    text = text.replace("nodes = 1, devices_per_node = 2", f"nodes = {nodes}, devices_per_node = {devices}")
+    text = text.replace("{ dp = 2, zero = 3 }", "{ zero = 3 }").replace("mini_batch = 256", "mini_batch = 96")
+    for item in ("train.jsonl", "test.jsonl", "model"):
+        (tmp_path / item).symlink_to(EXAMPLE / item)
+    (tmp_path / "p.rlg").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert run_main(["p.rlg"]) == 3
+    line = next(i for i, x in enumerate(text.split("\n"), 1) if x.startswith("cluster"))
+    assert capsys.readouterr().err == (
+        f"error[no-resources]: {message}\n"
+        f"  --> p.rlg:{line}:1\n"
+        "   |\n"
+        f"{line} | {text.split(chr(10))[line - 1]}\n"
+        f"   | {'^' * len(text.split(chr(10))[line - 1])}\n"
+        f"   = help: {help}\n"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_results_of_another_run_are_not_overwritten(tmp_path, capsys):
+    (tmp_path / "kept").write_text("results")
+    assert run_main([str(EXAMPLE / "grpo.rlg"), "--out", str(tmp_path)]) == 1
+    assert "is there already and is not empty" in capsys.readouterr().err
+    assert (tmp_path / "kept").read_text() == "results"
