@@ -1,13 +1,16 @@
 """What needs several real ranks: resharding between any two layouts, and engines that compute the same on every layout."""
 
 import itertools
+import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ranks
 import torch
+from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,8 +28,8 @@ from msrl_graph.runtime.reshard import Resharder, Side, Swap
 FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
 
 
-def model():
-    return models.load("./model", FOLDER, None, NOWHERE)
+def model(folder="./model"):
+    return models.load(folder, FOLDER, None, NOWHERE)
 
 
 def mesh(layout):
@@ -102,45 +105,31 @@ def batch():
     return prompts, responses, torch.from_numpy(draw.normal(size=len(responses.values))).float()
 
 
-def train(rank, folder, layout, name):
-    """Two optimizer steps on a fixed batch, its rows shared over dp unevenly: dp rank 0 has all but one row of the second."""
-    m = model()
-    options = {"weight_decay": 0.01}
-    engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, options)
-    prompts, responses, weight = batch()
-    dp = layout.coordinates(rank)[1]
-    rows = np.arange(12)
-    mine = np.array_split(rows, layout.dp)[dp]
-    norms = []
-    for step in range(2):
-        if step and layout.dp > 1:
-            mine = [rows, rows[:0]][min(dp, 1)]
-        packed = pack([prompts], responses, mine)
-        logp = engine.logp(packed, 0.7)
-        index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine] or [np.zeros(0, int)])
-        engine.backward((logp * weight[index]).sum() / len(weight))
-        norms.append(engine.step(1e-3, 0.5))
-    with torch.no_grad():
-        logp = engine.logp(pack([prompts], responses, rows), 1.0)
-    if rank == 0:
-        torch.save((norms, logp), FOLDER_OUT / name)
+def train(rank, folder, weights, out, cases):
+    """For each layout two optimizer steps on a fixed batch, its rows shared over dp unevenly: the second has all rows on dp rank 0."""
+    for number, layout in enumerate(cases):
+        m = model(weights)
+        engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, {"weight_decay": 0.01})
+        prompts, responses, weight = batch()
+        dp = layout.coordinates(rank)[1]
+        rows = np.arange(12)
+        norms = []
+        for mine in (np.array_split(rows, layout.dp)[dp], rows if dp == 0 else rows[:0]):
+            logp = engine.logp(pack([prompts], responses, mine), 0.7)
+            index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine] or [np.zeros(0, int)])
+            engine.backward((logp * weight[index]).sum() / len(weight))
+            norms.append(engine.step(1e-3, 0.5))
+        with torch.no_grad():
+            logp = engine.logp(pack([prompts], responses, rows), 1.0)
+        if rank == 0:
+            torch.save((norms, logp), Path(out) / f"{dist.get_world_size()}-{number}")
 
 
-FOLDER_OUT = Path("/nowhere")
-
-
-def train_all(rank, folder, out, cases):
-    globals()["FOLDER_OUT"] = Path(out)
-    for i, layout in enumerate(cases):
-        train(rank, folder, layout, f"{dist.get_world_size()}-{i}")
-
-
-def reference():
+def reference(weights):
     """The same two steps by transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
-    m = model()
-    net = AutoModelForCausalLM.from_pretrained(m.path, dtype=torch.float32)
+    net = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
     prompts, responses, weight = batch()
 
@@ -163,16 +152,30 @@ def reference():
         return norms, logp(1.0)
 
 
+def tied(folder):
+    """The example's model with one tensor for embedding and head."""
+    shutil.copytree(FOLDER / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["model.embed_tokens.weight"] /= 8  # as a head its scale would saturate
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
 @pytest.mark.slow
-def test_fsdp_computes_the_same_on_every_layout(tmp_path):
-    expected = reference()
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
+    weights = tied(tmp_path / "tied") if kind == "tied" else str(FOLDER / "model")
+    expected = reference(weights)
     cases = {
         1: [Layout()],
         2: [Layout(dp=2, zero=z) for z in range(4)] + [Layout(tp=2)],
         4: [Layout(tp=2, dp=2, zero=3), Layout(tp=2, dp=2, zero=1)],
     }
     for world, some in cases.items():
-        ranks.run(world, train_all, str(tmp_path), some)
+        ranks.run(world, train, weights, str(tmp_path), some)
         for i, layout in enumerate(some):
             norms, logp = torch.load(tmp_path / f"{world}-{i}")
             assert norms == pytest.approx(expected[0], rel=2e-5), layout
@@ -185,7 +188,7 @@ def generate(rank, folder, out, cases):
     sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seed=5, iteration=2)
     for i, (layout, wave) in enumerate(cases):
         engine = hf.Engine(m, layout, rank, mesh(layout), wave)
-        weights = load_whole(m)
+        weights = load_file(Path(m.path) / "model.safetensors")
         for piece in engine.allocate():
             piece.tensor.copy_(weights[piece.name][tuple(slice(a, b) for a, b in piece.box)])
         dp = layout.coordinates(rank)[1]
@@ -194,12 +197,6 @@ def generate(rank, folder, out, cases):
         found = engine.generate([prompts[j] for j in mine], rows, sampling)
         engine.release()
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
-
-
-def load_whole(m):
-    from safetensors.torch import load_file
-
-    return load_file(Path(m.path) / "model.safetensors")
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ class Engine:
         module.requires_grad_(optimizer is not None)
         if layout.tp > 1:
             _divide_tensors(module, mesh["tp"])
+            self._tie(module)
         module.forward = lambda *args: _token_logp(module, *args)
         if self.divided:
             from torch.distributed.fsdp import fully_shard
@@ -56,6 +57,7 @@ class Engine:
         # Buffers are real already: to_empty would lose them.
         buffers = dict(module.named_buffers())
         module.to_empty(device="cpu")
+        self._tie(module)
         for name, value in buffers.items():
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value, persistent=False)
@@ -71,6 +73,11 @@ class Engine:
                 self._shards.append(Shard(tensor.name, boxes[tensor.name][1], local))
         self._parameters = [weights[t.name] for t in model.tensors]
         self._optimizer = None if optimizer is None else _Optimizer(self, optimizer)
+
+    def _tie(self, module: Any) -> None:
+        """Makes head and embedding one parameter again, if they were: dividing and taking memory give each its own."""
+        if self.model.tied:
+            module.lm_head.weight = module.model.embed_tokens.weight
 
     def shards(self) -> list[Shard]:
         return self._shards

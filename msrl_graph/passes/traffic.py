@@ -46,7 +46,9 @@ class CountTraffic:
         central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
         spread = len(plan.docks.warehouses)
         seconds = central
-        if plan.docks.mode != "central":
+        if hosts == 1:
+            seconds = central = Figure(0.0, "derived", "on one host nothing crosses the network")
+        elif plan.docks.mode != "central":
             basis = f"bytes x {hosts - 1}/{hosts} / {spread} warehouses / network; {network.basis}"
             seconds = Figure(amount * share / spread / network.value, network.source, basis)
         if not columns:

@@ -64,6 +64,7 @@ class Pool:
             # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
             self.folder = tempfile.mkdtemp(prefix="msrl-")
             ray.init(
+                address="local",  # never one that somebody else has started
                 num_cpus=cluster.devices,
                 num_gpus=0,
                 include_dashboard=False,
@@ -159,13 +160,12 @@ class Pool:
     def close(self) -> None:
         import ray
 
-        if not ray.is_initialized():
-            return
-        for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
-            ray.kill(actor)
-        if self.group is not None:
-            ray.util.remove_placement_group(self.group)
-        ray.shutdown()
+        if ray.is_initialized():
+            for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
+                ray.kill(actor)
+            if self.group is not None:
+                ray.util.remove_placement_group(self.group)
+            ray.shutdown()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -14,6 +14,10 @@ from ..plan import Plan, Reshard
 from .report import Report
 
 
+# Under which name a rank reports a phase of the estimate, where it is not the same.
+MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
+
+
 class Recorder:
     """Writes into `folder`."""
 
@@ -139,7 +143,7 @@ class Recorder:
         if plan.estimate is None or not lines:
             return rows
         for phase in plan.estimate.phases:
-            measured = [line["phases"].get(phase.name) for line in lines]
+            measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
             known = [m for m in measured if m is not None]
             if known:
                 rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))

@@ -36,6 +36,7 @@ class Swap:
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         self.host: list[torch.Tensor] = []
+        self.seconds = 0.0  # that the last copy in took, beside whatever ran
         self._thread: threading.Thread | None = None
 
     def copy_out(self) -> None:
@@ -67,9 +68,11 @@ class Swap:
             self.host = []
 
     def _copy_in(self) -> None:
+        start = time.perf_counter()
         with torch.no_grad():
             for piece, buffer in zip(self.shards, self.host, strict=True):
                 piece.tensor.copy_(buffer)
+        self.seconds = time.perf_counter() - start
 
 
 class Resharder:

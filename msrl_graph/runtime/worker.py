@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -84,7 +85,9 @@ class Rank:
     def _build(self, node: Node) -> None:
         plan, placement = self.plan, self.plan.placement(node.name)
         engine = import_module(f"msrl_graph.backends.{placement.engine.name}").Engine
-        model, layout, options = plan.model(node.name), placement.layout, placement.engine.options
+        layout, options = placement.layout, placement.engine.options
+        model = plan.model(node.name)
+        model = replace(model, dtype=str(options.get("dtype") or model.dtype))
         mesh = self._mesh(layout)
         if node.verb == "generate":
             self.generators[node.name] = engine(model, layout, self.rank, mesh, int(options.get("micro_batch") or 0))
@@ -146,8 +149,10 @@ class Rank:
         self.swaps[self.plan.graph.node(instruction.node).worker].start_in()
 
     def _wait(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+        swap = self.swaps[self.plan.graph.node(instruction.node).worker]
         with report.phase("swap in"):
-            self.swaps[self.plan.graph.node(instruction.node).worker].wait()
+            swap.wait()
+        report.seconds["swap in copy"] = swap.seconds
 
     def _run(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
         node = self.plan.graph.node(instruction.node)

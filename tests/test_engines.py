@@ -1,0 +1,112 @@
+"""Engines on one rank: weights read and written, bf16 with float32 masters, sampling against torch, stops and filters."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from msrl_graph import models
+from msrl_graph.backends import fsdp, hf, transformer
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.engine import Sampling
+from msrl_graph.layout import Layout, full, shard
+from msrl_graph.runtime.columns import ragged
+from msrl_graph.runtime.packing import pack
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15])]
+
+
+def model(dtype=None):
+    return models.load("./model", EXAMPLE, dtype, NOWHERE)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    torch.set_num_threads(1)
+    engine = hf.Engine(model(), Layout(), 0, None, 0)
+    weights = load_file(EXAMPLE / "model" / "model.safetensors")
+    for piece in engine.allocate():
+        piece.tensor.copy_(weights[piece.name])
+    return engine
+
+
+def sampling(**changes):
+    fields = {"samples": 1, "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "iteration": 0}
+    return Sampling(**(fields | changes))
+
+
+def test_greedy_agrees_with_transformers(generator):
+    from transformers import AutoModelForCausalLM
+
+    net = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")
+    got = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    for prompt, tokens in zip(PROMPTS, got, strict=True):
+        out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
+        assert list(tokens) == out[0, len(prompt) :].tolist()
+        assert len(tokens) == 5 or tokens[-1] == 1
+
+
+def test_draws_follow_the_distribution(generator):
+    """The first token of one prompt, drawn 4,000 times, against the softmax."""
+    logits = transformer_logits(PROMPTS[1], 0.8)
+    got = generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+    counts = np.bincount([t[0] for t in got], minlength=16)
+    expected = logits.softmax(-1).numpy() * 4000
+    some = expected > 5
+    assert (((counts - expected) ** 2 / expected)[some]).sum() < 40
+
+
+def test_top_k_and_top_p_leave_only_the_likeliest(generator):
+    share = transformer_logits(PROMPTS[1], 2.0).softmax(-1)
+    order = share.argsort(descending=True).tolist()
+    drawn = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3))
+    assert {int(t[0]) for t in drawn} == set(order[:3])
+    drawn = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5))
+    nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
+    assert {int(t[0]) for t in drawn} == set(nucleus)
+
+
+def transformer_logits(prompt, temperature):
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")(torch.from_numpy(prompt)[None]).logits[0, -1] / temperature
+
+
+def test_released_weights_take_no_memory(generator):
+    generator.release()
+    pieces = {id(p.tensor): p.tensor for p in generator._shards}
+    assert sum(t.untyped_storage().nbytes() for t in pieces.values()) == 0
+    generator.allocate()
+    assert sum(t.untyped_storage().nbytes() for t in pieces.values()) == 4 * model().parameters
+
+
+def test_bf16_weights_learn_by_float32_masters():
+    """Steps far below a bf16 weight's resolution add up in the master."""
+    engine = fsdp.Engine(model("bf16"), Layout(), 0, None, False, {"weight_decay": 0.0})
+    assert all(s.tensor.dtype == torch.bfloat16 for s in engine.shards())
+    before = [s.tensor.clone() for s in engine.shards()]
+    packed = pack([ragged(PROMPTS, np.int32)], ragged([np.array([3, 4, 1])] * 3, np.int32), np.arange(3))
+    first = float(engine.logp(packed, 1.0).detach().mean())
+    for _ in range(20):
+        engine.backward(-engine.logp(packed, 1.0).mean())
+        engine.step(2e-5, 1.0)
+    assert float(engine.logp(packed, 1.0).detach().mean()) > first
+    assert all(m.dtype == torch.float32 for m in engine._optimizer.masters)
+    moved = [not torch.equal(a, s.tensor) for a, s in zip(before, engine.shards(), strict=True)]
+    assert any(moved)
+
+
+def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
+    m = model()
+    layout = Layout(tp=2, dp=1)
+    boxes = {t.name: (t, shard(t, layout, 1, False)) for t in m.tensors}
+    whole = load_file(EXAMPLE / "model" / "model.safetensors")
+    for name, value in transformer.read(m, boxes).items():
+        assert torch.equal(value, whole[name][tuple(slice(a, b) for a, b in boxes[name][1])])
+    extra = models.Tensor("model.none.weight", (2, 2))
+    with pytest.raises(FileNotFoundError, match=r"no weights for model\.none\.weight"):
+        transformer.read(m, {**boxes, extra.name: (extra, full(extra.shape))})
