@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..emit.text import duration, size
 from ..plan import Plan
 
 
@@ -64,15 +65,7 @@ def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("predicted from")
     for what, unit, predicted, measured, source in rows:
+        show = duration if unit == "s" else size
         ratio = f"{predicted / measured:.2f}" if measured else "-"
-        table.add_row(what, _amount(predicted, unit), _amount(measured, unit), ratio, source)
+        table.add_row(what, show(predicted), show(measured), ratio, source)
     return table
-
-
-def _amount(value: float, unit: str) -> str:
-    if unit == "s":
-        return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
-    for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= size:
-            return f"{value / size:.2f} {name}"
-    return f"{value:.0f} B"

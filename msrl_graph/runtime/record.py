@@ -13,7 +13,6 @@ from typing import Any
 from ..plan import Plan, Reshard
 from .report import Report
 
-
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
 
