@@ -25,7 +25,7 @@ def read(data: Data, graph: Graph) -> list[dict[str, Any]]:
     if path.suffix not in (".jsonl", ".json"):
         raise Fault(Diagnostic("not-yet", f"`{path.suffix}` data cannot be read yet", data.span, "write it as JSON lines (.jsonl)"))
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: a JSON string may hold U+2028 and its like
     except FileNotFoundError:
         raise Fault(Diagnostic("missing-file", f"there is no data file {path}", data.span)) from None
     except (OSError, UnicodeDecodeError) as error:

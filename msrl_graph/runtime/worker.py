@@ -29,7 +29,7 @@ from ..layout import Layout
 from ..plan import Instruction, Plan, from_json
 from . import loss, memory
 from .actors import Client, Task
-from .columns import Array, Column, ragged
+from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, readers
 from .packing import flat, pack
 from .report import Report
@@ -208,11 +208,12 @@ class Rank:
             report.count("response_tokens", float(len(column.values)), 0)
         return {response: (rows, column)}
 
-    def _micro_batches(self, node: Node, batch: Batch) -> list[Array]:
-        """The positions of each micro-batch: as many as the largest group makes, some empty."""
+    def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:
+        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
+        empty."""
         size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
         count = max(1, -(-batch.share.most // size))
-        return np.array_split(np.arange(len(batch.rows)), count)
+        return np.array_split(np.argsort(lengths, kind="stable"), count)
 
     def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column]:
         """The context columns and the target's, of a node that reads tokens."""
@@ -229,13 +230,14 @@ class Rank:
         (written,) = node.writes
         target = self.plan.graph.column(written).dims[0].like
         contexts, response = self._columns(node, batch, target)
-        values = []
+        values, micro = [], self._micro_batches(node, batch, _total(contexts, response))
         with torch.no_grad():
-            for rows in self._micro_batches(node, batch):
+            for rows in micro:
                 values.append(self.trainers[node.worker].logp(pack(contexts, response, rows), self._temperature(target)))
         if not len(batch.rows):
             return {}
-        return {written: (batch.rows, Column(torch.cat(values).numpy(), response.offsets))}
+        order = np.concatenate(micro)
+        return {written: (batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order])))}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         graph, trainer, first = self.plan.graph, self.trainers[node.worker], self._first(node)
@@ -243,7 +245,7 @@ class Rank:
         contexts, response = self._columns(node, batch, target)
         whole = loss.Whole(batch.share.elements[target], batch.share.round_units)
         needed = sorted(loss.columns(node))
-        for rows in self._micro_batches(node, batch):
+        for rows in self._micro_batches(node, batch, _total(contexts, response)):
             lengths = response.lengths[rows]
             logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
             values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
@@ -282,6 +284,12 @@ class Rank:
         for file in Path(model.path).iterdir():
             if file.suffix == ".json" and not file.name.endswith(".index.json"):
                 shutil.copy(file, target)
+
+
+def _total(contexts: list[Column], response: Column) -> Array:
+    """Tokens of each row."""
+    lengths: Array = np.sum([c.lengths for c in (*contexts, response)], axis=0)
+    return lengths
 
 
 def _given(node: Node) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""Data: each pass deals every usable row once, in an order of its own; which rows an iteration gets is known beforehand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph.diagnostics import Fault
+from msrl_graph.graph import Column, Dim, Graph
+from msrl_graph.plan import Data
+from msrl_graph.runtime.data import Dataset
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+
+
+def tokenizer():
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
+
+
+def graph(bound=6):
+    columns = (Column("prompt", "i32", (Dim(bound, ragged=True),)), Column("answer", "text"))
+    return Graph("g", {}, columns, (), (), (), (1,))
+
+
+def dataset(folder, rows, seed=0, bound=6):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(bound), tokenizer(), seed)
+
+
+ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in range(10)]
+
+
+@given(count=st.integers(1, 25), seed=st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_every_pass_deals_each_row_once(tmp_path_factory, count, seed):
+    data = dataset(tmp_path_factory.mktemp("d"), ROWS, seed)
+    dealt = []
+    iteration = 0
+    while len(dealt) < 30:
+        rows = data.rows(iteration, count)
+        dealt += [rows["answer"].text(i) for i in range(count)]
+        iteration += 1
+    for turn in range(3):
+        assert sorted(map(int, dealt[10 * turn : 10 * turn + 10])) == list(range(1, 11))
+    assert dealt[:10] != dealt[10:20] or dealt[10:20] != dealt[20:30]
+    # Any iteration can be had at once, without those before it.
+    again = data.rows(iteration - 1, count)
+    assert [again["answer"].text(i) for i in range(count)] == dealt[-count:]
+
+
+def test_columns_of_a_row_stay_together_and_ids_are_the_tokenizers(tmp_path):
+    rows = dataset(tmp_path, ROWS).rows(0, 10)
+    for i in range(10):
+        text = tokenizer().decode(rows["prompt"][i].tolist())
+        assert int(text.split("+")[0]) + 1 == int(rows["answer"].text(i))
+
+
+def test_another_seed_is_another_order(tmp_path):
+    orders = {tuple(dataset(tmp_path, ROWS, seed).rows(0, 10)["answer"].values) for seed in range(4)}
+    assert len(orders) == 4
+
+
+def test_prompts_that_are_too_long_or_empty_are_left_out_and_counted(tmp_path):
+    rows = [
+        {"question": "1+1=", "gold": 2},
+        {"question": "111+11=", "gold": 122},
+        {"question": "", "gold": 0},
+        {"question": "99+99=", "gold": 198},
+    ]
+    data = dataset(tmp_path, rows)
+    assert (len(data), data.too_long) == (2, 2)
+    assert sorted(data.all()["answer"].text(i) for i in range(2)) == ["198", "2"]  # a number in a text column is its text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 of {path} is not JSON: Expecting property name enclosed in double quotes at column 2"),
+        ("[1]", "line 2 of {path} is not an object"),
+        ('{"question": "1"}', "line 2 of {path} has no field `gold`, which the column `answer` reads"),
+        ('{"question": 1, "gold": "2"}', "line 2 of {path} has int in `question`, where text belongs"),
+        ('{"question": "1", "gold": true}', "line 2 of {path} has bool in `gold`, where text belongs"),
+    ],
+)
+def test_what_is_wrong_with_a_row(tmp_path, line, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
+    with pytest.raises(Fault) as fault:
+        Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(), tokenizer(), 0)
+    assert fault.value.diagnostics[0].message == message.format(path=path)
+
+
+def test_only_a_newline_ends_a_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1=", "gold": "a\u2028b"}\r\n', encoding="utf-8", newline="")
+    data = Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(), tokenizer(), 0)
+    assert data.all()["answer"].text(0) == "a\u2028b"
+
+
+def test_other_files(tmp_path):
+    for name, code in (("rows.csv", "not-yet"), ("none.jsonl", "missing-file")):
+        with pytest.raises(Fault) as fault:
+            Dataset(Data("source", str(tmp_path / name), {}), graph(), tokenizer(), 0)
+        assert fault.value.diagnostics[0].code == code
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
+    with pytest.raises(Fault) as fault:
+        Dataset(Data("source", str(tmp_path / "latin.jsonl"), {}), graph(), tokenizer(), 0)
+    assert fault.value.diagnostics[0].code == "missing-file" and "cannot be read" in fault.value.diagnostics[0].message
+
+
+def test_the_examples_files_hold_every_pair_once():
+    lines = [json.loads(x) for name in ("train", "test") for x in (EXAMPLE / f"{name}.jsonl").read_text().splitlines()]
+    pairs = {x["prompt"] for x in lines}
+    assert len(lines) == len(pairs) == 10_000
+    assert all(eval(x["prompt"][:-1]) == int(x["answer"]) for x in lines)
+    assert len((EXAMPLE / "test.jsonl").read_text().splitlines()) == 500
