@@ -89,18 +89,22 @@ class WarehouseHost:
         self.warehouse = Warehouse(index, host)
         # The columns that some controller of each host reads: it hears of no others.
         self.controllers = [(handle, frozenset(columns)) for handle, columns in zip(controllers, heard, strict=True)]
+        self.told: list[Any] = []
 
     def put(self, key: str, node: str, columns: dict[str, tuple[Array, Column]]) -> None:
         self.warehouse.put(key, node, columns)
         for handle, names in self.controllers:
             news = {n: (rows, column.lengths) for n, (rows, column) in columns.items() if n in names}
             if news:
-                handle.heard.remote(key, self.warehouse.index, news)
+                self.told.append(handle.heard.remote(key, self.warehouse.index, news))
 
     def get(self, key: str, node: str, host: int, wanted: dict[str, Array]) -> dict[str, Column]:
         return self.warehouse.get(key, node, host, wanted)
 
     def drop(self, key: str) -> dict[str, int]:
+        """Forgets an iteration; raises what went wrong in telling the controllers of its rows."""
+        ray.get(self.told)
+        self.told = []
         return self.warehouse.drop(key)
 
 
