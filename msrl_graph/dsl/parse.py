@@ -44,14 +44,15 @@ def parse_expr(text: str, file: str) -> ast.Expr:
 
 
 @cache
-def _parser() -> Lark:
-    """The parser of the grammar, from the user's cache folder where it was built before: 40 ms less at each start.
+def _parser(start: str) -> Lark:
+    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each start. One for
+    each rule, since tables for both would be twice as long to load, and few programs need the second.
 
     A cache that is missing, torn, or of another version is built anew; one that cannot be written is done without.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
     # Python's and lark's versions are in the key, since what lark writes is theirs.
-    key = zlib.crc32(f"{grammar}{lark.__version__}{sys.version}".encode())
+    key = zlib.crc32(f"{start} {grammar}{lark.__version__}{sys.version}".encode())
     home = os.path.expanduser("~/.cache")  # noqa: PTH111  Path.expanduser raises where there is no home
     folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "msrl_graph"
     path = folder / f"grammar-{key:08x}"
@@ -59,7 +60,7 @@ def _parser() -> Lark:
         with path.open("rb") as file:
             return Lark.load(file)
     except Exception:
-        parser = Lark(grammar, parser="lalr", propagate_positions=True, start=["start", "expr"])
+        parser = Lark(grammar, parser="lalr", propagate_positions=True, start=start)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Two processes may write at once: each writes a file of its own, whole before it has its name.
@@ -72,7 +73,7 @@ def _parser() -> Lark:
 
 def _tree(text: str, file: str, start: str) -> Any:
     try:
-        return _parser().parse(text, start=start)
+        return _parser(start).parse(text)
     except UnexpectedInput as error:
         raise Fault(explain(text, file, error, start)) from None
 
