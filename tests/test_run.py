@@ -127,6 +127,36 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place):
         assert abs(generating - before) < 20_000  # generation weights in, update weights out: of the same size here
 
 
+# The second half of a program in other words: none of it may change a result.
+HOW = {
+    "central": "dock { mode = central }\n  reshard { mode = naive }\n  actor.generate -> actor.infer { stream = 8 }",
+    "staged": "reshard { order = staged, bucket = 100 KB }\n  engine actor.update = fsdp { micro_batch = 3 }\n"
+    "  engine actor.generate = hf { micro_batch = 3 }\n  host.advantage -> actor.update { balance = tokens }\n"
+    "  actor.generate -> host.reward { stream = 5 }\n  source -> actor.generate { stream = 3 }",
+}
+
+
+@pytest.mark.slow
+def test_how_it_runs_never_changes_the_result(place):
+    found = {}
+    for name, how in {"plain": "", **HOW}.items():
+        place.write(
+            ("mini_batch = 256", "mini_batch = 10, epochs = 2"),
+            ("run { iterations", how + "\n  run { iterations"),
+            ("every = 40", "every = 1"),
+        )
+        code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", name)
+        assert code == 0, err
+        found[name] = metrics(place.folder / name)
+    for name in HOW:
+        for a, b in zip(found["plain"], found[name], strict=True):
+            for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "updates"):
+                if key in a:
+                    assert b[key] == pytest.approx(a[key], rel=2e-4, abs=1e-7), (name, key)
+    assert found["plain"][1]["updates"] == 8  # 32 rows in mini-batches of 10, twice
+    place.assert_clean()
+
+
 @pytest.mark.slow
 def test_a_plan_and_its_script_run(place):
     place.write(("every = 40", "every = 1"))
