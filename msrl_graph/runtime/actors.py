@@ -7,6 +7,8 @@ writer to warehouse to reader; no other process sees them.
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,16 @@ import ray
 from .columns import Array, Column, concatenate
 from .dock import Batch, Controller, Reader, Share, Warehouse, assemble, rows_of, split
 from .report import RunError
+
+
+def settle(folder: str) -> None:
+    """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.
+
+    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind.
+    """
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    if folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 class DockTimeout(RunError):

@@ -21,7 +21,7 @@ from .. import algorithms, noise
 from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan, from_json
-from .actors import Client, Task
+from .actors import Client, Task, settle
 from .columns import DTYPES, Column, ragged, texts
 from .data import Dataset
 from .dock import Batch, readers
@@ -32,7 +32,8 @@ from .report import Report, RunError
 class FunctionHost:
     """The function nodes of one host; host 0 also runs the source."""
 
-    def __init__(self, plan: str, host: int) -> None:
+    def __init__(self, plan: str, host: int, folder: str) -> None:
+        settle(folder)
         self.plan = from_json(plan)
         self.host = host
 

@@ -100,19 +100,12 @@ class Pool:
         text = plan.to_json()
         threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
-        variables = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        if self.folder:
-            variables["TMPDIR"] = self.folder  # torch leaves a cache folder behind: in ours, which goes with us
-        environment = {"env_vars": variables}
         self.ranks = [
-            _actor(worker.Rank)
-            .options(scheduling_strategy=on(cluster.host(r)), runtime_env=environment, **resource)
-            .remote(text, r, threads)
+            _actor(worker.Rank).options(scheduling_strategy=on(cluster.host(r)), **resource).remote(text, r, threads, self.folder)
             for r in range(cluster.devices)
         ]
         self.functions = [
-            _actor(functions.FunctionHost).options(scheduling_strategy=on(h), runtime_env=environment).remote(text, h)
-            for h in range(cluster.nodes)
+            _actor(functions.FunctionHost).options(scheduling_strategy=on(h)).remote(text, h, self.folder) for h in range(cluster.nodes)
         ]
         self.started = [f.start.remote(self.controllers, self.warehouses) for f in self.functions]
         address = ray.get(self.ranks[0].address.remote())

@@ -28,7 +28,7 @@ from ..graph import Node
 from ..layout import Layout
 from ..plan import Instruction, Plan, from_json
 from . import loss, memory
-from .actors import Client, Task
+from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, readers
 from .packing import flat, pack
@@ -40,7 +40,8 @@ from .reshard import Resharder, Side, Swap
 class Rank:
     """A rank of the pool `devices`."""
 
-    def __init__(self, plan: str, rank: int, threads: int) -> None:
+    def __init__(self, plan: str, rank: int, threads: int, folder: str) -> None:
+        settle(folder)
         # gloo and torch would otherwise each take a thread for every core of the machine.
         torch.set_num_threads(threads)
         self.plan: Plan = from_json(plan)
