@@ -110,8 +110,14 @@ def _compile(argv: Sequence[str]) -> int:
         for name, seconds in times:
             print(f"{name:<10} {seconds * 1e3:8.2f} ms", file=sys.stderr)
     if options.output is None:
-        sys.stdout.write(output)
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(output)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            print(f"msrl-compile: cannot write the result: {error.strerror}", file=sys.stderr)
+            return 2
     elif not options.check:
         try:
             Path(options.output).write_text(output, encoding="utf-8")
@@ -210,20 +216,36 @@ def _run(argv: Sequence[str]) -> int:
             plan = result.plan
         stated = {k: v for k, v in (("iterations", options.iterations), ("seed", options.seed)) if v is not None}
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
-        return _execute(plan, options)
+        return _execute(plan, options.out, options.measure_memory, options)
     except Fault as fault:
         _tell(fault.diagnostics, source, options)
         return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
 
 
-def _execute(plan: Plan, options: argparse.Namespace) -> int:
+def run_plan(text: str, out: str | None) -> int:
+    """Runs the JSON text of a plan as `msrl-run` would: what the script of `--emit ray` calls. The exit status."""
+
+    def main(_: list[str]) -> int:
+        from .plan import from_json
+
+        options = argparse.Namespace(diagnostics="full", color="auto")
+        try:
+            return _execute(from_json(text), out, False, options)
+        except Fault as fault:
+            _tell(fault.diagnostics, None, options)
+            return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
+
+    return _guarded("msrl-run", main, sys.argv[1:])
+
+
+def _execute(plan: Plan, out: str | None, measure: bool, options: argparse.Namespace) -> int:
     try:
         from .runtime import trainer
     except ModuleNotFoundError as error:
         print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
     try:
-        outcome = trainer.run(plan, out=options.out, measure=options.measure_memory)
+        outcome = trainer.run(plan, out=out, measure=measure)
     except trainer.RunFailed as error:
         _tell([Diagnostic("run-failed", str(error))], None, options)
         return 3
@@ -236,12 +258,17 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
 def _load_plan(name: str) -> Plan:
     import msgspec
 
+    from .compile import PASSES
     from .plan import FORMAT_VERSION, from_json
 
     try:
         plan = from_json(Path(name).read_bytes())
         if plan.format_version != FORMAT_VERSION:
             raise msgspec.ValidationError(f"its format is {plan.format_version}, this version reads {FORMAT_VERSION}")
+        # A plan may have been edited: what each pass promises must still hold.
+        for step in PASSES:
+            if not step.holds(plan):
+                raise msgspec.ValidationError(f"what the pass `{step.name}` fills is not whole")
         return plan
     except OSError as error:
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {error.strerror}")) from None
@@ -251,8 +278,8 @@ def _load_plan(name: str) -> Plan:
 
 
 def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a whole number, 0 or more, belongs here, not `{text}`")
+    if not text.isdecimal() or int(text) > 2**53:
+        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^53 belongs here, not `{text}`")
     return int(text)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
-from .checks import layout, memory
+from .checks import layout, memory, sharing
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -47,7 +47,11 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass(
-        "place", Place(ENGINES, DEFAULT), lambda p: _covers(p, [x.node for x in p.placements]), lambda p: layout.check(p, ENGINES), "placed"
+        "place",
+        Place(ENGINES, DEFAULT),
+        lambda p: _covers(p, [x.node for x in p.placements]),
+        lambda p: [*layout.check(p, ENGINES), *sharing.check(p)],
+        "placed",
     ),
     Pass("dock", Dock(ENGINES), lambda p: {c.node for c in p.docks.controllers} == {n.name for n in p.graph.nodes[1:]}, stage="placed"),
     Pass("reshard", Resharding(ENGINES), lambda p: [(r.src, r.dst) for r in p.reshards] == _reshards(p), stage="placed"),
@@ -139,7 +143,7 @@ def compile(
 
 
 def no_deploy() -> Fault:
-    help = "add a `deploy`, or give a model for the machine at hand: `--model PRESET`"
+    help = "add a `deploy`; or plan for the machine at hand: `msrl-compile --model PRESET`"
     return Fault(Diagnostic("no-deploy", "the program has no deploy, so there is nothing to plan for", help=help))
 
 

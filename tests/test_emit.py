@@ -115,7 +115,7 @@ def test_the_script_holds_the_plan_and_is_python() -> None:
     text = names["PLAN"]
     assert isinstance(text, str)
     assert from_json(text) == plan
-    assert "from msrl_graph.runtime.trainer import run" in script
+    assert "sys.exit(run_plan(PLAN, arguments.out))" in script
 
 
 def test_numbers() -> None:

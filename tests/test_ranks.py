@@ -182,8 +182,8 @@ def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
             assert torch.allclose(logp, expected[1], rtol=1e-4, atol=1e-5), layout
 
 
-def generate(rank, folder, out, cases):
-    m = model()
+def generate(rank, folder, weights, out, cases):
+    m = model(weights)
     prompts, _, _ = batch()
     sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seed=5, iteration=2)
     for i, (layout, wave) in enumerate(cases):
@@ -199,12 +199,29 @@ def generate(rank, folder, out, cases):
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
 
 
+def biased(folder):
+    """A Llama with biases on all its products."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True, eos_token_id=1)
+    net = LlamaForCausalLM(config)
+    for name, value in net.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(value, std=0.5)
+    net.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.slow
-def test_no_layout_changes_what_is_drawn(tmp_path):
+@pytest.mark.parametrize("kind", ["example", "biased"])
+def test_no_layout_changes_what_is_drawn(kind, tmp_path):
+    weights = biased(tmp_path / "biased") if kind == "biased" else str(FOLDER / "model")
     cases = {1: [(Layout(), 0), (Layout(), 5)], 2: [(Layout(tp=2), 0), (Layout(dp=2), 3)], 4: [(Layout(tp=2, dp=2, inner=2), 0)]}
     draws = []
     for world, some in cases.items():
-        ranks.run(world, generate, str(tmp_path), some)
+        ranks.run(world, generate, weights, str(tmp_path), some)
         for i in range(len(some)):
             found = {}
             for rank in range(world):
@@ -217,3 +234,33 @@ def test_no_layout_changes_what_is_drawn(tmp_path):
     for other in draws[1:]:
         assert all(np.array_equal(draws[0][row], other[row]) for row in range(48))
     assert len({tuple(t) for t in draws[0].values()}) > 12  # samples of one prompt differ
+
+
+def swap_engine(rank, folder):
+    """Out and in on a real engine whose shards are uneven (16 and 128 rows over 3 ranks), then a step: as without the swap."""
+    found = []
+    for swapped in (False, True):
+        layout = Layout(dp=3, zero=3)
+        engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, {})
+        swap = Swap(engine.shards())
+        prompts, responses, weight = batch()
+        for _ in range(2):
+            if swapped:
+                sizes = [s.tensor.untyped_storage().nbytes() for s in engine.shards()]
+                swap.copy_out()
+                swap.free()
+                assert sum(s.tensor.untyped_storage().nbytes() for s in engine.shards()) == 0
+                swap.wait()
+                assert [s.tensor.untyped_storage().nbytes() for s in engine.shards()] == sizes
+            mine = np.arange(12)[rank::3]
+            logp = engine.logp(pack([prompts], responses, mine), 1.0)
+            index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine])
+            engine.backward((logp * weight[index]).sum() / len(weight))
+            engine.step(1e-3, 1.0)
+        found.append([s.tensor.clone() for s in engine.shards()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.slow
+def test_a_swap_gives_an_engine_back_the_storage_it_had():
+    ranks.run(3, swap_engine)

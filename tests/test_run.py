@@ -302,6 +302,40 @@ def test_a_wait_that_passes_its_deadline_says_who_waited_for_what(place):
 
 
 @pytest.mark.slow
+def test_a_deadline_is_told_by_the_dock_under_tensor_parallelism_too_and_work_that_never_ends_is_ended(place):
+    (place.folder / "mine.py").write_text(
+        "import time\n\ndef score(response: str, answer: str) -> float:\n    time.sleep(60)\n    return 0.0\n"
+    )
+    changes = [("call = exact_match()", 'call = "mine.py:score"'), ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
+    text = place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
+    (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
+    assert code == 3 and "waited 3 s in train/0 for `advantage` from `host.advantage`" in err, err
+    place.write(*changes)  # nobody waits for the reward of an evaluation
+    begin = time.monotonic()
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "b")
+    assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not come back" in err, err
+    assert time.monotonic() - begin < 60
+    place.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_end_leaves_nothing(place, signal_):
+    place.write()
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    log = place.folder / "results" / "metrics.jsonl"
+    until = time.monotonic() + 120
+    while not (log.exists() and log.read_text().count("\n") > 2) and time.monotonic() < until:
+        time.sleep(0.2)
+    process.send_signal(signal_)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if signal_ == signal.SIGINT else 143), err
+    assert "Traceback" not in err
+    place.assert_clean()
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run(place):
     place.write()
     process = place.start("p.rlg", *SMALL, "--out", "results")

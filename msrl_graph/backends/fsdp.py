@@ -50,7 +50,7 @@ class Engine:
         if self.divided:
             from torch.distributed.fsdp import fully_shard
 
-            again = layout.zero >= 3
+            again = layout.zero >= 3 or optimizer is None
             for layer in module.model.layers:
                 fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=again)
             fully_shard(module, mesh=mesh["dp"], reshard_after_forward=again)
@@ -83,7 +83,13 @@ class Engine:
         return self._shards
 
     def logp(self, packed: Packed, temperature: float) -> torch.Tensor:
+        import torch
+
         values: torch.Tensor = self.module(packed.ids, packed.row, packed.position, packed.token, temperature)
+        if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
+            # No backward follows that would give the gathered weights back.
+            for part in (*self.module.model.layers, self.module):
+                part.reshard()
         return values
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -164,10 +164,11 @@ def _join(module: Any, group: Any, index: int) -> None:
     import torch
     from torch import distributed as dist
 
-    def add_up(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        output = output.contiguous()
+    def add_up(linear: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        # Each rank has a part of the sum, and the whole of the bias, which counts once.
+        output = output.contiguous() if linear.bias is None else output - linear.bias
         dist.all_reduce(output, group=group)
-        return output
+        return output if linear.bias is None else output + linear.bias
 
     for layer in module.model.layers:
         layer.self_attn.o_proj.register_forward_hook(add_up)

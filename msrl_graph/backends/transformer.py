@@ -20,6 +20,8 @@ def empty(model: Model) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model.path)
+    for name in [n for n in vars(config) if n.endswith("dropout")]:
+        setattr(config, name, 0.0)  # a log-probability is a function of tokens and weights, in training too
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[model.dtype]))
     # Rotary frequencies are computed, not loaded; on the meta device they were lost.

@@ -182,7 +182,7 @@ def _pools(page: _Page, plan: Plan) -> None:
     for pool in sorted({p.pool for p in plan.placements}):
         states = [p for p in plan.placements if p.pool == pool]
         on_devices = pool == "devices"
-        what = f"{plan.cluster.devices} devices, shared by all states in turn" if on_devices else "the hosts' CPUs"
+        what = f"{_n(plan.cluster.devices, 'device')}, shared by all states in turn" if on_devices else "the hosts' CPUs"
         page.heading(f"Pool {pool}", what)
         if on_devices:
             rows = []

@@ -58,6 +58,7 @@ class ControllerHost:
         self.deadline = deadline
         self.changed = asyncio.Condition()
         self.last = ""  # the node-state that took rows last
+        self.moves = 0  # news and shares so far
 
     async def open(self, task: Task) -> None:
         for controller in self.controllers.values():
@@ -69,6 +70,7 @@ class ControllerHost:
 
     async def heard(self, key: str, warehouse: int, columns: dict[str, tuple[Array, Array]]) -> None:
         """A warehouse has got rows: (row numbers, lengths) by column."""
+        self.moves += 1
         for controller in self.controllers.values():
             for column, (rows, lengths) in columns.items():
                 controller.heard(key, column, rows, lengths, warehouse)
@@ -87,10 +89,12 @@ class ControllerHost:
                     waited = f"`{node}` (group {group}) waited {self.deadline:g} s in {key} for {controller.missing(key)}"
                     raise DockTimeout(waited) from None
         self.last = node
+        self.moves += 1
         return share
 
-    async def phase(self) -> str:
-        return self.last
+    async def progress(self) -> tuple[str, int]:
+        """The node-state that took rows last, and a count that grows while rows move."""
+        return self.last, self.moves
 
 
 @ray.remote(num_cpus=0)

@@ -153,8 +153,8 @@ class Controller:
         book = self.books.get(key)
         if book is None or column not in book.where:
             return
-        book.where[column][rows] = warehouse
         book.lengths[column][rows] = lengths
+        book.where[column][rows] = warehouse
         self._deal(book)
 
     def take(self, key: str, group: int) -> Share | None:

@@ -22,7 +22,7 @@ from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan, from_json
 from .actors import Client, Task, settle
-from .columns import DTYPES, Column, ragged, texts
+from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
 from .dock import Batch, readers
 from .report import Report, RunError
@@ -89,7 +89,15 @@ def _tokenizer(plan: Plan) -> Any:
     from tokenizers import Tokenizer
 
     policy = next(w for w in plan.graph.workers if w.kind == "policy")
-    return Tokenizer.from_file(str(Path(plan.deploy.models[policy.model].path) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(Path(plan.deploy.models[policy.model].path) / "tokenizer.json"))
+    # Many files store how their authors padded and cut batches; prompts are neither padded nor cut.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+class BadResult(ValueError):
+    """A function returned what its columns cannot hold."""
 
 
 class _Function:
@@ -107,24 +115,71 @@ class _Function:
         self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in node.reads}
 
     def __call__(self, batch: Batch, iteration: int) -> dict[str, Column]:
-        outputs: list[tuple[Any, ...]] = []
+        written: list[tuple[Any, ...]] = []  # by row, one value a column
         grouped = self.node.per != "row"
         size = len(batch.rows) // len(batch.share.units) if grouped else 1
         for i, unit in enumerate(batch.share.units if grouped else batch.rows):
             options = dict(self.options)
             if self.signature.rng:
                 options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
-            columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
             try:
+                columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
                 result = self.call(**columns, **options)
+                rows = self._by_row(result, size) if grouped else [self._by_column(result)]
+                written += [self._checked(row, batch, i * size + j) for j, row in enumerate(rows)]
             except Exception as error:
-                # The user's own frame is the last one: where a debugger would stop.
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                what = f"`{self.node.name}` (line {self.node.span.line}) failed on {self.scope} {unit} of iteration {iteration}"
-                raise RunError(f"{what}: {type(error).__name__}: {error}, at {frame.filename}:{frame.lineno}") from error
-            results = result if len(self.node.writes) > 1 else (result,)
-            outputs += zip(*results, strict=True) if grouped else [results]
-        return {name: self._column(name, [o[i] for o in outputs]) for i, name in enumerate(self.node.writes)}
+                raise RunError(self._blame(error, f"{self.scope} {unit} of iteration {iteration}")) from error
+        return {name: self._column(name, [row[i] for row in written]) for i, name in enumerate(self.node.writes)}
+
+    def _blame(self, error: Exception, where: str) -> str:
+        what = f"`{self.node.name}` (line {self.node.span.line}) failed on {where}: {type(error).__name__}: {error}"
+        # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
+
+    def _by_column(self, result: Any) -> tuple[Any, ...]:
+        """One value for each written column."""
+        writes = self.node.writes
+        if len(writes) == 1:
+            return (result,)
+        if not isinstance(result, tuple) or len(result) != len(writes):
+            raise BadResult(f"it returned {_kind(result)}, where a tuple of {len(writes)} belongs: {', '.join(writes)}")
+        return result
+
+    def _by_row(self, result: Any, size: int) -> list[tuple[Any, ...]]:
+        """The results of a group, one tuple a row."""
+        columns = self._by_column(result)
+        for name, values in zip(self.node.writes, columns, strict=True):
+            if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
+                raise BadResult(f"it returned {_kind(values)} for `{name}`, where one value for each of {size} rows belongs")
+        return list(zip(*columns, strict=True))
+
+    def _checked(self, row: tuple[Any, ...], batch: Batch, position: int) -> tuple[Any, ...]:
+        """The values of a row as their columns' types; BadResult where they are not."""
+        found: list[Any] = []
+        for name, value in zip(self.node.writes, row, strict=True):
+            column = self.graph.column(name)
+            if column.element == "text":
+                if not isinstance(value, str):
+                    raise BadResult(f"it returned {_kind(value)} for `{name}`, where text belongs")
+                found.append(value)
+                continue
+            try:
+                array: Array = np.asarray(value, DTYPES[column.element])
+            except (TypeError, ValueError):
+                raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
+            if array.ndim != len(column.dims):
+                raise BadResult(
+                    f"it returned {_kind(value)} for `{name}`, where {'one value a token' if column.dims else 'one number'} belongs"
+                )
+            like = column.dims[0].like if column.dims else ""
+            if like in batch.columns and len(array) != batch.columns[like].lengths[position]:
+                length = batch.columns[like].lengths[position]
+                raise BadResult(f"it returned {len(array)} values for `{name}`, where `{like}` has {length} tokens")
+            if not np.isfinite(array).all():
+                raise BadResult(f"it returned {value} for `{name}`")
+            found.append(array)
+        return tuple(found)
 
     def _argument(self, column: Column, name: str, start: int, size: int, parameter: str) -> Any:
         """The argument for one row (size 0) or for `size` rows: an array of scalars, or a list."""
@@ -145,7 +200,7 @@ class _Function:
         if column.element == "text":
             return texts(values)
         dtype = DTYPES[column.element]
-        return ragged([np.atleast_1d(np.asarray(v)) for v in values], dtype) if column.dims else Column(np.asarray(values, dtype))
+        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
 
 
 def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
@@ -157,8 +212,20 @@ def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
+        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
     return getattr(module, function), signatures(Path(path).read_text(encoding="utf-8"))[function]
+
+
+def _kind(value: Any) -> str:
+    """A value in few words."""
+    if hasattr(value, "__len__") and not isinstance(value, str):
+        return f"{type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
 
 
 def _value(expr: Expr) -> Any:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
+import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -39,6 +42,7 @@ class Pool:
         self.started: list[Any] = []
         self.group: Any = None
         self.attached = "RAY_ADDRESS" in os.environ
+        self.ours = False  # whether this process's connection to Ray is this pool's
         if not self.attached:
             _check_machine(plan)
 
@@ -57,6 +61,11 @@ class Pool:
         import ray
 
         plan, cluster = self.plan, self.plan.cluster
+        if ray.is_initialized():
+            raise NoResources(
+                Diagnostic("no-resources", "this process is connected to Ray already", help="call ray.shutdown() before the run")
+            )
+        self.ours = True
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
         if self.attached:
             ray.init(address=os.environ["RAY_ADDRESS"], **ray_options)
@@ -72,6 +81,9 @@ class Pool:
                 _temp_dir=self.folder,
                 **ray_options,
             )
+        # Ray answers SIGTERM with a page of addresses; a polite end is an end like any other: what was started is ended.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         asked = {cluster.device.resource: float(cluster.devices_per_node)}
         self._place(asked)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as OnHost
@@ -153,7 +165,7 @@ class Pool:
     def close(self) -> None:
         import ray
 
-        if ray.is_initialized():
+        if self.ours and ray.is_initialized():
             for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
                 ray.kill(actor)
             if self.group is not None:

@@ -35,6 +35,8 @@ class Swap:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
+        # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
+        self.sizes = [s.tensor.untyped_storage().nbytes() for s in shards]
         self.host: list[torch.Tensor] = []
         self.seconds = 0.0  # that the last copy in took, beside whatever ran
         self._thread: threading.Thread | None = None
@@ -52,8 +54,8 @@ class Swap:
         """Begins host to device, beside whatever runs."""
         if self.host and self._thread is None:
             # Storage is taken here, so that the memory plan holds from this instant on.
-            for piece in self.shards:
-                piece.tensor.untyped_storage().resize_(elements(piece.box) * piece.tensor.element_size())
+            for piece, size in zip(self.shards, self.sizes, strict=True):
+                piece.tensor.untyped_storage().resize_(size)
             self._thread = threading.Thread(target=self._copy_in)
             self._thread.start()
 

@@ -6,15 +6,18 @@ no temporary folder of it is left.
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ..diagnostics import Diagnostic, Fault
+from ..graph import Node
 from ..plan import Evaluation, Plan
 from . import data
 from .display import Display, comparison
@@ -85,12 +88,13 @@ def run(plan: Plan, out: Path | str | None = None, console: Console | None = Non
 
     console = console or _console()
     check(plan)
+    plan = _absolute(plan)
     pool = Pool(plan)
     folder = _folder(plan, out)
     display = Display(plan, console)
     try:
         with pool:
-            return _record(plan, pool, folder, display, measure, console)
+            return _record(plan, pool, folder, out is not None, display, measure, console)
     except ray.exceptions.RayActorError as error:
         raise RunFailed(f"{pool.name_of(error)} died while {display.last} ran; the files of the run so far are in {folder}") from error
     except ray.exceptions.RayTaskError as error:
@@ -105,14 +109,17 @@ def run(plan: Plan, out: Path | str | None = None, console: Console | None = Non
         display.close()
 
 
-def _record(plan: Plan, pool: Pool, folder: Path, display: Display, measure: bool, console: Console) -> Outcome:
+def _record(plan: Plan, pool: Pool, folder: Path, stated: bool, display: Display, measure: bool, console: Console) -> Outcome:
     """The run itself; its files are complete whether it ends well or not."""
     sizes = pool.sizes()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _make(plan, folder, stated)
     (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     recorder = Recorder(folder, plan)
     try:
         return _Run(plan, pool, recorder, display, sizes, measure).whole()
+    except KeyboardInterrupt:
+        console.print(f"interrupted; the files of the run so far are in {folder}")
+        raise
     finally:
         display.close()
         recorder.close()
@@ -166,18 +173,27 @@ class _Run:
         return seconds, reports, moved
 
     def _wait(self, references: list[Any]) -> list[Any]:
-        """The results; fails as soon as one fails, and keeps the display alive meanwhile."""
-        left = references
+        """The results. Fails as soon as one fails, or when for the dock's deadline no row has moved and nothing has ended; keeps the
+        display alive meanwhile."""
+        left, moves, since = references, -1, time.monotonic()
+        deadline = self.plan.docks.deadline
         while left:
-            done, left = self.ray.wait(left, num_returns=1, timeout=0.3 if self.display.live else None)
+            done, left = self.ray.wait(left, num_returns=1, timeout=0.3 if self.display.live else min(10.0, deadline))
             try:
                 self.ray.get(done)
+                progress = self.ray.get([b.progress.remote() for b in self.pool.boards]) if not done else []
             except self.ray.exceptions.RayError:
                 with suppress(self.ray.exceptions.RayError):
-                    self.display.phase(self.ray.get(self.pool.boards[0].phase.remote(), timeout=2))
+                    self.display.phase(self.ray.get(self.pool.boards[0].progress.remote(), timeout=2)[0])
                 raise
-            if not done:
-                self.display.phase(self.ray.get(self.pool.boards[0].phase.remote()))
+            if progress:
+                self.display.phase(progress[0][0])
+            if done or sum(m for _, m in progress) != moves:
+                moves, since = sum(m for _, m in progress), time.monotonic()
+            elif time.monotonic() - since > deadline:
+                # Later than the dock's own deadline would have told of a wait: this is work that does not end.
+                last = ", ".join(f"`{name}`" for name, _ in progress if name)
+                raise RunFailed(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back")
         return list(self.ray.get(references))
 
     def _iteration(self, number: int) -> dict[str, Any]:
@@ -199,6 +215,22 @@ class _Run:
         return found
 
 
+def _absolute(plan: Plan) -> Plan:
+    """The plan with absolute paths: Ray's processes have a working directory of their own."""
+
+    def node(n: Node) -> Node:
+        call = n.attributes.get("call")
+        if call is None or ":" not in str(call.value):
+            return n
+        path, _, name = str(call.value).rpartition(":")
+        return replace(n, attributes={**n.attributes, "call": replace(call, value=f"{Path(path).absolute()}:{name}")})
+
+    data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
+    models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
+    graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
+    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
+
+
 def _console() -> Console:
     """stderr; a hundred columns where it is no terminal, so that tables keep their lines."""
     console = Console(stderr=True)
@@ -207,14 +239,27 @@ def _console() -> Console:
 
 def _folder(plan: Plan, out: Path | str | None) -> Path:
     """The folder of this run; never one that holds another's results."""
-    if out is None:
-        base = Path("runs") / plan.deploy.name
-        out = next(p for p in (base.with_name(f"{base.name}-{n}") for n in range(1, 1_000_000)) if not p.exists())
-    folder = Path(out)
+    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
+    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    what = ""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = f"the output folder {folder} is there already and is not empty"
-        raise Fault(Diagnostic("bad-value", what, help="name another with --out"))
+        what = "is there already and is not empty"
+    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = f"cannot be made: {nearest} is not a folder that can be written to"
+    if what:
+        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help="name another with --out"))
     return folder
+
+
+def _make(plan: Plan, folder: Path, stated: bool) -> Path:
+    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=stated)
+            return folder
+        except FileExistsError:
+            folder = _folder(plan, None)
 
 
 __all__ = ["Outcome", "RunFailed", "check", "run"]

@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..backends import transformer
 from ..engine import Generator, Sampling, Trainer
 from ..graph import Node
 from ..layout import Layout
@@ -60,7 +61,8 @@ class Rank:
         plan = self.plan
         host = plan.cluster.host(self.rank)
         self.client = Client(readers(plan), controllers, warehouses, host, min(host, len(warehouses) - 1))
-        deadline = timedelta(seconds=plan.docks.deadline)
+        # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
+        deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
         self.meshes: dict[tuple[int, int, int], DeviceMesh] = {}
@@ -92,11 +94,19 @@ class Rank:
         mesh = self._mesh(layout)
         if node.verb == "generate":
             self.generators[node.name] = engine(model, layout, self.rank, mesh, int(options.get("micro_batch") or 0))
+            if not any(edge.dst == node.name for edge in plan.reshards):
+                # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
+                shards = self.generators[node.name].allocate()
+                tensors = {t.name: t for t in model.tensors}
+                found = transformer.read(model, {s.name: (tensors[s.name], s.box) for s in shards})
+                for piece in shards:
+                    piece.tensor.copy_(found[piece.name])
         elif node.worker not in self.trainers:
             update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
-            self.trainers[node.worker] = engine(
-                model, layout, self.rank, mesh, options.get("recompute") == "full", None if update is None else _optimizer(update)
-            )
+            if update is not None and update.name != node.name:
+                return self._build(update)  # what an update states holds for the weights that its other states share
+            recompute = options.get("recompute") == "full"
+            self.trainers[node.worker] = engine(model, layout, self.rank, mesh, recompute, _optimizer(node) if update else None)
 
     def _build_reshard(self, src: str, dst: str) -> None:
         plan = self.plan

@@ -1,0 +1,111 @@
+"""Function nodes: what they see, and what is said when they return what their columns cannot hold."""
+
+import numpy as np
+import pytest
+
+from msrl_graph.graph import Column, Dim, Expr, Graph, Node
+from msrl_graph.plan import Deploy, Plan, Run
+from msrl_graph.runtime import columns
+from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.functions import _Function
+from msrl_graph.runtime.report import RunError
+
+
+class Letters:
+    """A tokenizer of one id a letter, as the runtime calls it."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(chr(i) for i in ids)
+
+
+COLUMNS = (
+    Column("prompt", "i32", (Dim(9, ragged=True),)),
+    Column("answer", "text"),
+    Column("response", "i32", (Dim(9, ragged=True),), 1),
+    Column("score", "f32", (), 1),
+    Column("reward", "f32", (), 1),
+    Column("kind", "text", (), 1),
+    Column("advantage", "f32", (Dim(like="response"),), 1),
+)
+RESPONSES = ["ab", "c", "", "def"]
+READS = ("answer", "response", "score")
+
+
+def call(tmp_path, source, writes, per="row", arguments=()):
+    (tmp_path / "mine.py").write_text(source)
+    keys = tuple(k for k, _ in arguments)
+    node = Node(
+        "host.mine", "host", "mine", READS, writes, per,
+        {"call": Expr("call", f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
+    )  # fmt: skip
+    graph = Graph("g", {}, COLUMNS, (), (node,), (), (2, 4))
+    plan = Plan(graph, None, Deploy("d", {}, {}, {}, {}, run=Run(seed=4)))
+    function = _Function(node, plan, Letters())
+    units = np.arange(4) if per == "row" else np.arange(2) if per == "prompt" else np.zeros(1, int)
+    batch = Batch(
+        Share(units, {}, 4, 4, {}, 0, True), np.arange(4), 2,
+        {
+            "answer": columns.texts(["x", "x", "y", "y"]),
+            "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),
+            "score": columns.Column(np.array([1, 2, 3, 4], np.float32)),
+        },
+    )  # fmt: skip
+    return function(batch, 7)
+
+
+def test_a_row_function_sees_its_row_and_text_where_it_asks(tmp_path):
+    source = "def f(response: str, answer: str, score):\n    return len(response) + score * 10, answer + response\n"
+    out = call(tmp_path, source, ("reward", "kind"))
+    assert list(out["reward"].values) == [12, 21, 30, 43]
+    assert [out["kind"].text(i) for i in range(4)] == ["xab", "xc", "y", "ydef"]
+
+
+def test_a_group_function_sees_its_group(tmp_path):
+    source = "def f(response, score):\n    assert len(response) == len(score) == 2\n    return score - score.mean()\n"
+    assert list(call(tmp_path, source, ("reward",), "prompt")["reward"].values) == [-0.5, 0.5, -0.5, 0.5]
+    source = "def f(score):\n    return score / score.sum()\n"
+    assert list(call(tmp_path, source, ("reward",), "batch")["reward"].values) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+def test_ids_where_no_text_is_asked_for_and_values_a_token(tmp_path):
+    out = call(tmp_path, "def f(response):\n    return response * 2.0\n", ("advantage",))
+    assert list(out["advantage"].values) == [2.0 * ord(c) for c in "abcdef"]
+    assert list(out["advantage"].lengths) == [2, 1, 0, 3]
+
+
+def test_options_renamed_columns_and_a_generator_keyed_by_unit(tmp_path):
+    source = "def f(value, rng, *, scale=1.0):\n    return float(value) * scale + rng.random() * 1e-3\n"
+    arguments = (("value", Expr("column", "score")), ("scale", Expr("number", 3.0)))
+    one, two = (call(tmp_path, source, ("reward",), arguments=arguments)["reward"].values for _ in range(2))
+    assert np.array_equal(one, two) and len({round(float(v % 1), 9) for v in one}) == 4
+    assert [int(v) for v in one] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize(
+    ("body", "writes", "per", "message"),
+    [
+        ("return None", ("reward",), "row", "on row 0 of iteration 7: BadResult: it returned None for `reward`"),
+        ("return float('nan')", ("reward",), "row", "it returned nan for `reward`"),
+        ("return 'good'", ("reward",), "row", "it returned str 'good' for `reward`, where f32 belongs"),
+        ("return [1.0, 2.0]", ("reward",), "row", "it returned list of 2 for `reward`, where one number belongs"),
+        ("return 1.0", ("advantage",), "row", "it returned float 1.0 for `advantage`, where one value a token belongs"),
+        ("return [1.0]", ("advantage",), "row", "it returned 1 values for `advantage`, where `response` has 2 tokens"),
+        ("return 3", ("kind",), "row", "it returned int 3 for `kind`, where text belongs"),
+        ("return 1.0", ("reward",), "prompt", "on prompt 0 of iteration 7: BadResult: it returned float 1.0 for `reward`"),
+        ("return score[:1]", ("reward",), "prompt", "it returned ndarray of 1 for `reward`, where one value for each of 2"),
+        ("return 1.0", ("reward", "kind"), "row", "it returned float 1.0, where a tuple of 2 belongs: reward, kind"),
+        ("return 1 / 0", ("reward",), "row", "ZeroDivisionError: division by zero, at {path}:2"),
+        ("return answer['x']", ("reward",), "row", "TypeError"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writes, per, message):
+    with pytest.raises(RunError) as error:
+        call(tmp_path, f"def f(response, score, answer):\n    {body}\n", writes, per)
+    assert str(error.value).startswith("`host.mine` (line 0) failed on ")
+    assert message.format(path=tmp_path / "mine.py") in str(error.value)
+
+
+def test_a_file_that_cannot_be_imported_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"mine\.py \(line 0 of the program\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
+        call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))
