@@ -154,7 +154,7 @@ CODES: dict[str, str] = {
     "unknown-device": "No device preset has this name.",
     "unknown-engine": "No engine has this name.",
     "unknown-unit": "The unit is not one that the language knows.",
-    "bad-layout": "A layout's sizes do not fit each other.",
+    "bad-layout": "A layout's sizes do not fit each other, or the layout of another state that computes with the same weights.",
     "duplicate-name": "Two declarations share one name. Params, columns, states, workers and labels share one name space.",
     "two-writers": (
         "Two nodes write one column. A column has one writer, so that its value never depends on which came last; write a "
@@ -174,6 +174,11 @@ CODES: dict[str, str] = {
     "bad-reshard": "A resharding edge must lead from the update of a worker to a state that generates with the same model.",
     "frozen-update": "A frozen worker's weights never change, so it has no update.",
     "term-column": "A loss term or function needs a column that the node does not read.",
+    "stale-logp": (
+        "A clipped loss compares the policy with the one that the responses came from. Without `old_logp` the log-probability of this very "
+        "step stands in for it, which is exact for the first optimizer step on a batch only: from the second on the ratio would stay 1 and "
+        "nothing would be clipped. More than one step is taken where `epochs` is above 1 or `mini_batch` is smaller than the batch."
+    ),
     "bad-scope": "A statistic over a group needs all rows of the group at once; `per = row` may be given any subset of the rows.",
     "bad-value": "The value is of the wrong kind or out of range.",
     "bad-unit": "A unit where a plain number belongs, or a plain number where a unit is needed.",
@@ -183,7 +188,7 @@ CODES: dict[str, str] = {
     "mini-batch-divide": "The data-parallel size does not divide the mini-batch, so ranks would compute unequal shares.",
     "out-of-memory": "A phase needs more memory than a device or a host has. The table says what takes how much in each phase.",
     "no-deploy": "The program names no deploy with this name, or none that could be planned.",
-    "no-data": "The data file is empty, or none of its rows can be used.",
+    "no-data": "There are no data to train on: no file is named, it is empty, or none of its rows can be used.",
     "bad-data": "A row of the data file is not valid, or lacks a field that the deploy names.",
     "no-resources": "The machines do not have the devices that the plan asks for.",
     "bad-plan": "The plan file cannot be read as a plan of this version.",

@@ -155,6 +155,11 @@ class Graph:
         """The node that writes a column."""
         return self._index[3][column]
 
+    def sharing(self, worker: str) -> tuple[Node, ...]:
+        """The states that compute with the weights that a worker keeps: its update first, then its infers in the order of the text."""
+        states = (n for n in self.nodes if n.worker == worker and n.verb in ("infer", "update"))
+        return tuple(sorted(states, key=lambda n: (n.verb != "update", n.span)))
+
     def verb(self, verb: str) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.verb == verb)
 

@@ -14,6 +14,14 @@ from .graph import Expr, Graph, Value
 from .layout import Layout, Tensor
 
 FORMAT_VERSION = 1
+# What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
+METRICS = frozenset(
+    {
+        *("iteration", "seconds", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
+        *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes"),
+        *("evaluation", "after_iterations"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,10 @@ class EngineChoice:
     options: dict[str, Value] = field(default_factory=dict)
     chosen: str = "the file"
     span: Span = NOWHERE
+
+    def shared(self) -> dict[str, Value]:
+        """The options that states of the same weights have in common: all but the micro-batch."""
+        return {k: v for k, v in self.options.items() if k != "micro_batch"}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import Lowered
 from msrl_graph.graph import Column, Dim, Edge, Expr, Graph
 from msrl_graph.layout import Layout
-from msrl_graph.plan import DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
+from msrl_graph.plan import METRICS, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
 
 PAGE = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
 SMALL = (TESTS / "programs" / "small.rlg").read_text(encoding="utf-8")
@@ -188,6 +188,30 @@ def test_without_a_deploy_there_is_a_graph_and_with_a_model_a_machine() -> None:
     assert here.cluster is not None and here.deploy is not None
     assert (here.cluster.device.name, here.cluster.devices) == ("here", 1)
     assert here.deploy.models["policy"].name == "tiny" and here.deploy.data == {}
+
+
+@pytest.mark.parametrize("name", sorted(METRICS))
+def test_no_column_takes_the_name_of_a_metric(name: str) -> None:
+    text = PAGE.replace("prompts", "size")  # a param of the page has one of the names
+    text = (
+        text.replace("reward    : f32", f"{name} : f32")
+        .replace("-> reward", f"-> {name}")
+        .replace("(response, reward)", f"(response, {name})")
+    )
+    told = [d for d in diagnose(text.replace("group_norm()", f"group_norm(reward = {name})")) if d.severity == "error"]
+    assert [(d.code, d.message) for d in told] == [("bad-value", f"`{name}` is the name of a metric of every run")]
+
+
+def test_a_step_a_batch_needs_no_old_logp() -> None:
+    text = PAGE.replace("old_logp, ref_logp, advantage) {", "ref_logp, advantage) {")
+    assert {d.code for d in diagnose(text)} == {"unused-column", "missing-file"}
+    for steps in ("mini_batch = 4096", "epochs = 1"):
+        assert "stale-logp" not in {d.code for d in diagnose(text.replace("optimizer =", f"{steps}, optimizer ="))}
+    for steps in ("mini_batch = 4095", "epochs = 2"):
+        assert "stale-logp" in {d.code for d in diagnose(text.replace("optimizer =", f"{steps}, optimizer ="))}
+        assert not [d for d in diagnose(PAGE.replace("optimizer =", f"{steps}, optimizer =")) if d.severity == "error"]
+    renamed = text.replace("clip(0.2)", "clip(0.2, old_logp = ref_logp)").replace("optimizer =", "epochs = 2, optimizer =")
+    assert not [d for d in diagnose(renamed) if d.severity == "error"]
 
 
 def test_one_of_several_deploys_is_chosen_by_name() -> None:

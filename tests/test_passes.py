@@ -11,9 +11,10 @@ import pytest
 from msrl_graph.backends import DEFAULT, ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
+from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.cluster import DEVICES, Cluster, Figure
 from msrl_graph.diagnostics import Span
-from msrl_graph.graph import Edge, Graph, Node, Worker
+from msrl_graph.graph import Edge, Graph, Node, Value, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes import holdings
@@ -72,6 +73,55 @@ def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     own = EngineChoice("fsdp", {"micro_batch": 4})
     placed = Place(ENGINES, DEFAULT)(page.start(engines={"actor.update": update, "actor.infer": own}))
     assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
+
+
+def again(**deploy: object) -> Plan:
+    """The page with a second infer of the reference."""
+    start = page.start(**deploy)
+    second = Node("second", "reference", "infer", ("prompt", "response"), ())
+    edges = (*start.graph.edges, Edge("sample", "actor.generate", "second"))
+    return replace(start, graph=replace(start.graph, nodes=(*start.graph.nodes, second), edges=edges))
+
+
+def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
+    engines = {"second": EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})}
+    placed = Place(ENGINES, DEFAULT)(again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines))
+    first, second = placed.placement("reference.infer"), placed.placement("second")
+    assert first.layout == second.layout == Layout(tp=4, dp=4, zero=3)
+    assert first.engine.options == {"dtype": "f32", "micro_batch": 1} and second.engine.options["micro_batch"] == 2
+    assert layout_check.check(placed, ENGINES) == sharing_check.check(placed) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "engine", "wrong"),
+    [
+        ("reference.infer", {"micro_batch": 4}, False),
+        ("reference.infer", {"dtype": "f32"}, True),
+        ("reference.infer", {"recompute": "none"}, False),
+        ("actor.infer", {"micro_batch": 64}, False),
+        ("actor.infer", {"dtype": "f32", "recompute": "full"}, False),
+        ("actor.infer", {"dtype": "bf16"}, True),
+        ("actor.infer", {"recompute": "none"}, True),
+    ],
+)
+def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value], wrong: bool) -> None:
+    stated = {
+        "actor.update": EngineChoice("fsdp", {"dtype": "f32", "recompute": "full"}),
+        "second": EngineChoice("fsdp", {"dtype": "bf16"}),
+        node: EngineChoice("fsdp", engine),
+    }
+    placed = Place(ENGINES, DEFAULT)(again(engines=stated))
+    assert [d.code for d in sharing_check.check(placed)] == ["bad-value"] * wrong
+
+
+def test_an_evaluation_with_more_samples_fits_too() -> None:
+    many = page.plan(page.start(evaluations=(replace(page.EVALUATION, samples=64),)))
+    few = PLAN.placement("actor.generate").engine.options["micro_batch"]
+    size = many.placement("actor.generate").engine.options["micro_batch"]
+    assert isinstance(size, int) and isinstance(few, int) and size == few // 4
+    phase = next(m for m in many.memory if m.place == "device" and m.phase == "generate")
+    assert phase.items["KV cache"] == size * 64 * holdings.kv_sequence(many, "actor.generate")
+    assert phase.total <= 0.9 * phase.capacity.value and "where an evaluation draws 64 a prompt" in phase.remark
 
 
 # dock
@@ -186,6 +236,16 @@ def test_a_dock_takes_less_than_a_central_buffer() -> None:
     rows = {(t.src, t.dst): (t.rows, t.bytes) for t in PLAN.traffic}
     assert rows["source", "actor.generate"] == (256, 256 * 2048 * 4)
     assert rows["host.advantage", "actor.update"] == (4096, 4096 * 8192 * 4)
+
+
+def test_each_epoch_reads_its_rows_again() -> None:
+    start = page.start()
+    nodes = tuple(replace(n, attributes={"epochs": page.number(3)}) if n.verb == "update" else n for n in start.graph.nodes)
+    thrice = page.plan(replace(start, graph=replace(start.graph, nodes=nodes))).traffic
+    for once, now in zip(PLAN.traffic, thrice, strict=True):
+        times = 3 if once.dst == "actor.update" else 1
+        assert now.bytes == times * once.bytes and now.seconds.value == pytest.approx(times * once.seconds.value)
+        assert ("3 epochs" in now.how) == (times == 3)
 
 
 def test_one_host_moves_nothing_over_the_network() -> None:

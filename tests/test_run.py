@@ -265,7 +265,7 @@ def test_prompts_that_are_all_too_long_are_refused(place):
     place.write(("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
     code, _, err = place.run("p.rlg", "--out", "results")
     assert code == 1
-    assert "error[no-data]: no row of train.jsonl is short enough to be used" in err and "data source" in err, err
+    assert "error[no-data]: no row of" in err and "train.jsonl is short enough to be used" in err and "data source" in err, err
     assert not (place.folder / "results").exists()
     place.assert_clean()
 

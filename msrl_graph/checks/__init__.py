@@ -25,8 +25,11 @@ CHECKS: tuple[Check, ...] = (
     edges.bad_reshard,
     edges.no_reshard,
     scope.term_column,
+    scope.stale_logp,
     scope.bad_scope,
     scope.written,
+    scope.too_long,
+    scope.own_metric,
     limits.not_yet,
     columns.unused,
 )

@@ -47,6 +47,8 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
     model = plan.graph.worker(state.worker).model
     if stated is None and state.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in plan.graph.verb("update")):
         return  # so has a state that took the layout of an update of the same model
+    if stated is None and state.verb == "infer" and any(n.name in plan.deploy.layouts for n in plan.graph.sharing(state.worker)):
+        return  # and one that took the layout of another state of the same weights
     span = stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
     for axis in AXES:
         if getattr(layout, axis) > 1 and axis not in spec.axes:

@@ -28,6 +28,9 @@ def not_yet(graph: Graph, library: Library) -> list[Diagnostic]:
         if graph.level(node) > 0:
             tell("generating from responses cannot be compiled yet", node.span, "generate from columns of the source")
     responses = {c for n in generates for c in n.writes if graph.column(c).element not in ("f32", "text")}
+    for worker in graph.workers:
+        for node in [n for n in graph.verb("update") if n.worker == worker.name][1:]:
+            tell(f"a second update of `{worker.name}` cannot be compiled yet", node.span, "one update a worker: add its terms to the first")
     for node in graph.verb("update"):
         if kinds.get(node.worker) == "policy" and not responses & set(node.reads) and (responses or not generates):
             tell(f"`{node.name}` reads no generated response; training on data alone cannot be compiled yet", node.span, "")

@@ -1,4 +1,5 @@
-"""What a state computes from and what it gives: a function's columns and scope, and the columns that each verb writes.
+"""What a state computes from and what it gives: a function's columns and scope, and the columns that each verb writes, under which names
+and up to which length.
 
 Invariant: signatures come from `library`, the package's functions and those of the user's files; nothing is imported or run.
 """
@@ -12,6 +13,7 @@ import networkx as nx
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, Expr, Graph, Node
+from ..plan import METRICS
 from .columns import Library, sample_flow
 
 
@@ -28,6 +30,25 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _help(graph, node, column, signature, flow)
                     found.append(Diagnostic("term-column", message, _span(call, node), help))
+    return found
+
+
+def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Terms that go without `old_logp` where a second optimizer step is taken on a batch."""
+    found = []
+    for node in graph.verb("update"):
+        rows = graph.rows[min(graph.level(node), len(graph.rows) - 1)]
+        epochs, batches = int(node.number("epochs", 1)), -(-rows // max(1, int(node.number("mini_batch", rows))))
+        steps = epochs * batches
+        if steps == 1:
+            continue
+        for call, signature in _calls(node, library):
+            if "old_logp" not in signature.columns or "old_logp" in call.keys or "old_logp" in node.reads:
+                continue
+            message = f"`{signature.name}` without `old_logp` is right for one optimizer step a batch; `{node.name}` takes {steps:,}"
+            causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs)) if n > 1]
+            help = f"read `old_logp` from an `{node.worker}.infer`, or leave out {' and '.join(causes)}"
+            found.append(Diagnostic("stale-logp", message, _span(call, node), help))
     return found
 
 
@@ -77,6 +98,35 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
                 wrong(node, "writes one number for each token of a column that it reads", help)
         elif node.verb == "update" and columns:
             wrong(node, "writes nothing: it changes weights", f"remove `-> {', '.join(node.writes)}`")
+    return found
+
+
+def too_long(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Generations that may write more tokens than the response's column holds."""
+    found = []
+    for node in graph.verb("generate"):
+        most = node.attributes.get("max_tokens")
+        responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
+        for column in responses if most is not None else ():
+            bound, wanted = graph.bound(column.name), int(node.number("max_tokens", 0))
+            if wanted > bound:
+                message = f"`max_tokens` is {wanted:,}, and `{column.name}` holds at most {bound:,}"
+                help = f"declare `{column.name} : i32[<= {wanted}]`, or leave `max_tokens` out"
+                note = ((column.span, f"`{column.name}` holds at most {bound:,} tokens"),)
+                span = most.span if most is not None and most.span != NOWHERE else node.span
+                found.append(Diagnostic("bad-value", message, span, help, related=note))
+    return found
+
+
+def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Columns that a run would report under the name of a metric of its own."""
+    found = []
+    for node in graph.nodes:
+        for column in map(graph.column, node.writes):
+            reported = _kind(graph, node) == "function" and column.element in ("f32", "bf16") and not column.dims
+            if reported and column.name in METRICS:
+                help = f"give the column another name, such as `row_{column.name}`"
+                found.append(Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help))
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..cluster import DEVICES, NETWORK, Cluster, Figure
 from ..diagnostics import Span, nearest
 from ..engine import EngineSpec
-from ..graph import KINDS, Expr, Graph
+from ..graph import ELEMENTS, KINDS, Expr, Graph
 from ..layout import Layout
 from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, Model, ReshardOptions, Run
 from . import ast
@@ -110,6 +110,9 @@ class _Deploy:
                 users = ", ".join(f"`{w.name}`" for w in self.graph.workers if w.model == name)
                 help = f'add `model {name} = "qwen2.5-7b"`, or a folder, as in `model {name} = "./my-model"`'
                 self.problems.tell("unknown-model", f"nothing says what the model `{name}` of {users} is", span, help)
+        if "data source" not in self.stated:
+            help = 'a run needs it: add `data source = "file.jsonl"`'
+            self.problems.tell("no-data", "no data for the source: it can be planned, not run", span, help, "warning")
         for name, evaluation in self.evaluations.items():
             if name not in self.data:
                 known = [n for n in self.data if n != "source"]
@@ -261,6 +264,9 @@ class _Deploy:
             if word.value not in written:
                 message = f"no node writes a column `{word.value}`"
                 self.problems.tell("unknown-column", message, word.span, nearest(str(word.value), written))
+            elif what := self._unreported(str(word.value)):
+                help = f"report a column such as {self._reportable()}, an f32 scalar that a function writes"
+                self.problems.tell("bad-value", f"`{word.value}` cannot be reported: it is {what}", word.span, help)
             report.append(str(word.value))
         if not any(a.key.text == "report" for a in statement.attrs):
             raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, "add `report = reward`")
@@ -276,6 +282,20 @@ class _Deploy:
             label=str(attributes["label"].value) if "label" in attributes else "",
             span=statement.data.span,
         )
+
+    def _unreported(self, column: str) -> str:
+        """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
+        kind, writer = self.graph.column(column), self.graph.writer(column)
+        by_function = any(w.name == writer.worker and w.kind == "function" for w in self.graph.workers)
+        if kind.element not in ELEMENTS or (by_function and kind.element in ("f32", "bf16") and not kind.dims):
+            return ""
+        dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in kind.dims)
+        return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{writer.name}`"
+
+    def _reportable(self) -> str:
+        written = [c for n in self.graph.nodes for c in n.writes]
+        known = sorted(c for c in written if self.graph.column(c).element == "f32" and not self._unreported(c))
+        return " or ".join(f"`{c}`" for c in known[:3]) or "`reward`"
 
     def _edge(self, statement: ast.Edge) -> None:
         if statement.kind == "reshard":

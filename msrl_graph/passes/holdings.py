@@ -114,6 +114,11 @@ def samples(plan: Plan, node: str) -> int:
     return max(1, int(plan.graph.node(node).number("samples", 1)))
 
 
+def most_samples(plan: Plan, node: str) -> int:
+    """The most sequences of a row at once, in training or an evaluation."""
+    return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations), 1)
+
+
 def micro_batch(plan: Plan, node: str) -> int:
     """Rows that a group computes at once; for a generation prompts, each with all its samples."""
     stated = plan.placement(node).engine.options.get("micro_batch")

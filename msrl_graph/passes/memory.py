@@ -58,9 +58,11 @@ class CountMemory:
             at_once, times = holdings.waves(plan, node)
             each = holdings.kv_sequence(plan, node)
             samples = holdings.samples(plan, node)
-            items = {**holdings.generation_items(plan, self.engines, node), "KV cache": at_once * samples * each}
+            most = holdings.most_samples(plan, node)
+            items = {**holdings.generation_items(plan, self.engines, node), "KV cache": at_once * most * each}
             total = holdings.group_rows(plan, node) * samples
             remark = f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} wave{'s' * (times > 1)}"
+            remark += f", {at_once * most:,} where an evaluation draws {most:,} a prompt" if most > samples else ""
             return self._entry(plan, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each")
         items = holdings.resident(plan, self.engines)
         items["gathered weights"] = holdings.gathered(plan, self.engines, node)

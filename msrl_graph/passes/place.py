@@ -6,7 +6,7 @@ turn); functions run on the hosts' CPUs. A stated layout is kept as stated, righ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ..engine import BYTES, EngineSpec
@@ -51,8 +51,11 @@ class Place:
         engine = self._engine(plan, node, found)
         update = holdings.update_of(plan, node.worker)
         stated = plan.deploy.layouts.get(node.name)
+        owner = _first(plan, node, plan.deploy.layouts)
         if node.verb == "infer" and update is not None:
             layout, reason = found[update.name].layout, f"has the weights of {update.name}"
+        elif stated is None and owner is not None:
+            layout, reason = resolve(plan.deploy.layouts[owner], plan.cluster.devices)[0], f"has the weights of {owner}"
         elif stated is not None:
             layout, reason = resolve(stated, plan.cluster.devices)
             if node.verb == "generate":
@@ -67,14 +70,16 @@ class Place:
 
     def _engine(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)
-        update = holdings.update_of(plan, node.worker)
-        if node.verb == "infer" and update is not None:
-            theirs = found[update.name].engine
-            if stated is not None and stated.name == theirs.name:
-                return stated
-            options = {k: v for k, v in theirs.options.items() if k != "micro_batch"}
-            return replace(theirs, options=options, chosen=f"{update.name}, whose weights it has")
-        return stated or EngineChoice(self.defaults[node.verb], chosen="default")
+        update = holdings.update_of(plan, node.worker) if node.verb == "infer" else None
+        owner = update.name if update is not None else _first(plan, node, plan.deploy.engines)
+        if owner is None or owner == node.name:
+            return stated or EngineChoice(self.defaults[node.verb], chosen="default")
+        # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
+        theirs = found[owner].engine if update is not None else plan.deploy.engines[owner]
+        if stated is None:
+            return replace(theirs, options=theirs.shared(), chosen=f"{owner}, whose weights it has")
+        own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
+        return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
     def _twin(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> str | None:
         """The update of the same model, whose layout a frozen state takes: its micro-batches then go to the same ranks."""
@@ -140,10 +145,18 @@ class Place:
             return placement
         if plan.graph.node(node).verb == "generate":
             # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
-            size = holdings.kv_room(plan, self.engines, node) // max(1, holdings.kv_sequence(plan, node) * holdings.samples(plan, node))
+            prompt = holdings.kv_sequence(plan, node) * holdings.most_samples(plan, node)
+            size = holdings.kv_room(plan, self.engines, node) // max(1, prompt)
         else:
             size = min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
         return replace(placement, engine=replace(placement.engine, options={**options, "micro_batch": max(1, size)}))
+
+
+def _first(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
+    """The first infer that has a statement, of those that share the weights of an infer."""
+    if node.verb != "infer":
+        return None
+    return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
 
 
 def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:

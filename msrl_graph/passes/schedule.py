@@ -1,12 +1,13 @@
 """schedule: what the processes of each pool do, in order.
 
-Invariant: every node-state of a task runs exactly once a turn of its stream, after the states of its pool that it depends on; update
-weights are on the device whenever a state uses them: RESHARD takes them away, WAIT ends their return.
+Invariant: every node-state of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the whole graph,
+so that two pools never wait for each other; update weights are on the device whenever a state uses them: RESHARD takes them away, WAIT
+ends their return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
@@ -17,13 +18,15 @@ from .place import DEVICES, FUNCTIONS
 
 @dataclass(frozen=True)
 class Schedule:
-    """Colocated states run in turn: generations first, then frozen states (the swap-in hides behind them), then the rest."""
+    """Colocated states run in turn: generations first, then frozen states (the swap-in hides behind them), then the rest.
+    Functions take no turn of a device: each comes as early as the graph lets it."""
 
     def __call__(self, plan: Plan) -> Plan:
-        everything = {n.name for n in plan.graph.nodes}
-        streams = [*_streams(plan, "train", everything)]
+        order = _order(plan)
+        streams = [*_streams(plan, "train", order)]
         for evaluation in plan.deploy.evaluations:
-            streams += _streams(plan, evaluation.data, upstream(plan.graph, evaluation))
+            needed = upstream(plan.graph, evaluation)
+            streams += _streams(plan, evaluation.data, [n for n in order if n.name in needed])
         return replace(plan, schedule=tuple(streams))
 
 
@@ -39,15 +42,15 @@ def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
     return needed
 
 
-def _streams(plan: Plan, task: str, names: Collection[str]) -> tuple[Stream, Stream]:
-    on_hosts = [n for n in plan.graph.nodes if n.name in names and plan.placement(n.name).pool == FUNCTIONS]
-    functions = tuple(Instruction("RUN", n.name) for n in on_hosts)
-    return Stream(DEVICES, task, _devices(plan, names)), Stream(FUNCTIONS, task, functions)
+def _streams(plan: Plan, task: str, order: Sequence[Node]) -> tuple[Stream, Stream]:
+    on_hosts = {n.name for n in order if plan.placement(n.name).pool == FUNCTIONS}
+    functions = tuple(Instruction("RUN", n.name) for n in order if n.name in on_hosts)
+    devices = _devices(plan, [n for n in order if n.name not in on_hosts])
+    return Stream(DEVICES, task, devices), Stream(FUNCTIONS, task, functions)
 
 
-def _devices(plan: Plan, names: Collection[str]) -> tuple[Instruction, ...]:
+def _devices(plan: Plan, order: Sequence[Node]) -> tuple[Instruction, ...]:
     swap = plan.deploy.reshard.mode == "swap"
-    order = _turns(plan, names)
     source = {e.dst: e.src for e in plan.graph.reshards()}
     last = {source[n.name]: n.name for n in order if n.name in source}  # an update's last generation
     out: list[Instruction] = []
@@ -69,13 +72,15 @@ def _devices(plan: Plan, names: Collection[str]) -> tuple[Instruction, ...]:
     return (*out, *(Instruction("WAIT", u) for u in returning))
 
 
-def _turns(plan: Plan, names: Collection[str]) -> list[Node]:
-    """The states on devices in an order that respects the graph; of those that could run next: generations, frozen states, states
-    with weights that come back, updates, each in the graph's order."""
+def _order(plan: Plan) -> list[Node]:
+    """All nodes in an order that respects the graph; of those that could run next: functions, generations, frozen states, states with
+    weights that come back, updates, each in the graph's order."""
     graph = plan.graph
-    waiting = [n for n in graph.nodes if n.name in names]
+    waiting = list(graph.nodes)
 
     def rank(node: Node) -> int:
+        if plan.placement(node.name).pool == FUNCTIONS:
+            return -1
         if node.verb == "generate":
             return 0
         return 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
@@ -85,9 +90,7 @@ def _turns(plan: Plan, names: Collection[str]) -> list[Node]:
         left = {n.name for n in waiting}
         ready = [n for n in waiting if not any(e.src in left for e in graph.samples() if e.dst == n.name)]
         assert ready, "the sample edges form a cycle"
-        on_hosts = [n for n in ready if plan.placement(n.name).pool == FUNCTIONS]
-        node = on_hosts[0] if on_hosts else min(ready, key=rank)
+        node = min(ready, key=rank)
         waiting.remove(node)
-        if not on_hosts:
-            order.append(node)
+        order.append(node)
     return order

@@ -1,7 +1,7 @@
 """traffic: what each sample edge moves in an iteration, through the dock and, for comparison, through a central buffer.
 
-Invariant: counted on the graph itself, at the columns' bounds: a column once for each state that reads it, row-level columns once a row,
-prompt-level columns once a prompt. closed_forms.py is the cross-check.
+Invariant: counted on the graph itself, at the columns' bounds: a column once for each state that reads it (an update reads its rows once
+an epoch), row-level columns once a row, prompt-level columns once a prompt. closed_forms.py is the cross-check.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class CountTraffic:
 
     def _edge(self, plan: Plan, src: str, dst: str, columns: tuple[str, ...]) -> Traffic:
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
-        amount = sum(column_bytes(graph, c) for c in columns)
+        epochs = int(graph.node(dst).number("epochs", 1))
+        amount = sum(column_bytes(graph, c) for c in columns) * epochs
         level = max((graph.column(c).level for c in columns), default=0)
         share = (hosts - 1) / hosts
         # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
@@ -60,6 +61,8 @@ class CountTraffic:
         else:
             reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
             how = f"{spread} warehouses; at most {hosts - 1}/{hosts} from other hosts, {plan.controller(dst).groups} {reader} read"
+        if columns and epochs > 1:
+            how += f"; once in each of {epochs} epochs"
         return Traffic(src, dst, columns, graph.rows[min(level, len(graph.rows) - 1)], amount, seconds, central, how)
 
 

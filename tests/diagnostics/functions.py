@@ -19,3 +19,7 @@ def hint(answer: str):
 
 def reward(response: str, answer: str, hint: str):
     return float(answer in response) + float(hint in response)
+
+
+def check(response, reward):
+    return reward > 0.5

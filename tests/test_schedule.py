@@ -1,0 +1,114 @@
+"""The streams of a plan: whatever the graph, two pools never wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import networkx as nx
+import page
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph.checks.columns import sample_flow
+from msrl_graph.graph import Column, Edge, Graph, Node, Worker
+from msrl_graph.layout import Layout
+from msrl_graph.passes.schedule import Schedule
+from msrl_graph.plan import EngineChoice, Evaluation, Placement, Plan, Stream
+
+WORKERS = (Worker("actor", "policy", model="policy"), Worker("reference", "policy", True, "policy"), Worker("host", "function"))
+
+
+def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]]) -> Plan:
+    columns = tuple(Column(c, "f32") for n in nodes for c in n.writes)
+    reshards = [Edge("reshard", u.name, g.name) for u in nodes for g in nodes if u.verb == "update" and g.verb == "generate"]
+    samples = [Edge("sample", a, b) for a, b in edges]
+    graph = Graph("any", {}, columns, WORKERS, tuple(nodes), (*samples, *reshards), (1, 1))
+    placements = tuple(
+        Placement(n.name, "functions" if n.worker == "host" else "devices", Layout(), 0, EngineChoice("any"), "") for n in nodes
+    )
+    deploy = replace(page.DEPLOY, evaluations=tuple(Evaluation(f"data{i}", 1, r, 1, 0.0) for i, r in enumerate(reports)))
+    return Schedule()(replace(Plan(graph, page.CLUSTER, deploy), placements=placements))
+
+
+def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
+    """The nodes that never run when each pool walks its stream and waits for all that comes before a node."""
+    flow = sample_flow(graph)
+    runs = [[i.node for i in s.instructions if i.op == "RUN"] for s in streams]
+    task, done = {n for stream in runs for n in stream}, set[str]()
+    moved = True
+    while moved:
+        moved = False
+        for stream in runs:
+            while stream and nx.ancestors(flow, stream[0]) & task <= done:
+                done.add(stream.pop(0))
+                moved = True
+    return [n for stream in runs for n in stream]
+
+
+def test_a_function_that_a_device_waits_for_comes_before_one_that_waits_for_a_device() -> None:
+    nodes = [
+        Node("source", "host", "source", (), ("prompt", "answer")),
+        Node("actor.generate", "actor", "generate", ("prompt",), ("response",)),
+        Node("actor.infer", "actor", "infer", ("response",), ("old_logp",)),
+        Node("host.drift", "host", "drift", ("old_logp",), ("drift",)),
+        Node("host.zhint", "host", "zhint", ("answer",), ("hint",)),
+        Node("reference.infer", "reference", "infer", ("hint", "response"), ("ref_logp",)),
+        Node("actor.update", "actor", "update", ("old_logp", "ref_logp"), ()),
+    ]
+    edges = [
+        ("source", "actor.generate"),
+        ("actor.generate", "actor.infer"),
+        ("actor.infer", "host.drift"),
+        ("source", "host.zhint"),
+        ("host.zhint", "reference.infer"),
+        ("actor.generate", "reference.infer"),
+        ("actor.infer", "actor.update"),
+        ("reference.infer", "actor.update"),
+    ]
+    found = plan(nodes, edges, [])
+    devices, functions = found.schedule
+    assert [i.node for i in functions.instructions] == ["source", "host.zhint", "host.drift"]
+    assert [i.node for i in devices.instructions if i.op == "RUN"][1:3] == ["reference.infer", "actor.infer"]
+    assert left_over(found.graph, list(found.schedule)) == []
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    size = draw(st.integers(2, 12))
+    labels = draw(st.permutations(range(size)))  # names, by which ties are broken, say nothing of the order
+    kinds = st.sampled_from(
+        [("host", "score"), ("host", "score"), ("actor", "infer"), ("actor", "update"), ("actor", "generate"), ("reference", "infer")]
+    )
+    nodes, edges = [Node("source", "host", "source", (), ("c0",))], list[tuple[str, str]]()
+    for i in range(1, size):
+        worker, verb = draw(kinds)
+        before = draw(st.sets(st.integers(0, i - 1), min_size=1))
+        flow = nx.DiGraph([*edges, *((nodes[b].name, "new") for b in before)])
+        # It may read what any node before it wrote, also past nodes that read nothing of it.
+        reads = draw(st.sets(st.sampled_from([f"c{j}" for j in range(i) if nodes[j].name in nx.ancestors(flow, "new")]), min_size=1))
+        nodes.append(Node(f"n{labels[i]:02}", worker, verb, tuple(sorted(reads)), (f"c{i}",)))
+        edges += [(nodes[b].name, nodes[i].name) for b in sorted(before)]
+    ready = list(nx.lexicographical_topological_sort(nx.DiGraph(edges), key=lambda n: (n != "source", n)))
+    reports = draw(st.lists(st.sets(st.sampled_from([f"c{i}" for i in range(size)]), min_size=1), max_size=2))
+    return plan(sorted(nodes, key=lambda n: ready.index(n.name)), edges, [tuple(sorted(r)) for r in reports])
+
+
+@given(plans())
+@settings(deadline=None)
+def test_merging_the_streams_never_deadlocks(found: Plan) -> None:
+    tasks = dict.fromkeys(s.task for s in found.schedule)
+    for task in tasks:
+        assert left_over(found.graph, [s for s in found.schedule if s.task == task]) == []
+    runs = [i.node for s in found.schedule if s.task == "train" for i in s.instructions if i.op == "RUN"]
+    assert sorted(runs) == sorted(n.name for n in found.graph.nodes)
+
+
+@given(plans())
+@settings(deadline=None)
+def test_all_streams_follow_one_order(found: Plan) -> None:
+    runs = [[i.node for i in s.instructions if i.op == "RUN"] for s in found.schedule]
+    # One order holds all of them, and the graph's edges, if what they say together has no cycle.
+    order = nx.DiGraph((a, b) for stream in runs for a, b in pairwise(stream))
+    order.add_edges_from((e.src, e.dst) for e in found.graph.samples())
+    assert nx.is_directed_acyclic_graph(order)
