@@ -14,7 +14,7 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.cluster import DEVICES, Cluster, Figure
 from msrl_graph.diagnostics import Span
-from msrl_graph.graph import Edge, Graph, Node, Value, Worker
+from msrl_graph.graph import Dim, Edge, Graph, Node, Value, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes import holdings
@@ -61,9 +61,24 @@ def test_dp_comes_from_the_placement() -> None:
 def test_the_planner_takes_the_smallest_tp_that_fits() -> None:
     placed = Place(ENGINES, DEFAULT)(page.start(layouts={}))
     update, generate = placed.placement("actor.update").layout, placed.placement("actor.generate").layout
-    # 65.5 GB of weights fit half of 128 GB from tp 2 on; with gradients and an optimizer over dp, an update fits 90 % from tp 2 on.
-    assert (update.tp, update.dp, generate.tp, generate.dp) == (2, 8, 2, 8)
+    # 65.5 GB of weights fit half of 128 GB from tp 2 on. An update's gradients and optimizer over dp would fit 90 % from tp 2 on too,
+    # but a row of 10,240 tokens keeps more activations than that leaves, until tp 8.
+    assert (update.tp, update.dp, generate.tp, generate.dp) == (8, 2, 2, 8)
     assert all("planned: the smallest tp" in placed.placement(n).reason for n in ("actor.update", "actor.generate"))
+
+
+def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
+    rows = {}
+    for memory in (128e9, 80e9):
+        start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)})
+        graph = replace(
+            start.graph,
+            columns=tuple(replace(c, dims=(Dim(1024, ragged=True),)) if c.name == "response" else c for c in start.graph.columns),
+        )
+        device = replace(start.cluster.device, memory=Figure(memory, "stated"))
+        plan = Place(ENGINES, DEFAULT)(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
+        rows[memory] = plan.placement("actor.update").engine.options["micro_batch"]
+    assert 1 < rows[80e9] < rows[128e9]
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:

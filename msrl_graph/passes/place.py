@@ -18,6 +18,8 @@ from . import holdings
 DEVICES, FUNCTIONS = "devices", "functions"
 # A micro-batch where none is stated: rows of at most this many tokens together.
 MICRO_BATCH_TOKENS = 16384
+# Prompts generated at once where memory holds more than an iteration has: an evaluation may bring more.
+PROMPTS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,10 @@ class Place:
             if layout.devices == devices and divides(model, tp):
                 choice = layout
                 need = self._need(model, layout, node.verb, engine)
+                if node.verb == "update":
+                    need += self._row(plan, Placement(node.name, DEVICES, layout, 0, engine, ""))
                 if need <= room:
-                    part = "weights, gradients and optimizer" if node.verb == "update" else "weights"
+                    part = "weights, gradients, optimizer and one row" if node.verb == "update" else "weights"
                     fits = f"{part} of {holdings.gigabytes(need)} fit a device"
                     return choice, f"planned: the smallest tp whose {fits}"
             tp *= 2
@@ -146,10 +150,27 @@ class Place:
         if plan.graph.node(node).verb == "generate":
             # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
             prompt = holdings.kv_sequence(plan, node) * holdings.most_samples(plan, node)
-            size = holdings.kv_room(plan, self.engines, node) // max(1, prompt)
+            most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
+            size = min(most, holdings.kv_room(plan, self.engines, node) // max(1, prompt))
         else:
-            size = min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
+            # As many rows as keep the device busy, fewer where memory holds fewer.
+            most = min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
+            size = min(most, self._room(plan, placement) // max(1, self._row(plan, placement)))
         return replace(placement, engine=replace(placement.engine, options={**options, "micro_batch": max(1, size)}))
+
+    def _row(self, plan: Plan, placement: Placement) -> int:
+        """Bytes that one row of a micro-batch takes."""
+        alone = replace(placement, engine=replace(placement.engine, options={**placement.engine.options, "micro_batch": 1}))
+        plan = replace(plan, placements=(alone,))
+        return holdings.activations(plan, placement.node) + holdings.logits(plan, placement.node)
+
+    def _room(self, plan: Plan, placement: Placement) -> int:
+        """Bytes that an infer or update leaves for its micro-batch."""
+        node = placement.node
+        taken = sum(holdings.resident(plan, self.engines).values()) + holdings.gathered(plan, self.engines, node)
+        if plan.graph.node(node).verb == "update":
+            taken += holdings.gradients(plan, self.engines, node)
+        return int(holdings.capacity(plan.cluster).value) - taken
 
 
 def _first(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
