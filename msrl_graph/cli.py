@@ -79,6 +79,8 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error(f"no pass is called `{options.print_after}`; {nearest(options.print_after, names)}")
     if options.file is None:
         parser.error("a FILE is needed")
+    if options.check and options.output is not None:
+        parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
     if options.emit == "ray" and options.format == "json":
         parser.error("`--emit ray` is a script; `--format json` does not apply")
     sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}

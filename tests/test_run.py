@@ -309,8 +309,10 @@ def test_a_deadline_is_told_by_the_dock_under_tensor_parallelism_too_and_work_th
     changes = [("call = exact_match()", 'call = "mine.py:score"'), ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
     text = place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
+    (stale := place.temporary / "msrl-999999999-x").mkdir()  # as a run leaves it that was killed: the next one removes it
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3 and "waited 3 s in train/0 for `advantage` from `host.advantage`" in err, err
+    assert not stale.exists()
     place.write(*changes)  # nobody waits for the reward of an evaluation
     begin = time.monotonic()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "b")

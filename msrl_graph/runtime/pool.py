@@ -13,8 +13,11 @@ import sys
 import tempfile
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from ..diagnostics import Diagnostic, Fault
 from ..plan import Plan
@@ -71,7 +74,8 @@ class Pool:
             ray.init(address=os.environ["RAY_ADDRESS"], **ray_options)
         else:
             # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
-            self.folder = tempfile.mkdtemp(prefix="msrl-")
+            _sweep()
+            self.folder = tempfile.mkdtemp(prefix=f"msrl-{os.getpid()}-")
             ray.init(
                 address="local",  # never one that somebody else has started
                 num_cpus=cluster.devices,
@@ -173,6 +177,14 @@ class Pool:
             ray.shutdown()
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Removes the temporary folders of runs whose driver was killed before it could: their names hold its process's id."""
+    for folder in Path(tempfile.gettempdir()).glob("msrl-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _actor(kind: Any) -> Any:
