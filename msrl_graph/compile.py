@@ -21,7 +21,7 @@ from .checks import layout, memory, sharing
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
-from .dsl.parse import parse
+from .dsl.parse import flag_text, parse
 from .graph import Graph
 from .passes.dock import Dock
 from .passes.estimate import EstimateTime
@@ -30,7 +30,7 @@ from .passes.place import Place
 from .passes.reshard import Resharding
 from .passes.schedule import Schedule
 from .passes.traffic import CountTraffic
-from .plan import Memory, Plan
+from .plan import Deploy, EngineChoice, Memory, Plan
 
 STAGES = ("ast", "graph", "placed", "plan")
 
@@ -50,7 +50,7 @@ PASSES = (
         "place",
         Place(ENGINES, DEFAULT),
         lambda p: _covers(p, [x.node for x in p.placements]),
-        lambda p: [*layout.check(p, ENGINES), *sharing.check(p)],
+        lambda p: _misplaced(p),
         "placed",
     ),
     Pass("dock", Dock(ENGINES), lambda p: {c.node for c in p.docks.controllers} == {n.name for n in p.graph.nodes[1:]}, stage="placed"),
@@ -71,6 +71,12 @@ def _covers(plan: Plan, names: Sequence[str]) -> bool:
     return sorted(names) == sorted(n.name for n in plan.graph.nodes)
 
 
+def _misplaced(plan: Plan) -> list[Diagnostic]:
+    """What is wrong with where and how states are placed; a statement that is wrong by itself is not told to differ from another."""
+    found = layout.check(plan, ENGINES)
+    return [*found, *(d for d in sharing.check(plan) if d.span not in {f.span for f in found})]
+
+
 def _reshards(plan: Plan) -> list[tuple[str, str]]:
     return [(e.src, e.dst) for e in plan.graph.reshards()]
 
@@ -85,18 +91,29 @@ def _nearest(plan: Plan, worst: Memory) -> str:
     now, devices = plan.placement(nodes[0]).layout, plan.cluster.devices
     stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
     most = min(devices, plan.model(nodes[0]).heads)
+    engine = plan.placement(nodes[0]).engine
     tried = [replace(now, tp=t, dp=devices // t, zero=z, inner=1) for t in range(1, most + 1) if devices % t == 0 for z in stages]
     for choice in sorted(tried, key=lambda c: (abs(math.log2(c.tp / now.tp)) + c.zero - now.zero, c.tp, c.zero)):
-        deploy = replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)})
-        other = PASSES[0].apply(Plan(plan.graph, plan.cluster, deploy))
-        if layout.check(other, ENGINES):
-            continue
-        for step in PASSES[1:-1]:
-            other = step.apply(other)
-        if all(m.total <= m.capacity.value for m in other.memory):
+        if _fits(replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}), plan):
             zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
             return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
+    if worst.phase == "update" and engine.options.get("recompute") != "full":
+        # The passes choose the micro-batch again, for what recomputation leaves.
+        stated = plan.deploy.engines.get(nodes[0], EngineChoice(engine.name))
+        engines = {**plan.deploy.engines, nodes[0]: replace(stated, options={**stated.options, "recompute": "full"})}
+        if _fits(replace(plan.deploy, engines=engines), plan):
+            return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
     return f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
+
+
+def _fits(deploy: Deploy, plan: Plan) -> bool:
+    """Whether the program would fit with another deploy: the passes themselves try it."""
+    other = PASSES[0].apply(Plan(plan.graph, plan.cluster, deploy))
+    if layout.check(other, ENGINES):
+        return False
+    for step in PASSES[1:-1]:
+        other = step.apply(other)
+    return all(m.total <= m.capacity.value for m in other.memory)
 
 
 @dataclass(frozen=True)
@@ -151,7 +168,7 @@ def read(source: str | Path, text: str | None = None) -> Source:
     """The source that a path or the name of a package's algorithm stands for."""
     path = Path(source)
     if text is not None:
-        return Source(str(source), text, path.parent if path.suffix else Path())
+        return Source(str(source), text.removeprefix("\ufeff"), path.parent if path.suffix else Path())
     if not path.is_file() and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not path.exists():
@@ -232,7 +249,7 @@ def _import(folder: Path, target: str, is_file: bool, span: Span) -> ast.File:
 
 def _text(path: Path, name: str, span: Span = NOWHERE) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise Fault(Diagnostic("missing-file", f"`{name}` is not UTF-8 text", span)) from None
     except (OSError, ValueError) as error:
@@ -241,10 +258,14 @@ def _text(path: Path, name: str, span: Span = NOWHERE) -> str:
 
 
 def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
-    """The texts that diagnostics point into, by the names that their spans have: the source's, and files that it imports."""
+    """The texts that diagnostics point into, by the names that their spans have: the source's, files that it imports,
+    and flags of the command line."""
     found = {} if source is None else {source.name: source.text}
     for name in {s.file for d in diagnostics for s in (d.span, *(r for r, _ in d.related))} - found.keys():
+        if (flag := flag_text(name)) is not None:
+            found[name] = flag
+            continue
         path = Path(name)
         if path.is_file():
-            found[name] = path.read_text(encoding="utf-8", errors="replace")
+            found[name] = path.read_text(encoding="utf-8-sig", errors="replace")
     return found

@@ -14,15 +14,18 @@ from typing import Literal
 
 Kind = Literal["function", "loss"]
 Scope = Literal["row", "group"]
+Plain = Literal["bool", "int", "float", "str"]
+PLAIN: tuple[Plain, ...] = ("bool", "int", "float", "str")
 
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter: `words` are its option words, if it takes words."""
+    """A keyword-only parameter: `words` are its option words, if it takes words; `kind` is the plain type that it is annotated with."""
 
     name: str
     required: bool = False
     words: tuple[str, ...] = ()
+    kind: Plain | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def _signature(item: ast.FunctionDef) -> Signature:
         optional=frozenset(p.arg for p in columns) & with_default,
         text=frozenset(p.arg for p in columns if isinstance(p.annotation, ast.Name) and p.annotation.id == "str"),
         options=tuple(
-            Option(p.arg, default is None, _words(p.annotation))
+            Option(p.arg, default is None, _words(p.annotation), _plain(p.annotation))
             for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)
             if p.arg != "rng"
         ),
@@ -76,6 +79,19 @@ def _words(annotation: ast.expr | None) -> tuple[str, ...]:
     if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal")):
         return ()
     return tuple(c.value for c in ast.walk(annotation.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+
+
+def _plain(annotation: ast.expr | None) -> Plain | None:
+    """The plain type of an annotation such as `float`, `"float"`, `float | None` or `Optional[float]`; None where it has no one such."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal"):
+        return None
+    parts = [] if annotation is None else list(ast.walk(annotation))
+    names = [p.id if isinstance(p, ast.Name) else p.value for p in parts if isinstance(p, ast.Name | ast.Constant)]
+    found: set[Plain] = {p for p in PLAIN if p in names}
+    if found == {"int", "float"}:
+        found = {"float"}
+    others = {*names} - {*found, "int", "float", "None", "Optional", None}
+    return found.pop() if len(found) == 1 and not others else None
 
 
 def _scope(item: ast.FunctionDef) -> Scope:

@@ -52,6 +52,8 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     if "/" not in target and target not in (".", ".."):
         if target not in PRESETS:
             help = nearest(target, PRESETS) or "a folder is written with a slash: `./my-model`"
+            if _is_folder(folder / target):
+                help = f'for the folder beside the program write `"./{target}"`'
             raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))
         return _model(target, "", PRESETS[target], dtype, span)
     path = (folder / target).resolve()
@@ -68,6 +70,13 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     if not isinstance(content, dict):
         raise Fault(Diagnostic("unknown-model", f"`{target}/config.json` is not a JSON object", span))
     return _model(target, str(path), content, dtype, span)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
 
 
 def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:

@@ -129,6 +129,29 @@ def test_params_are_set(capsys: Capture) -> None:
     assert "did you mean `prompts`?" in capsys.readouterr().err
 
 
+def test_what_is_wrong_with_a_flag_is_underlined_in_it(capsys: Capture) -> None:
+    assert compile_main(["grpo", "--set", "prompts=", "--set", "group=-4"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "error[syntax]: expected a value, found the end\n --> --set prompts=:1:15\n  |\n1 | --set prompts=\n  |               ^\n"
+    )
+    assert " = note: `-4` comes from here\n  --> --set group=-4:1:13\n   |\n 1 | --set group=-4\n   |             ^^\n" in err
+
+
+def test_a_plan_is_no_program(capsys: Capture, tmp_path: Path) -> None:
+    assert compile_main([str(PAGE), "--format", "json", "-o", str(tmp_path / "plan.json")]) == 0
+    capsys.readouterr()
+    assert compile_main([str(tmp_path / "plan.json")]) == 1
+    err = capsys.readouterr().err
+    assert "error[syntax]: this is a plan, not a program\n" in err and "= help: run it with `msrl-run`\n" in err
+
+
+def test_a_byte_order_mark_is_skipped(capsys: Capture, tmp_path: Path) -> None:
+    (tmp_path / "mark.rlg").write_text("clustre pod { }\n", encoding="utf-8-sig")
+    assert compile_main([str(tmp_path / "mark.rlg")]) == 1
+    assert "1 | clustre pod { }\n  | ^^^^^^^\n" in capsys.readouterr().err
+
+
 def test_passes_are_listed_timed_and_shown(capsys: Capture) -> None:
     assert compile_main(["--list-passes"]) == 0
     names = capsys.readouterr().out.split()
@@ -235,3 +258,14 @@ def test_the_python_interface() -> None:
 
     with pytest.raises(AttributeError):
         msrl_graph.nothing  # noqa: B018
+
+
+def test_recomputation_is_advised_where_no_layout_helps_and_it_fits(tmp_path: Path, capsys: Capture) -> None:
+    program = tmp_path / "h100.rlg"
+    text = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"h100"')
+    program.write_text(text, encoding="utf-8")
+    assert compile_main([str(program), "--check"]) == 1
+    help = "this fits: `engine actor.update = fsdp { recompute = full }`"
+    assert capsys.readouterr().err.rstrip().endswith(help)
+    program.write_text(text.replace("  run {", "  engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
+    assert compile_main([str(program), "--check"]) == 0

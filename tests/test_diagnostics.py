@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from language import TESTS, context, diagnose
 
-from msrl_graph.compile import Source, translate
+from msrl_graph.compile import Source, texts, translate
 from msrl_graph.diagnostics import CODES, Diagnostic, Fault, render
 from msrl_graph.runtime import trainer
 
@@ -32,7 +32,8 @@ def told(program: str) -> str:
         found = diagnose(program, context(Path(), options.get("deploy"), options.get("model"), sets))
         if not any(d.severity == "error" for d in found):
             found += beyond(program, options, sets)
-    return "".join(render(d, {"program.rlg": program}) + "\n" for d in found)
+    sources = {**texts(None, found), "program.rlg": program}
+    return "".join(render(d, sources) + "\n" for d in found)
 
 
 def beyond(program: str, options: dict[str, str], sets: dict[str, str]) -> list[Diagnostic]:

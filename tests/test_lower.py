@@ -12,6 +12,7 @@ from language import PROGRAMS, TESTS, context, diagnose, lowered
 from msrl_graph.cluster import DEVICES, Figure
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import Lowered
+from msrl_graph.functions import signatures
 from msrl_graph.graph import Column, Dim, Edge, Expr, Graph
 from msrl_graph.layout import Layout
 from msrl_graph.plan import METRICS, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
@@ -124,12 +125,21 @@ def test_a_users_function_is_found_beside_the_program() -> None:
     assert signature.columns == ("response",) and Path(path).is_file()
 
 
-@pytest.mark.parametrize("content", [b"def length(response:", b"\xff\xfe", b"\x00", b"(" * 1000])
-def test_a_file_that_is_not_python_is_told(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"def length(response:", " at its line 1: '(' was never closed"),
+        (b"import math\n\ndef length(response)\n    return 1.0\n", " at its line 3: expected ':'"),
+        (b"\xff\xfe", ""),
+        (b"\x00", ": source code string cannot contain null bytes"),
+        (b"(" * 1000, " at its line 1: too many nested parentheses"),
+    ],
+)
+def test_a_file_that_is_not_python_is_told(content: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_bytes(content)
     text = PAGE.replace("math_verify()", '"mine.py:length"')
     (told,) = (d for d in diagnose(text, context(tmp_path)) if d.severity == "error")
-    assert (told.code, told.message) == ("unknown-function", "`mine.py` is not Python")
+    assert (told.code, told.message) == ("unknown-function", f"`mine.py` is not Python{why}")
 
 
 def test_columns_can_be_renamed() -> None:
@@ -255,6 +265,32 @@ def test_every_program_of_the_language_is_lowered_or_named_as_not_yet(path: Path
         assert codes == {"missing-file", "not-yet"}  # it imports an algorithm that is not there yet
     else:
         assert codes == {"not-yet"}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "kind", "words"),
+    [
+        ("bool", "bool", ()),
+        ("int", "int", ()),
+        ("float | None", "float", ()),
+        ("int | float", "float", ()),
+        ("'float'", "float", ()),
+        ("Optional[str]", "str", ()),
+        ("typing.Literal['a', 'b']", None, ("a", "b")),
+        ("list[int]", None, ()),
+        ("float | str", None, ()),
+        ("Tokens", None, ()),
+    ],
+)
+def test_an_option_has_the_type_of_its_annotation(annotation: str, kind: str | None, words: tuple[str, ...]) -> None:
+    (option,) = signatures(f"def f(reward, *, given: {annotation} = None): ...")["f"].options
+    assert (option.kind, option.words) == (kind, words)
+
+
+def test_a_whole_number_is_one_however_it_is_written() -> None:
+    update = lowered(PAGE.replace("lr = 1e-6", "lr = 1, warmup = 4 / 2")).graph.node("actor.update")
+    lr, warmup = update.attributes["optimizer"].args
+    assert (lr.value, warmup.value, type(warmup.value)) == (1, 2, int)
 
 
 def test_lowering_twice_gives_the_same() -> None:

@@ -38,6 +38,14 @@ def test_what_tensor_parallelism_divides(name: str) -> None:
     assert {n: tensors[n].tp_dim for n in divided} == divided
 
 
+def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(Fault) as caught:
+        load("model", tmp_path)
+    (told,) = caught.value.diagnostics
+    assert (told.message, told.help) == ("no model preset is called `model`", 'for the folder beside the program write `"./model"`')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", [None, "tied", "llama"])
 def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -> None:

@@ -104,6 +104,20 @@ def test_words_of_statements_are_names_where_no_statement_can_begin() -> None:
         parse(f"algorithm a {{ columns {{ {name} : f32 }} }}", "n")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_program() -> None:
+    text = 'cluster pod {\n  device = "cpu"\n}\n'
+    assert parse("\ufeff" + text, "pod.rlg") == parse(text, "pod.rlg")
+    with pytest.raises(Fault) as caught:
+        parse("\ufeffclustre pod { }", "pod.rlg")
+    assert caught.value.diagnostics[0].span == Span("pod.rlg", 1, 1, 1, 8)
+
+
+@pytest.mark.parametrize("between", [", ", ",\n", "\n", "  # a comment\n", "\n, ", " ,"])
+def test_attributes_end_with_a_comma_or_a_new_line(between: str) -> None:
+    (cluster,) = parse(f"cluster pod {{ nodes = 1{between}devices_per_node = 2 }}", "n").items
+    assert isinstance(cluster, ast.Cluster) and [a.key.text for a in cluster.attrs] == ["nodes", "devices_per_node"]
+
+
 def test_a_range_is_two_whole_numbers() -> None:
     (deploy,) = parse("deploy a on b { place c, d.e together on nodes 0..47 devices 3 }", "r").items
     assert isinstance(deploy, ast.Deploy)

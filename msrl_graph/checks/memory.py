@@ -23,7 +23,7 @@ def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> li
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice that would move weights is empty words where the search has found that no layout helps.
             layout = nearest(worst) if place == "device" else ""
-            help = [table(phases), layout, "" if layout.startswith("no other") else _advice(plan, worst)]
+            help = [table(phases), layout, "" if layout.startswith(("no other", "this fits")) else _advice(plan, worst)]
             found.append(Diagnostic("out-of-memory", message, span, "\n".join(filter(None, help))))
     return found
 

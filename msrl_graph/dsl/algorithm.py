@@ -58,6 +58,7 @@ class _Algorithm:
         self.callers: list[Caller] = []
         self.patched: set[str] = set()
         self.doubled: set[str] = set()
+        self.meant: set[str] = set()  # names that a node with a misspelt worker or verb may be meant to have
 
     def lower(self, overrides: Sequence[Override]) -> Lowering:
         self._declare()
@@ -69,6 +70,7 @@ class _Algorithm:
         self._lower_source()
         for node in self._statements(ast.Node):
             self._lower_node(node)
+        self._find_meant()
         for edge in self._statements(ast.Edge):
             self.add_edges(edge)
         for statement in self.algorithm.body:
@@ -79,7 +81,7 @@ class _Algorithm:
                 if isinstance(statement, ast.Drop):
                     raise mistake("not-yet", "`drop` cannot be compiled yet", statement.span, "remove the declaration itself")
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
-        return Lowering(self._graph(), self.nodes, used)
+        return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
 
     def _statements(self, kind: type[T]) -> Iterator[T]:
         return (s for s in self.algorithm.body if isinstance(s, kind))
@@ -179,7 +181,8 @@ class _Algorithm:
         with self.problems.catching():
             if kind != "function" and kind not in KINDS:
                 known = ("function", *KINDS)
-                self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, kind, worker.span)
+                # No model is asked for: which one it has follows from the kind.
+                self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, "", worker.span)
                 raise mistake("unknown-name", f"no kind of worker is called `{kind}`", worker.kind.span, nearest(kind, known))
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
@@ -230,7 +233,10 @@ class _Algorithm:
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
         per, attributes = "row", dict[str, Expr]()
-        # The verb that the kind does not have is told by a check, for graphs of the Python API too; its attributes mean nothing.
+        if kind in KINDS and not statement:
+            # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its attributes mean nothing.
+            help = nearest(verb, KINDS[kind])
+            self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
             caller = Caller(name, reads, self.columns, self.library, self.folder, self.problems)
             self.callers.append(caller)
@@ -245,6 +251,17 @@ class _Algorithm:
             if statement == "function" and "call" in attributes:
                 self._taken(node, attributes["call"], caller)
         self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head)
+
+    def _find_meant(self) -> None:
+        """What edges may call nodes whose worker or verb is misspelt: the mistake is told once, at the node."""
+        for name, node in self.nodes.items():
+            kind = self.workers[node.worker].kind if node.worker in self.workers else ""
+            if name != f"{node.worker}.{node.verb}":
+                continue
+            if not kind and self.declared.get(node.worker, ("",))[0] != "worker":
+                self.meant |= {f"{w}.{node.verb}" for w in self.workers} - self.nodes.keys()
+            elif node.verb not in KINDS.get(kind, (node.verb,)):
+                self.meant |= {f"{node.worker}.{v}" for v in KINDS[kind]} - self.nodes.keys()
 
     def _known(self, names: Sequence[ast.Name], node: str, reading: bool) -> tuple[str, ...]:
         """The names that are columns; others are told, except states, whose declaration is told of itself."""
@@ -303,8 +320,8 @@ class _Algorithm:
     def _is_node(self, ref: ast.Ref) -> bool:
         if ref.text in self.nodes:
             return True
-        if ref.text == "source" or ref.text in self.patched:
-            return False  # told where it is missing
+        if ref.text == "source" or ref.text in self.patched or ref.text in self.meant:
+            return False  # told where it is missing, or misspelt
         self.problems.found += unknown_node(ref, self.nodes, self.workers).diagnostics
         return False
 

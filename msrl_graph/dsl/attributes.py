@@ -5,11 +5,13 @@ Invariant: what is not in the table is refused as unknown, what is in it as `Not
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..cluster import DEVICES
 from ..diagnostics import Span, nearest
 from ..graph import Expr
 from . import ast
@@ -35,17 +37,20 @@ class Number:
     above: bool = False  # `low` itself is out
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        value = evaluate(expr, names)
+        return self.fit(f"`{key}`", evaluate(expr, names), origin(expr, names))
+
+    def fit(self, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+        """The value as this number, or a Fault that calls it `what`."""
         if value.kind == "quantity":
-            raise mistake("bad-unit", f"`{key}` takes a plain number, and this has a unit", expr.span, related=origin(expr, names))
+            raise mistake("bad-unit", f"{what} takes a plain number, and this has a unit", value.span, related=related)
         number = value.value
         if isinstance(number, int | float) and number > self.high == MOST:
-            raise mistake("bad-value", f"`{key}` is too large", expr.span, related=origin(expr, names))
+            raise mistake("bad-value", f"{what} is too large", value.span, related=related)
         fits = value.kind == "number" and isinstance(number, int | float) and self.low <= number <= self.high
         if not fits or (self.above and number == self.low) or (self.whole and not float(number).is_integer()):  # type: ignore[arg-type]
-            raise mistake("bad-value", f"`{key}` takes {self}, not {shown(value)}", expr.span, related=origin(expr, names))
+            raise mistake("bad-value", f"{what} takes {self}, not {shown(value)}", value.span, related=related)
         assert isinstance(number, int | float)
-        return Expr("number", int(number) if self.whole else number, span=expr.span)
+        return Expr("number", int(number) if self.whole else number, span=value.span)
 
     def __str__(self) -> str:
         what = "a whole number" if self.whole else "a number"
@@ -79,11 +84,16 @@ class Words:
 
 @dataclass(frozen=True)
 class String:
-    """A string; with `several`, a list of them too."""
+    """A string; with `several`, a list of them too. `known` are those that someone may write without quotes by mistake."""
 
     several: bool = False
+    known: tuple[str, ...] = ()
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and expr.text not in names.params:
+            close = difflib.get_close_matches(expr.text, self.known, n=1)
+            help = f'write `"{close[0] if close else expr.text}"`'
+            raise mistake("bad-value", f"`{key}` takes a string between double quotes", expr.span, help)
         value = evaluate(expr, names)
         items = value.args if self.several and value.kind == "list" else (value,)
         if any(item.kind != "string" for item in items):
@@ -198,7 +208,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "every": Only(1, "leave it out: every version is sent"),
     },
     "cluster": {
-        "device": String(),
+        "device": String(known=tuple(DEVICES)),
         "nodes": COUNT,
         "devices_per_node": COUNT,
         "network": RATE,

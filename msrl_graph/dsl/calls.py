@@ -7,19 +7,21 @@ a function in a file is named `path/to/file.py:function`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..diagnostics import Span, nearest
-from ..functions import Kind, Option, Signature, signatures
+from ..functions import Kind, Option, Plain, Signature, signatures
 from ..graph import Expr
 from . import ast
-from .attributes import COUNT, Number, Words, shown
+from .attributes import COUNT, Number, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 _ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), Option("weight_decay"), Option("warmup"))
 OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
+# What an option of each plain type takes, in words.
+TYPES = {"bool": "`true` or `false`", "int": "a whole number", "float": "a number", "str": "a string between double quotes"}
 ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0), "warmup": COUNT}
 
 
@@ -57,20 +59,22 @@ class Caller:
 
     def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
         column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
-        known = (*signature.columns, *(o.name for o in signature.options))
+        options = tuple(o.name for o in signature.options)
+        known = (*signature.columns, *options)
+        fitting, what = (signature.columns, "columns") if column else (options, "options")
         if arg.key is not None:
             key = arg.key.text
             if key not in known:
-                help = nearest(key, known) or ("" if known else "it takes none")
+                close = nearest(key, known)
+                help = close if close.startswith("did") else nearest(key, fitting) or ("" if fitting else f"it takes no {what}")
                 raise mistake("unknown-option", f"`{signature.name}` has no parameter `{key}`", arg.key.span, help)
             if key in given:
                 note = ((given[key], "given here first"),)
                 raise mistake("duplicate-name", f"`{key}` is given twice", arg.key.span, related=note)
         else:
-            free = [k for k in (signature.columns if column else (o.name for o in signature.options)) if k not in given]
+            free = [k for k in fitting if k not in given]
             if not free:
-                what = "columns" if column else "options"
-                help = "it takes none" if not known else "its parameters are " + ", ".join(f"`{k}`" for k in known)
+                help = f"its {what} are " + ", ".join(f"`{k}`" for k in fitting) if fitting else f"it takes no {what}"
                 raise mistake("unknown-option", f"`{signature.name}` takes no more {what}", arg.span, help)
             key = free[0]
         if key in signature.columns:
@@ -91,7 +95,7 @@ class Caller:
 
     def _option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if option.words:
-            return Words(option.words).read(option.name, expr, names)
+            return self._word(expr, signature, option, names)
         if isinstance(expr, ast.NameExpr) and expr.text not in names.params and expr.text not in names.others:
             words = [w for o in signature.options for w in o.words]
             known = [*names.params, *words]
@@ -99,7 +103,28 @@ class Caller:
         value = evaluate(expr, names)
         if value.kind == "quantity":
             raise mistake("bad-unit", f"`{option.name}` takes a plain number, and this has a unit", expr.span)
-        return value
+        return value if option.kind is None else _typed(option.kind, value, f"`{option.name}` of `{signature.name}`", origin(expr, names))
+
+    def _word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and (expr.text in option.words or expr.text not in names.params):
+            return Words(option.words).read(option.name, expr, names)
+        value = evaluate(expr, names)
+        if isinstance(expr, ast.NameExpr) and value.value in option.words:
+            return Expr("word", value.value, span=expr.span)
+        words = " or ".join(f"`{w}`" for w in option.words)
+        help = f"write `{value.value}`, without quotes" if value.value in option.words else ""
+        message = f"`{option.name}` of `{signature.name}` takes {words}, not {shown(value)}"
+        raise mistake("bad-value", message, expr.span, help, origin(expr, names))
+
+
+def _typed(kind: Plain, value: Expr, what: str, related: tuple[tuple[Span, str], ...]) -> Expr:
+    """The value if it is of an option's type; a number without a fraction is a whole number however it is written."""
+    number = value.value if value.kind == "number" else None
+    if kind == "int" and isinstance(number, int | float) and float(number).is_integer():
+        return Expr("number", int(number), span=value.span)
+    if value.kind != {"bool": "bool", "int": "", "float": "number", "str": "string"}[kind]:
+        raise mistake("bad-value", f"{what} takes {TYPES[kind]}, not {shown(value)}", value.span, related=related)
+    return value
 
 
 @dataclass(frozen=True)
@@ -126,10 +151,13 @@ class FunctionCall:
             raise mistake("bad-value", f'`"{target}"` names no function', span, 'write `"file.py:function"`')
         path = self.caller.folder / file
         try:
-            found = signatures(path.read_text(encoding="utf-8"))
+            found = signatures(path.read_text(encoding="utf-8-sig"))
         except OSError:
             raise mistake("missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder") from None
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except SyntaxError as error:
+            where = f" at its line {error.lineno}" if error.lineno else ""
+            raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
+        except (ValueError, RecursionError, MemoryError):
             raise mistake("unknown-function", f"`{file}` is not Python", span) from None
         if name not in found:
             raise mistake("unknown-function", f"`{file}` has no function `{name}`", span, nearest(name, found))
@@ -183,6 +211,10 @@ class Loss:
             return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
         if expr.op not in ("+", "-", "*"):
             raise mistake("bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span)
+        if expr.op != "*" and "number" in (left.kind, right.kind):
+            alone = left if left.kind == "number" else right
+            help = "multiply a term by it, or leave it out: a constant changes no gradient"
+            raise mistake("bad-value", f"`{alone}` is a number, which is no term of a loss", alone.span, help)
         return Expr(expr.op, args=(left, right), span=expr.span)
 
 
@@ -197,6 +229,7 @@ class Optimizer:
             help = nearest(expr.name.text, OPTIMIZERS)
             raise mistake("unknown-function", f"no optimizer is called `{expr.name.text}`", expr.name.span, help)
         call = self.caller.call(expr, OPTIMIZERS[expr.name.text], names)
+        args: list[Expr] = []
         for option, value in zip(call.keys, call.args, strict=True):
             with self.caller.problems.catching():
                 if option == "betas":
@@ -204,9 +237,10 @@ class Optimizer:
                     if not len(value.args) == len(betas) == 2:
                         help = "write `betas = [0.9, 0.999]`"
                         raise mistake("bad-value", "`betas` takes two numbers from 0 to below 1", value.span, help)
-                elif value.kind != "number" or not isinstance(value.value, int | float) or not _fits(ADAMW[option], value.value):
-                    raise mistake("bad-value", f"`{option}` takes {ADAMW[option]}, not {shown(value)}", value.span)
-        return call
+                    args.append(value)
+                else:
+                    args.append(ADAMW[option].fit(f"`{option}` of `{expr.name.text}`", value))
+        return replace(call, args=tuple(args) if len(args) == len(call.args) else call.args)
 
 
 @dataclass(frozen=True)
@@ -231,10 +265,6 @@ def _bare(expr: ast.Expr) -> bool:
 
 def _no_constant(expr: ast.Expr) -> Expr:
     raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
-
-
-def _fits(kind: Number, value: float) -> bool:
-    return kind.low < value if kind.above else kind.low <= value
 
 
 def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:

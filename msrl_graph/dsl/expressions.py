@@ -35,6 +35,8 @@ ARITHMETIC: dict[str, Callable[[float, float], float]] = {
     "//": operator.floordiv,
     "%": operator.mod,
 }
+RATED = {p + base for p in (*PREFIXES, *BINARY) for base in ("B", "FLOP")}
+SECOND = ("s", "sec", "secs", "second", "seconds")
 UNIT_NAMES = {
     "": "a plain number",
     "B": "bytes",
@@ -111,10 +113,17 @@ def evaluate(expr: ast.Expr, names: Names) -> Expr:
             return Expr("list", args=tuple(evaluate(item, names) for item in expr.items), span=expr.span)
         case ast.Call():
             raise mistake("bad-value", f"a value stands here, and `{expr.name.text}(…)` is a call", expr.span)
-    left = evaluate(expr.left, names)
     right = expr.right
+    if isinstance(right, ast.NameExpr) and expr.op == "//" and right.text not in (*names.params, *names.others):
+        help = nearest(right.text, names.params)
+        help = help if help.startswith("did") else "comments begin with `#`"
+        raise mistake("unknown-name", f"nothing is called `{right.text}`", right.span, help)
+    left = evaluate(expr.left, names)
     if isinstance(right, ast.NameExpr) and left.unit and expr.op == "/" and right.text not in (*names.params, *names.others):
-        raise mistake("unknown-unit", f"`{right.text}` is no unit", right.span, "a rate has the unit `B/s` or `FLOP/s`, as in `300 MB/s`")
+        help = "a rate has the unit `B/s` or `FLOP/s`, as in `300 MB/s`"
+        if isinstance(expr.left, ast.Literal_) and expr.left.unit in RATED and right.text.lower() in SECOND:
+            help = f"did you mean `{expr.left.unit}/s`?"
+        raise mistake("unknown-unit", f"`{right.text}` is no unit", right.span, help)
     return fold(expr.op, left, evaluate(expr.right, names), expr.span)
 
 

@@ -21,7 +21,7 @@ from .calls import Library
 from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
 from .expressions import Problems, mistake
 from .params import Override
-from .parse import parse_expr
+from .parse import parse_set
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.Set)] if deploy else []
     for name, text in context.sets.items():
         with problems.catching():
-            overrides.append(Override(ast.Name(name, NOWHERE), parse_expr(text, f"--set {name}")))
+            overrides.append(Override(*parse_set(name, text)))
     chosen: ast.Algorithm | None = None
     if deploy:
         chosen = _named(deploy.algorithm, algorithms, "algorithm", broken, problems)

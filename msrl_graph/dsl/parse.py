@@ -24,11 +24,13 @@ from .syntax import explain
 
 # Deep enough for any program that a person writes; shallow enough that no pass over the tree runs out of stack.
 MAX_DEPTH = 64
+FLAG = "--set "
 ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
 
 
 def parse(text: str, file: str) -> ast.File:
     """The tree of a program; `file` is the name that diagnostics show."""
+    text = text.removeprefix("\ufeff")  # a mark of some editors, not of the program
     tree = _tree(text, file, "start")
     build = _Builder(file)
     items = tuple(build.item(child) for child in tree.children)
@@ -39,8 +41,21 @@ def parse(text: str, file: str) -> ast.File:
 
 
 def parse_expr(text: str, file: str) -> ast.Expr:
-    """The tree of one expression, such as the value of `--set NAME=VALUE`."""
+    """The tree of one expression."""
     return _Builder(file).expr(_tree(text, file, "expr"))
+
+
+def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
+    """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see `flag_text`)."""
+    lead = f"{FLAG}{name}="
+    file = lead + value
+    # With blanks for what stands before it, the value's parts have their columns in the flag.
+    return ast.Name(name, Span(file, 1, len(FLAG) + 1, 1, len(lead))), parse_expr(" " * len(lead) + value, file)
+
+
+def flag_text(file: str) -> str | None:
+    """The text behind the name of a file that `parse_set` made up."""
+    return file if file.startswith(FLAG) else None
 
 
 @cache
@@ -106,7 +121,17 @@ class _Builder:
     def attrs(self, tree: Tree[Token] | None) -> tuple[ast.Attr, ...]:
         if tree is None:
             return ()
-        return tuple(ast.Attr(self.name(key.children[0]), self.expr(value), self.span(attr)) for attr, key, value in _pairs(tree))
+        attrs: list[ast.Attr] = []
+        ended = True
+        for attr, comma in zip(tree.children[::2], tree.children[1::2], strict=True):
+            key, value = _trees(attr)
+            span = self.span(attr)
+            if not ended and span.line == attrs[-1].span.end_line:
+                help = "attributes end with a comma or a new line"
+                self.fail(f"a comma is missing before `{key.children[0]}`", key, help)
+            attrs.append(ast.Attr(self.name(key.children[0]), self.expr(value), span))
+            ended = comma is not None
+        return tuple(attrs)
 
     # Items and statements
 
@@ -299,9 +324,5 @@ def _tokens(tree: Any) -> list[Token]:
     return [t for t in tree.children if t is not None]
 
 
-def _trees(tree: Any) -> list[Tree[Token]]:
+def _trees(tree: Any) -> list[Any]:
     return list(tree.children)
-
-
-def _pairs(tree: Any) -> list[tuple[Any, Any, Any]]:
-    return [(attr, *attr.children) for attr in tree.children]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lark import UnexpectedCharacters, UnexpectedInput
 from lark.exceptions import UnexpectedToken
@@ -50,6 +51,9 @@ SCAN = re.compile(
     |(?P<number>[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?)|(?P<sign><=|->|=>|==|!=|>=|//|\.\.|.)""",
     re.VERBOSE | re.DOTALL,
 )
+# What someone may write without quotes where a string belongs.
+BARE = re.compile(r"\.{0,2}/?[A-Za-z_][\w./-]*")
+COMMENTS = "comments begin with `#`"
 CLOSES = {"}": "{", ")": "(", "]": "["}
 
 
@@ -67,7 +71,7 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
     if isinstance(error, UnexpectedCharacters):
         at = error.pos_in_stream or 0
         here = next((p for p in pieces if p.start >= at), pieces[-1])
-        return _character(text, here)
+        return _comment([p for p in pieces if p.start < at], here) or _character(text, here)
     assert isinstance(error, UnexpectedToken)
     at = error.token.start_pos if error.token.type != "$END" else len(text)
     before = [p for p in pieces if p.start < at]
@@ -76,7 +80,16 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
     if start == "expr":
         return _generic(here, expected, before)
     head, brackets = _brackets(before)
-    for told in (_unit(before, here, text), _ends(here, brackets), _misplaced(here, before, head, brackets)):
+    guesses = (
+        _comment(before, here),
+        _quotes(before, here, text, expected),
+        _joined(before, here, text),
+        _unit(before, here, text),
+        _ends(here, brackets),
+        _frozen(before),
+        _misplaced(here, before, head, brackets),
+    )
+    for told in guesses:
         if told:
             return told
     return _generic(here, expected, before)
@@ -95,7 +108,8 @@ def _scan(text: str, file: str) -> list[_Piece]:
         if match.lastgroup != "blank":
             kind = next(k for k in ("string", "name", "number", "sign") if match[k] is not None)
             pieces.append(_Piece(kind, match[0], match.start(), Span(file, *place(match.start()), *place(match.end()))))
-    end = pieces[-1].span if pieces else Span(file, 1, 1, 1, 1)
+    last = place(len(text))
+    end = pieces[-1].span if pieces else Span(file, *last, *last)
     line, column = end.end_line, end.end_column
     return [*pieces, _Piece("end", "", len(text), Span(file, line, column, line, column))]
 
@@ -125,6 +139,49 @@ def _character(text: str, here: _Piece) -> Diagnostic:
     return Diagnostic("syntax", f"{_quote(here.text)} is no sign of the language", span, help)
 
 
+def _comment(before: list[_Piece], here: _Piece) -> Diagnostic | None:
+    """`// words`: a comment of another language, whose words the parser takes for values at first."""
+    row = [p for p in (*before, here) if p.span.line >= (before[-1] if before else here).span.line]
+    for sign, word, after in zip(row, row[1:], row[2:], strict=False):
+        if sign.text == "//" and word.kind == after.kind == "name" and sign.span.line == after.span.line:
+            return Diagnostic("syntax", "`//` begins no comment", sign.span, COMMENTS)
+    return None
+
+
+def _quotes(before: list[_Piece], here: _Piece, text: str, expected: set[str]) -> Diagnostic | None:
+    """A string without quotes where one belongs: `qwen2.5-7b`, `./model`."""
+    match = BARE.match(text, here.start) if "STRING" in expected and here.text not in RESERVED else None
+    return _unquoted(here, match[0]) if match and ("NAME" not in expected or "/" in match[0]) else None
+
+
+def _joined(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
+    """A string without quotes that was read as a difference, up to where its next part is no value: `ascend-910c`."""
+    for equals, first in pairwise(before):
+        match = BARE.match(text, first.start)
+        if equals.text == "=" and match and "-" in match[0] and re.search(r"[0-9][A-Za-z]|\.", match[0]):
+            last = max((p for p in before if p.start < match.end()), key=lambda p: p.start)
+            # The parser stumbles on the part itself, or on what follows it.
+            if here.start < match.end() or last is before[-1]:
+                return _unquoted(first, match[0])
+    return None
+
+
+def _unquoted(first: _Piece, name: str) -> Diagnostic:
+    at = first.span
+    span = Span(at.file, at.line, at.column, at.line, at.column + len(name))
+    return Diagnostic("syntax", "a string stands between double quotes", span, f'write `"{name}"`')
+
+
+def _frozen(before: list[_Piece]) -> Diagnostic | None:
+    """`worker NAME : KIND word`: the parser takes the word for the start of an edge, and stumbles on what follows it."""
+    if len(before) < 5:
+        return None
+    first, _, colon, kind, word = before[-5:]
+    if first.text != "worker" or colon.text != ":" or word.kind != "name" or word.span.line != kind.span.line:
+        return None
+    return Diagnostic("syntax", f"`{word.text}` cannot follow a worker's kind", word.span, nearest(word.text, ("frozen",)))
+
+
 def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     """A number and a word that is no unit: the parser stumbles on the word, or on what follows it."""
     row = [*before, here]
@@ -138,6 +195,11 @@ def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
 def unit_help(word: str) -> str:
     if word.startswith("_"):
         return "a number is written without `_`"
+    if rate := re.fullmatch(r"([kmgtp]?i?)(b|flop)(?:ps|s|/s|psec)", word, re.IGNORECASE):
+        base = "B" if rate[2].lower() == "b" else "FLOP"
+        prefix = rate[1].upper().replace("I", "i")
+        bits = " (8 bits are a byte)" if word[len(prefix)] == "b" else ""
+        return f"did you mean `{prefix}{base}/s`?{bits}"
     same = [u for u in UNITS if u.lower() == word.lower()]
     known = "units are B KB MB GB TB KiB MiB GiB TiB and FLOP, each with `/s` for a rate, and us ms s min h"
     return f"did you mean `{same[0]}`?" if same else nearest(word, UNITS) or known
@@ -161,6 +223,8 @@ def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Pi
     """A statement where another kind of statement belongs; a word that is nearly a statement's."""
     last = before[-1] if before else None
     if not brackets:
+        if here.text == "{" and not before:
+            return Diagnostic("syntax", "this is a plan, not a program", here.span, "run it with `msrl-run`")
         if here.text in ("}", ")", "]"):
             return Diagnostic("syntax", f"this `{here.text}` closes nothing", here.span, "remove it, or open its block before")
         if head and last and last.text != "}" and not _whole(before, head):
@@ -182,11 +246,18 @@ def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Pi
         words, other, name = (ALGORITHM, DEPLOY, "a deploy, not in an algorithm") if head == "algorithm" else (DEPLOY, ALGORITHM, "")
         if name and last.text in other and head == "algorithm":
             return Diagnostic("syntax", f"`{last.text}` belongs in {name}", last.span)
-        if here.kind == "name" and head in ("algorithm", "deploy") and last.text not in words:
-            help = nearest(last.text, words)
-            if help.startswith("did"):
-                return Diagnostic("syntax", f"`{last.text}` begins no statement", last.span, help)
+        if head in ("algorithm", "deploy") and last.text not in words and _begins(before) and here.text not in ("->", "=>"):
+            lead = "param" if head == "algorithm" else "set"
+            help = f"write `{lead} {last.text} = …`" if here.text == "=" else nearest(last.text, words)
+            return Diagnostic("syntax", f"no statement begins with `{last.text}`", last.span, help)
     return None
+
+
+def _begins(before: list[_Piece]) -> bool:
+    """Whether the last piece is where a statement would begin: at the start of its line, or behind a brace."""
+    if len(before) < 2 or before[-2].text in ("{", "}"):
+        return True
+    return before[-2].span.end_line < before[-1].span.line and before[-2].text not in (",", "->", "=>", ".", "=", ":")
 
 
 def _whole(before: list[_Piece], head: str) -> bool:
@@ -202,7 +273,9 @@ def _generic(here: _Piece, expected: set[str], before: list[_Piece]) -> Diagnost
     elif here.text == "." and expected >= VALUE:
         help = "a number has a digit before its point, as in `0.5`"
     elif here.text == "//":
-        help = "a comment begins with `#`"
+        help = COMMENTS
+    elif here.text == "]" and len(before) > 1 and before[-1].text == "[" and before[-2].kind == "name":
+        help = f"write the bound, as in `{before[-2].text}[<= n]`"
     elif here.text == "." and before and before[-1].kind == "number":
         help = "a number has digits on both sides of its point"
     return Diagnostic("syntax", f"expected {_expected(expected)}, found {found}", here.span, help)
