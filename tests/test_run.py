@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,10 @@ class Place:
         command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())", *arguments]
         variables = {**os.environ, "TMPDIR": str(self.temporary), **environment}
         variables.pop("MSRL_DEBUG", None)
-        return subprocess.Popen(command, cwd=self.folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # Whoever started the tests in the background may have had SIGINT ignored, which children inherit.
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(command, cwd=self.folder, env=variables, preexec_fn=heed, **pipes)
 
     def run(self, *arguments, **environment):
         process = self.start(*arguments, **environment)
