@@ -1,5 +1,7 @@
 """Engines on one rank: weights read and written, bf16 with float32 masters, sampling against torch, stops and filters."""
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +112,13 @@ def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     extra = models.Tensor("model.none.weight", (2, 2))
     with pytest.raises(FileNotFoundError, match=r"no weights for model\.none\.weight"):
         transformer.read(m, {**boxes, extra.name: (extra, full(extra.shape))})
+
+
+def test_dropout_in_a_config_makes_no_noise(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLE / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    engine = fsdp.Engine(models.load(str(folder), tmp_path, None, NOWHERE), Layout(), 0, None, False, {})
+    packed = pack([ragged(PROMPTS, np.int32)], ragged([np.array([3, 4, 1])] * 3, np.int32), np.arange(3))
+    assert torch.equal(engine.logp(packed, 1.0), engine.logp(packed, 1.0))

@@ -1,14 +1,20 @@
 """Function nodes: what they see, and what is said when they return what their columns cannot hold."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from msrl_graph.graph import Column, Dim, Expr, Graph, Node
+from msrl_graph import models
+from msrl_graph.graph import Column, Dim, Expr, Graph, Node, Worker
 from msrl_graph.plan import Deploy, Plan, Run
-from msrl_graph.runtime import columns
+from msrl_graph.runtime import columns, trainer
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.functions import _Function
+from msrl_graph.runtime.functions import _Function, _tokenizer
 from msrl_graph.runtime.report import RunError
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
 
 class Letters:
@@ -109,3 +115,24 @@ def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writ
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     with pytest.raises(RunError, match=r"mine\.py \(line 0 of the program\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
         call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))
+
+
+def test_prompts_are_neither_padded_nor_cut_whatever_the_tokenizers_file_says(tmp_path):
+    from tokenizers import Tokenizer
+
+    stored = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
+    stored.enable_padding(length=9)
+    stored.enable_truncation(5)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    graph = Graph("g", {}, (), (Worker("actor", "policy", model="policy"),), (), (), (1,))
+    model = replace(models.load("./model", EXAMPLE), path=str(tmp_path))
+    tokenizer = _tokenizer(Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {})))
+    assert [len(e.ids) for e in tokenizer.encode_batch(["37+48=", "1+1="], add_special_tokens=False)] == [6, 4]
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deploy("d", {}, {}, {}, {}))
+    one = trainer._folder(plan, None)
+    (one).mkdir(parents=True)
+    assert trainer._make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
