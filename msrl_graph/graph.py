@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import networkx as nx
 
@@ -38,6 +38,20 @@ class Expr:
     keys: tuple[str, ...] = ()
     unit: str = ""
     span: Span = NOWHERE
+
+    def literal(self) -> Any:
+        """The Python value of a literal, a word, or a list of them."""
+        if self.kind == "list":
+            return [a.literal() for a in self.args]
+        return -self.args[0].literal() if self.kind == "neg" else self.value
+
+    def options(self) -> dict[str, Any]:
+        """The options of a call, by name: its arguments but for the columns that they bind."""
+        return {k: a.literal() for k, a in zip(self.keys, self.args, strict=True) if a.kind != "column"}
+
+    def columns(self) -> dict[str, str]:
+        """The columns that a call binds to parameters of other names, by parameter."""
+        return {k: str(a.value) for k, a in zip(self.keys, self.args, strict=True) if a.kind == "column"}
 
     def __str__(self) -> str:
         if self.kind == "call":

@@ -50,7 +50,7 @@ def call(tmp_path, source, writes, per="row", arguments=()):
     function = _Function(node, plan, Letters())
     units = np.arange(4) if per == "row" else np.arange(2) if per == "prompt" else np.zeros(1, int)
     batch = Batch(
-        Share(units, {}, 4, 4, {}, 0, True), np.arange(4), 2,
+        Share(units, {}, 4, 4, {}, 0, True), np.arange(4),
         {
             "answer": columns.texts(["x", "x", "y", "y"]),
             "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),

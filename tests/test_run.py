@@ -51,6 +51,13 @@ class Place:
         out, err = process.communicate(timeout=200)
         return process.returncode, out, err
 
+    def wait_for_lines(self, out, count):
+        """Until the run has written so many lines of metrics."""
+        log = self.folder / out / "metrics.jsonl"
+        until = time.monotonic() + 120
+        while not (log.exists() and log.read_text().count("\n") >= count) and time.monotonic() < until:
+            time.sleep(0.2)
+
     def processes(self):
         """The processes that were started with this temporary folder, and have not ended."""
         found = []
@@ -330,10 +337,7 @@ def test_a_deadline_is_told_by_the_dock_under_tensor_parallelism_too_and_work_th
 def test_a_run_that_is_asked_to_end_leaves_nothing(place, signal_):
     place.write()
     process = place.start("p.rlg", *SMALL, "--out", "results")
-    log = place.folder / "results" / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") > 2) and time.monotonic() < until:
-        time.sleep(0.2)
+    place.wait_for_lines("results", 3)
     process.send_signal(signal_)
     _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if signal_ == signal.SIGINT else 143), err
@@ -345,10 +349,7 @@ def test_a_run_that_is_asked_to_end_leaves_nothing(place, signal_):
 def test_a_rank_that_is_killed_ends_the_run(place):
     place.write()
     process = place.start("p.rlg", *SMALL, "--out", "results")
-    log = place.folder / "results" / "metrics.jsonl"
-    until = time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") > 3) and time.monotonic() < until:
-        time.sleep(0.2)
+    place.wait_for_lines("results", 4)
     ranks = [p for p in place.processes() if b"ray::Rank" in Path(f"/proc/{p}/cmdline").read_bytes()]
     assert len(ranks) == 2
     os.kill(ranks[1], signal.SIGKILL)

@@ -128,7 +128,7 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
     page.console.print()
     samples, reshards = len(graph.samples()), len(graph.reshards())
     page.console.print(
-        Text(f"Graph: {_n(len(graph.nodes), 'state')}, {_n(samples, 'sample edge')}, {_n(reshards, 'reshard')}.", style="bold")
+        Text(f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}.", style="bold")
     )
     return page.text()
 
@@ -152,7 +152,7 @@ def _head(page: _Page, plan: Plan) -> None:
         page.line(f"model {name}: {model.name}, {_many(model.parameters)} parameters, {model.dtype}")
     for name, data in plan.deploy.data.items():
         page.line(f"data {name}: {data.path}")
-    kind = f"{_n(cluster.nodes, 'host')} of {_n(cluster.devices_per_node, 'device')} `{device.name}`"
+    kind = f"{many(cluster.nodes, 'host')} of {many(cluster.devices_per_node, 'device')} `{device.name}`"
     page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
     rows = [("device memory", size(device.memory.value), device.memory)]
     rows += [
@@ -174,7 +174,7 @@ def _head(page: _Page, plan: Plan) -> None:
 def _rows(graph: Graph) -> str:
     """Prompts, and responses a prompt."""
     prompts, *more = graph.rows
-    return " x ".join([_n(prompts, "prompt"), *(_n(n // max(1, prompts), "response") for n in more)])
+    return " x ".join([many(prompts, "prompt"), *(many(n // max(1, prompts), "response") for n in more)])
 
 
 def _pools(page: _Page, plan: Plan) -> None:
@@ -182,7 +182,7 @@ def _pools(page: _Page, plan: Plan) -> None:
     for pool in sorted({p.pool for p in plan.placements}):
         states = [p for p in plan.placements if p.pool == pool]
         on_devices = pool == "devices"
-        what = f"{_n(plan.cluster.devices, 'device')}, shared by all states in turn" if on_devices else "the hosts' CPUs"
+        what = f"{many(plan.cluster.devices, 'device')}, shared by all states in turn" if on_devices else "the hosts' CPUs"
         page.heading(f"Pool {pool}", what)
         if on_devices:
             rows = []
@@ -219,9 +219,9 @@ def _layout(layout: Layout) -> str:
 
 def _docks(page: _Page, plan: Plan) -> None:
     docks = plan.docks
-    where = f"{_n(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} {_range(docks.warehouses)}"
+    where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} {_range(docks.warehouses)}"
     page.heading(
-        "Transfer dock", f"{docks.mode}: {_n(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
+        "Transfer dock", f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
     )
     rows = []
     for c in docks.controllers:
@@ -252,7 +252,8 @@ def _reshards(page: _Page, plan: Plan) -> None:
         page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
         largest = "as large as the largest bucket"
         page.line(
-            f"{_n(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; ranks gather in groups of {r.group}; the buffer is {largest}"
+            f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; ranks gather in groups of {r.group}; "
+            f"the buffer is {largest}"
         )
         steps = [
             (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis) for i, s in enumerate(r.steps, 1)
@@ -263,9 +264,8 @@ def _reshards(page: _Page, plan: Plan) -> None:
         page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
         page.line(f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; derived)")
         page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
-        page.line(
-            f"naive resharding would leave {size(r.redundant_bytes)} on {_n(plan.cluster.devices, 'device')} (derived; cross-check: eq. 3)"
-        )
+        devices = many(plan.cluster.devices, "device")
+        page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
 
 
 def _peak(order: str) -> str:
@@ -324,16 +324,17 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}..{numbers[-1]}" if len(numbers) > 2 else ", ".join(map(str, numbers))
 
 
-def _n(number: int, noun: str) -> str:
+def many(number: int, noun: str) -> str:
+    """So many of a thing, in words: `1 host`, `2 hosts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _count(plan: Plan) -> str:
     """The closing count: what this plan adds to the graph."""
     hosts, released = plan.cluster.nodes, sum(r.released_bytes_per_device for r in plan.reshards)
-    parts = [f"{_n(len(plan.placements), 'state')} on {_n(plan.cluster.devices, 'device')} of {_n(hosts, 'host')}"]
-    parts += [_n(len(plan.docks.controllers), "controller"), _n(len(plan.docks.warehouses), "warehouse")]
+    parts = [f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"]
+    parts += [many(len(plan.docks.controllers), "controller"), many(len(plan.docks.warehouses), "warehouse")]
     moved = f" ({size(sum(t.bytes for t in plan.traffic))} an iteration)" if plan.traffic else ""
-    parts.append(_n(len(plan.graph.samples()), "sample edge") + moved)
-    parts.append(_n(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
+    parts.append(many(len(plan.graph.samples()), "sample edge") + moved)
+    parts.append(many(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
     return f"Plan: {', '.join(parts)}."

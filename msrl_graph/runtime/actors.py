@@ -160,7 +160,7 @@ class Client:
                 back[np.concatenate(places)] = np.arange(len(column))
                 column = column.take(back)
             fetched[name] = column
-        batch = assemble(share, reader, task.fan, task.prompts, fetched) if len(share.units) else Batch(share, share.units, task.fan, {})
+        batch = assemble(share, reader, task.fan, task.prompts, fetched) if len(share.units) else Batch(share, share.units, {})
         self.moving += time.perf_counter() - taken
         return batch
 

@@ -270,11 +270,10 @@ class Warehouse:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a share, at the node's row level: row numbers, prompt numbers, and each column with one entry a row."""
+    """The rows of a share, at the node's row level: row numbers, and each column with one entry a row."""
 
     share: Share
     rows: Array
-    fan: int
     columns: dict[str, Column]
 
 
@@ -295,7 +294,7 @@ def assemble(share: Share, reader: Reader, fan: int, prompts: int, fetched: Mapp
         if level < reader.row_level:
             column = column.take(np.searchsorted(rows_of(share.units, reader, level, fan, prompts), rows // fan))
         columns[name] = column
-    return Batch(share, rows, fan, columns)
+    return Batch(share, rows, columns)
 
 
 def split(where: Array) -> Iterable[tuple[int, Array]]:

@@ -109,8 +109,7 @@ class _Function:
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         call = node.attributes["call"]
         self.call, self.signature = _find(call)
-        self.options = {k: _value(a) for k, a in zip(call.keys, call.args, strict=True) if k and a.kind != "column"}
-        renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if k and a.kind == "column"}
+        self.options, renamed = call.options(), call.columns()
         # Parameter -> column, for the parameters whose column the node reads.
         self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in node.reads}
 
@@ -226,9 +225,3 @@ def _kind(value: Any) -> str:
     if hasattr(value, "__len__") and not isinstance(value, str):
         return f"{type(value).__name__} of {len(value)}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
-
-
-def _value(expr: Expr) -> Any:
-    if expr.kind == "list":
-        return [_value(a) for a in expr.args]
-    return -_value(expr.args[0]) if expr.kind == "neg" else expr.value

@@ -42,7 +42,7 @@ def columns(node: Node) -> set[str]:
 def _bound(term: Expr, node: Node) -> dict[str, str]:
     """Parameter -> column of a term."""
     signature = algorithms.library()["loss", str(term.value)][0]
-    renamed = {k: str(a.value) for k, a in zip(term.keys, term.args, strict=True) if a.kind == "column"}
+    renamed = term.columns()
     return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in node.reads}
 
 
@@ -53,19 +53,14 @@ def evaluate(node: Node, logp: torch.Tensor, values: dict[str, torch.Tensor]) ->
     def value(expr: Expr) -> Any:
         if expr.kind == "call":
             function = algorithms.load("loss", str(expr.value))
-            options = {k: _option(a) for k, a in zip(expr.keys, expr.args, strict=True) if a.kind != "column"}
-            parts[str(expr.value)] = function(logp, **{p: values[c] for p, c in _bound(expr, node).items()}, **options)
+            parts[str(expr.value)] = function(logp, **{p: values[c] for p, c in _bound(expr, node).items()}, **expr.options())
             return parts[str(expr.value)]
         if expr.kind == "neg" or not expr.args:
-            return _option(expr) if not expr.args else -value(expr.args[0])
+            return expr.literal() if not expr.args else -value(expr.args[0])
         left, right = map(value, expr.args)
         return OPERATORS[expr.kind](left, right)
 
     return value(node.attributes["loss"]), parts
-
-
-def _option(expr: Expr) -> Any:
-    return -_option(expr.args[0]) if expr.kind == "neg" else expr.value
 
 
 def reduce(node: Node, per_token: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
@@ -78,4 +73,4 @@ def reduce(node: Node, per_token: torch.Tensor, lengths: torch.Tensor, whole: Wh
         weight = lengths.clamp(min=1).to(per_token.dtype).reciprocal().repeat_interleave(lengths)
         return (per_token * weight).sum() / max(whole.rows, 1)
     assert how is not None and kind == "constant"
-    return per_token.sum() / float(_option(how.args[0])) / max(whole.rows, 1)
+    return per_token.sum() / float(how.args[0].literal()) / max(whole.rows, 1)

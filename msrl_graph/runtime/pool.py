@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from ..diagnostics import Diagnostic, Fault
+from ..emit.text import many
 from ..plan import Plan
 from .dock import readers
 
@@ -144,7 +145,7 @@ class Pool:
                 raise NoResources(
                     Diagnostic(
                         "no-resources",
-                        f"the plan asks for {_hosts(nodes)} of {_words(asked)}; Ray has {_hosts(len(ray.nodes()))}, {words}",
+                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(len(ray.nodes()), 'host')}, {words}",
                         self.plan.cluster.span,
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )
@@ -196,15 +197,11 @@ def _words(asked: dict[str, float]) -> str:
     return ", ".join(f"{v:g} {k}" for k, v in asked.items())
 
 
-def _hosts(count: int) -> str:
-    return f"{count} host{'s' * (count != 1)}"
-
-
 def _check_machine(plan: Plan) -> None:
     """Refuses, before anything is started, what this machine alone cannot give."""
     cluster = plan.cluster
     cores = os.cpu_count() or 1
-    asked = f"the plan asks for {_hosts(cluster.nodes)} of {cluster.devices_per_node} {cluster.device.resource}"
+    asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {cluster.device.resource}"
     there = f"this machine is 1 host of {cores} cores"
     help = ""
     if cluster.device.backend != "cpu":

@@ -31,7 +31,7 @@ from ..plan import Instruction, Plan, from_json
 from . import loss, memory
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
-from .dock import Batch, readers
+from .dock import Batch, expand, readers
 from .packing import flat, pack
 from .report import Report
 from .reshard import Resharder, Side, Swap
@@ -208,7 +208,7 @@ class Rank:
         )
         prompts = [batch.columns[c] for c in node.reads]
         context = [np.concatenate([c[i] for c in prompts]) for i in range(len(batch.rows))]
-        rows = (batch.rows[:, None] * task.fan + np.arange(task.fan)).reshape(-1)
+        rows = expand(batch.rows, 0, 1, task.fan)
         if not len(rows):
             return {}
         out = self.generators[node.name].generate(context, rows, sampling)
@@ -303,19 +303,14 @@ def _total(contexts: list[Column], response: Column) -> Array:
     return lengths
 
 
-def _given(node: Node) -> dict[str, Any]:
-    call = node.attributes["optimizer"]
-    return {k: [x.value for x in a.args] if a.kind == "list" else a.value for k, a in zip(call.keys, call.args, strict=True)}
-
-
 def _optimizer(node: Node) -> dict[str, Any]:
     """The options of torch's AdamW as the node states them; the learning rate comes with each step."""
-    return {k: v for k, v in _given(node).items() if k in ("betas", "eps", "weight_decay")}
+    return {k: v for k, v in node.attributes["optimizer"].options().items() if k in ("betas", "eps", "weight_decay")}
 
 
 def _learning_rate(node: Node, step: int) -> float:
     """The learning rate of the step-th optimizer step (from 1): it rises in equal parts over `warmup` steps, then stays."""
-    given = _given(node)
+    given = node.attributes["optimizer"].options()
     return float(given["lr"]) * min(1.0, step / max(int(given.get("warmup", 1)), 1))
 
 
