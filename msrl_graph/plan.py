@@ -93,14 +93,23 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
+    """`save`: a checkpoint every so many iterations (0: none), of which the newest `keep` stay. `restarts`: how often processes that died
+    are started anew before the run ends. `on_nan`: what a wrong number does, end the run or skip the optimizer step that it is in."""
+
     iterations: int = 1
     seed: int = 0
+    save: int = 0
+    keep: int = 2
+    resume: str = ""  # the folder of a run or of a checkpoint
+    restarts: int = 3
+    on_nan: str = "stop"
     span: Span = NOWHERE
 
 
 @dataclass(frozen=True)
 class DockOptions:
     mode: str = "distributed"
+    replicas: int = 1  # warehouses a host; rows are spread over them, each is kept once
     deadline: float = 600.0  # seconds that a wait may last
     span: Span = NOWHERE
 
@@ -158,8 +167,13 @@ class Controller:
 class Docks:
     mode: str
     controllers: tuple[Controller, ...]
-    warehouses: tuple[int, ...]  # hosts
+    warehouses: tuple[int, ...]  # the host of each
     deadline: float
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts that have warehouses."""
+        return tuple(sorted(set(self.warehouses)))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def test_every_statement_of_a_deploy_arrives() -> None:
     }
     # dp 0 is left to the placement.
     assert {k: replace(v, span=NOWHERE) for k, v in deploy.layouts.items()} == {"actor.update": Layout(tp=2, dp=0, zero=3)}
-    assert replace(deploy.dock, span=NOWHERE) == DockOptions("central", 300.0)
+    assert replace(deploy.dock, span=NOWHERE) == DockOptions("central", deadline=300.0)
     assert replace(deploy.reshard, span=NOWHERE) == ReshardOptions("naive", "staged", 64 * 2**20)
     assert [replace(e, span=NOWHERE) for e in deploy.evaluations] == [
         Evaluation("test", 5, ("reward", "length"), 1, 0.0),

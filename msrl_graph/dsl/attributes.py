@@ -175,7 +175,6 @@ class Only:
 
 _NO_FILTER = NotYet("every row goes on; leave the filter out")
 _NO_ENVIRONMENT = NotYet("one turn is generated; score the response in a function node")
-_NO_RESUME = NotYet("a run starts anew")
 
 # `call`, `loss`, `optimizer` and `reduce` have types of their own, which need the node (calls.py).
 TABLE: dict[str, dict[str, Type | NotYet]] = {
@@ -231,7 +230,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
     "dock": {
         "mode": Words(("distributed", "central")),
         "deadline": TIME,
-        "replicas": NotYet("a row is kept once"),
+        "replicas": COUNT,
         "capacity": NotYet("the hosts' memory is the bound"),
         "imbalance": NotYet("rows go to whoever is free first"),
     },
@@ -243,7 +242,15 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "temperature": Number(0),
         "label": String(),
     },
-    "run": {"iterations": COUNT, "seed": Number(0, 2**53, whole=True), "save": _NO_RESUME, "resume": _NO_RESUME},
+    "run": {
+        "iterations": COUNT,
+        "seed": Number(0, 2**53, whole=True),
+        "save": COUNT,
+        "keep": COUNT,
+        "resume": String(),
+        "restarts": Number(0, MOST, whole=True),
+        "on_nan": Words(("stop", "skip")),
+    },
 }
 
 

@@ -243,6 +243,9 @@ class _Deploy:
         attributes = self._read(statement.attrs, statement.kind)
         values = {k: e.value for k, e in attributes.items()}
         span = statement.span
+        if statement.kind == "dock" and values.get("mode") == "central" and values.get("replicas", 1) != 1:
+            where = attributes["replicas"].span
+            raise mistake("bad-value", "a central dock has one warehouse", where, "leave `replicas` out, or `mode = central`")
         if statement.kind == "dock":
             self.dock = replace(self.dock, span=span, **{k: float(v) if k == "deadline" else v for k, v in values.items()})  # type: ignore
         elif statement.kind == "reshard":

@@ -33,9 +33,7 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
         facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool == "devices" else {}
         vertices.append(Vertex(p.node, "state", p.pool, facts))
     for c in plan.docks.controllers:
-        where = (
-            f"host {c.host}; rows on {'host' if len(plan.docks.warehouses) == 1 else 'hosts'} {', '.join(map(str, plan.docks.warehouses))}"
-        )
+        where = f"host {c.host}; rows on {'host' if len(plan.docks.hosts) == 1 else 'hosts'} {', '.join(map(str, plan.docks.hosts))}"
         vertices.append(Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)}))
         arcs.append(Arc(f"dock {c.node}", c.node, "sample"))
     for r in plan.reshards:

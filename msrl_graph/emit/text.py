@@ -219,7 +219,7 @@ def _layout(layout: Layout) -> str:
 
 def _docks(page: _Page, plan: Plan) -> None:
     docks = plan.docks
-    where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} {_range(docks.warehouses)}"
+    where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} {_range(docks.hosts)}"
     page.heading(
         "Transfer dock", f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
     )

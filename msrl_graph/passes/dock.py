@@ -1,4 +1,4 @@
-"""dock: a controller for every node-state, a warehouse on every host (arXiv:2507.19017, figure 4).
+"""dock: a controller for every node-state, `replicas` warehouses on every host (arXiv:2507.19017, figure 4).
 
 Invariant: a controller hears only of the columns that its state reads, and lives on the host of the state's first rank.
 """
@@ -23,7 +23,8 @@ class Dock:
     def __call__(self, plan: Plan) -> Plan:
         options = plan.deploy.dock
         controllers = tuple(self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source")
-        warehouses = (0,) if options.mode == "central" else tuple(range(plan.cluster.nodes))
+        hosts = 1 if options.mode == "central" else plan.cluster.nodes
+        warehouses = tuple(host for host in range(hosts) for _ in range(options.replicas))
         return replace(plan, docks=Docks(options.mode, controllers, warehouses, options.deadline))
 
     def _controller(self, plan: Plan, placement: Placement) -> Controller:

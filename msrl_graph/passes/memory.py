@@ -80,7 +80,7 @@ class CountMemory:
                 name = f"swapped {plan.graph.node(r.src).worker} weights"
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * cluster.devices_per_node)
         if phase in PHASES[2:]:
-            items["rows"] = sum(column_bytes(plan.graph, c.name) for c in plan.graph.columns) // len(plan.docks.warehouses)
+            items["rows"] = sum(column_bytes(plan.graph, c.name) for c in plan.graph.columns) // len(plan.docks.hosts)
         if cluster.device.backend == "cpu":
             items["ranks"] = next(m.total for m in devices if m.phase == phase) * cluster.devices_per_node
         kept = {k: v for k, v in items.items() if v}

@@ -45,12 +45,12 @@ class CountTraffic:
         puts = sum(column_bytes(graph, c) for c in graph.node(src).writes) if first.dst == dst else 0
         through = f"through one host, puts and gets; {network.basis}"
         central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
-        spread = len(plan.docks.warehouses)
+        spread = len(plan.docks.hosts)
         seconds = central
         if hosts == 1:
             seconds = central = Figure(0.0, "derived", "on one host nothing crosses the network")
         elif plan.docks.mode != "central":
-            basis = f"bytes x {hosts - 1}/{hosts} / {spread} warehouses / network; {network.basis}"
+            basis = f"bytes x {hosts - 1}/{hosts} / {spread} hosts with warehouses / network; {network.basis}"
             seconds = Figure(amount * share / spread / network.value, network.source, basis)
         if not columns:
             how = "order only: what it reads comes by other edges"
@@ -60,7 +60,8 @@ class CountTraffic:
             how = "through the one warehouse of host 0"
         else:
             reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
-            how = f"{spread} warehouses; at most {hosts - 1}/{hosts} from other hosts, {plan.controller(dst).groups} {reader} read"
+            how = f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts"
+            how += f", {plan.controller(dst).groups} {reader} read"
         if columns and epochs > 1:
             how += f"; once in each of {epochs} epochs"
         return Traffic(src, dst, columns, graph.rows[min(level, len(graph.rows) - 1)], amount, seconds, central, how)

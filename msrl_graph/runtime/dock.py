@@ -80,6 +80,12 @@ def readers(plan: Plan) -> list[Reader]:
     return found
 
 
+def home(plan: Plan, host: int, index: int) -> int:
+    """The warehouse that a process of a host writes to, the `index`-th of its kind: its host's take turns."""
+    near = [w for w, at in enumerate(plan.docks.warehouses) if at == host]
+    return near[index % len(near)] if near else 0
+
+
 def expand(units: Array, unit_level: int, level: int, fan: int) -> Array:
     """The rows of `level` that belong to `units`, in order: descendants, or the ancestor of each unit."""
     if level == unit_level:

@@ -24,7 +24,7 @@ from ..plan import Plan, from_json
 from .actors import Client, Task, settle
 from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
-from .dock import Batch, readers
+from .dock import Batch, home, readers
 from .report import Report, RunError
 
 
@@ -40,7 +40,7 @@ class FunctionHost:
     def start(self, controllers: dict[str, Any], warehouses: list[Any]) -> dict[str, tuple[int, int]]:
         """Loads functions and data; (usable rows, rows left out) of each data file."""
         plan = self.plan
-        self.client = Client(readers(plan), controllers, warehouses, self.host, min(self.host, len(warehouses) - 1))
+        self.client = Client(readers(plan), controllers, warehouses, self.host, home(plan, self.host, 0))
         tokenizer = _tokenizer(plan)
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan.graph, tokenizer, plan.deploy.run.seed) for n, d in files.items()}

@@ -31,7 +31,7 @@ from ..plan import Instruction, Plan, from_json
 from . import loss, memory
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
-from .dock import Batch, expand, readers
+from .dock import Batch, expand, home, readers
 from .packing import flat, pack
 from .report import Report
 from .reshard import Resharder, Side, Swap
@@ -60,7 +60,7 @@ class Rank:
         """Joins the other ranks and builds the engines; this process's id."""
         plan = self.plan
         host = plan.cluster.host(self.rank)
-        self.client = Client(readers(plan), controllers, warehouses, host, min(host, len(warehouses) - 1))
+        self.client = Client(readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
