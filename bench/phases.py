@@ -30,7 +30,8 @@ def measure(program: Path, iterations: int) -> list[dict[str, float]]:
     deploy = replace(plan.deploy, evaluations=(), run=replace(plan.deploy.run, iterations=iterations))
     plan = replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
     with tempfile.TemporaryDirectory() as folder:
-        run(plan, out=Path(folder) / "out", console=Console(file=(Path(folder) / "log").open("w")))
+        with (Path(folder) / "log").open("w") as log:
+            run(plan, out=Path(folder) / "out", stderr=log)
         lines = [json.loads(x) for x in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()][3:]
     found = []
     for line in lines:

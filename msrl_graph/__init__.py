@@ -14,7 +14,7 @@ from .dsl.parse import parse
 from .graph import Graph
 
 if TYPE_CHECKING:
-    from .runtime.trainer import run
+    from .runtime.supervisor import run
 
 __all__ = ["Graph", "compile", "parse", "run"]
 
@@ -22,7 +22,7 @@ __all__ = ["Graph", "compile", "parse", "run"]
 def __getattr__(name: str) -> object:
     # torch and ray are loaded by those who train, not by those who compile.
     if name == "run":
-        from .runtime.trainer import run
+        from .runtime.supervisor import run
 
         return run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -185,7 +185,8 @@ def _run(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
-        epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or resources are missing",
+        epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or resources are missing, "
+        "130 ended by Ctrl-C (once: after the iteration, with a checkpoint; twice: at once)",
         allow_abbrev=False,
     )
     p.add_argument("file", metavar="FILE", help="a program, or a plan that msrl-compile wrote (.json)")
@@ -194,6 +195,9 @@ def _run(argv: Sequence[str]) -> int:
     p.add_argument("--iterations", metavar="N", type=_natural, help="override the number of iterations")
     p.add_argument("--seed", metavar="N", type=_natural, help="override the seed")
     p.add_argument("--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)")
+    p.add_argument("--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder")
+    p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
+    p.add_argument("--verbose", action="store_true", help="show what the processes print, each line with its process in front")
     p.add_argument("--measure-memory", action="store_true", help="measure what a rank's tensors take, at each instruction of an iteration")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
@@ -218,7 +222,7 @@ def _run(argv: Sequence[str]) -> int:
             plan = result.plan
         stated = {k: v for k, v in (("iterations", options.iterations), ("seed", options.seed)) if v is not None}
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
-        return _execute(plan, options.out, options.measure_memory, options)
+        return _execute(plan, options)
     except Fault as fault:
         _tell(fault.diagnostics, source, options)
         return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
@@ -230,9 +234,11 @@ def run_plan(text: str, out: str | None) -> int:
     def main(_: list[str]) -> int:
         from .plan import from_json
 
-        options = argparse.Namespace(diagnostics="full", color="auto")
+        options = argparse.Namespace(
+            diagnostics="full", color="auto", out=out, resume=None, dry_run=False, verbose=False, measure_memory=False
+        )
         try:
-            return _execute(from_json(text), out, False, options)
+            return _execute(from_json(text), options)
         except Fault as fault:
             _tell(fault.diagnostics, None, options)
             return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
@@ -240,17 +246,26 @@ def run_plan(text: str, out: str | None) -> int:
     return _guarded("msrl-run", main, sys.argv[1:])
 
 
-def _execute(plan: Plan, out: str | None, measure: bool, options: argparse.Namespace) -> int:
+def _execute(plan: Plan, options: argparse.Namespace) -> int:
     try:
-        from .runtime import trainer
+        from .runtime import supervisor
     except ModuleNotFoundError as error:
         print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
+    resume = options.resume or ""
+    if options.dry_run:
+        made = supervisor.prepare(plan, options.out, resume)
+        _tell(made.warnings, None, options)
+        print("\n".join(made.lines()))
+        return 0
     try:
-        outcome = trainer.run(plan, out=out, measure=measure)
-    except trainer.RunFailed as error:
+        watched = supervisor.Options(measure=options.measure_memory, verbose=options.verbose)
+        outcome = supervisor.run(plan, options.out, resume, watched)
+    except supervisor.RunFailed as error:
         _tell([Diagnostic("run-failed", str(error))], None, options)
         return 3
+    except supervisor.Interrupted as ended:
+        return ended.status
     print(f"results in {outcome.folder}")
     for line in outcome.lines():
         print(line)

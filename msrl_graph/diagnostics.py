@@ -192,5 +192,13 @@ CODES: dict[str, str] = {
     "bad-data": "A row of the data file is not valid, or lacks a field that the deploy names.",
     "no-resources": "The machines do not have the devices that the plan asks for.",
     "bad-plan": "The plan file cannot be read as a plan of this version.",
+    "bad-checkpoint": (
+        "The checkpoint to resume from is not there, is damaged, or belongs to another program. Going on from it would give other results "
+        "than the run that wrote it."
+    ),
+    "changed-program": (
+        "The checkpoint was written by a program that differs in what decides the result. The run goes on from its weights, but is not the "
+        "run that either program alone would have given."
+    ),
     "run-failed": "A process of the run died, or a wait passed its deadline.",
 }

@@ -90,6 +90,12 @@ class Trainer(Protocol):
     def step(self, lr: float, clip_grad: float) -> float:
         """An optimizer step; the gradient's norm before clipping. Gradients are released."""
 
+    def moments(self) -> dict[str, list[Shard]]:
+        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`; empty before the first step. A collective."""
+
+    def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
+        """Takes over what `moments` gave, by kind and tensor, in this rank's boxes, after so many steps. The weights are set already."""
+
 
 class Generator(Protocol):
     """The generation half of an engine. Between `release` and `allocate` it holds no weights."""

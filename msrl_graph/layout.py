@@ -95,6 +95,12 @@ def shard(tensor: Tensor, layout: Layout, rank: int, divided: bool) -> Box:
     return tuple(box)
 
 
+def owns(tensor: Tensor, layout: Layout, rank: int, divided: bool) -> bool:
+    """Whether `rank` is the first of those that hold its box."""
+    tp, dp = layout.coordinates(rank)
+    return (tensor.tp_dim >= 0 or tp == 0) and (divided or dp == 0)
+
+
 def elements(box: Box) -> int:
     return math.prod(stop - start for start, stop in box)
 

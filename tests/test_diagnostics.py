@@ -16,13 +16,13 @@ from language import TESTS, context, diagnose
 
 from msrl_graph.compile import Source, texts, translate
 from msrl_graph.diagnostics import CODES, Diagnostic, Fault, render
-from msrl_graph.runtime import trainer
+from msrl_graph.runtime import supervisor
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
 # Their texts depend on the machine or on a run: tested exactly in test_cli_run.py and test_run.py.
-ELSEWHERE = {"no-resources", "bad-plan", "run-failed"}
+ELSEWHERE = {"no-resources", "bad-plan", "run-failed", "bad-checkpoint", "changed-program"}
 
 
 def told(program: str) -> str:
@@ -42,7 +42,7 @@ def beyond(program: str, options: dict[str, str], sets: dict[str, str]) -> list[
         source = Source("program.rlg", program, Path())
         plan = translate(source, deploy=options.get("deploy"), model=options.get("model"), sets=sets).plan
         if "\n# run\n" in f"\n{program}" and plan is not None:
-            trainer.check(plan)
+            supervisor.check(plan)
     except Fault as fault:
         return list(fault.diagnostics)
     return []

@@ -23,21 +23,35 @@ def arrivals(prompts, fan, random, warehouses=1):
     return [(c, row, random.randrange(warehouses)) for c, row in cells]
 
 
-def take_all(controller, key):
-    found = []
-    for group in range(controller.reader.groups):
-        while (share := controller.take(key, group)) is not None:
-            found.append((group, share))
-    return found
+class Taker:
+    """Takes each share of a controller once."""
+
+    def __init__(self, controller):
+        self.controller, self.counts = controller, [0] * controller.reader.groups
+
+    def all(self, key):
+        found = []
+        for group in range(len(self.counts)):
+            while (share := self.controller.take(key, group, self.counts[group])) is not None:
+                found.append((group, share))
+                self.counts[group] += 1
+        return found
+
+
+def hear(controller, key, *news):
+    rounds = controller.heard(key, *news)
+    for round in rounds:
+        controller.hand(key, round)
+    return rounds
 
 
 def play(r, prompts, fan, random, warehouses=1, key="train/0", iteration=0):
     controller = Controller(r)
     controller.open(key, iteration, prompts, fan)
-    found = []
+    found, taker = [], Taker(controller)
     for column, row, warehouse in arrivals(prompts, fan, random, warehouses):
-        controller.heard(key, column, np.array([row]), np.array([row % 5 + 1]), warehouse)
-        found += take_all(controller, key)
+        hear(controller, key, column, np.array([row]), np.array([row % 5 + 1]), warehouse)
+        found += taker.all(key)
     return controller, found
 
 
@@ -66,11 +80,11 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chun
     r = reader(groups=groups, chunk=chunk)
     controller = Controller(r)
     controller.open("k", 0, prompts, fan)
-    there = set()
+    there, taker = set(), Taker(controller)
     for column, row, _ in arrivals(prompts, fan, random):
         there.add((column, row))
-        controller.heard("k", column, np.array([row]), np.array([1]), 0)
-        for _, share in take_all(controller, "k"):
+        hear(controller, "k", column, np.array([row]), np.array([1]), 0)
+        for _, share in taker.all("k"):
             for name, level, _ in READS:
                 assert all((name, x) in there for x in rows_of(share.units, r, level, fan, prompts))
 
@@ -98,6 +112,48 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
     assert all(len(units) <= (mini or prompts * fan) for units in one.values())
 
 
+@given(**shape, update=st.booleans(), balance=st.booleans(), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, chunk, random, update, balance, data):
+    prompts, fan = sizes
+    r = reader(groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance)
+    warehouses = [Warehouse(i, 0) for i in range(2)]
+    controller = Controller(r)
+    controller.open("k", 4, prompts, fan)
+    taker = Taker(controller)
+    found, news = [], []
+    cells = arrivals(prompts, fan, random, 2)
+    death = data.draw(st.integers(0, len(cells)), label="death")
+    lost = data.draw(st.booleans(), label="lost: it dies between hearing and handing")
+    for at, (column, row, w) in enumerate([*cells, cells[0]]):
+        if at == death:
+            heir = Controller(r)
+            heir.open("k", 4, prompts, fan)
+            known = [w.known("k") for w in warehouses]
+            rounds = known[0][1].get("n", [])
+            for round in heir.restore("k", [x for k, _ in known for x in k], rounds):
+                warehouses[0].keep("k", "n", [round])
+                heir.hand("k", round)
+            # Who asks again for what it was given gets the same rows, from where they lie now.
+            for group in range(groups):
+                for index in range(taker.counts[group]):
+                    old, new = controller.take("k", group, index), heir.take("k", group, index)
+                    assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (new.most, new.last, new.elements)
+            taker.controller = controller = heir
+        lengths = [row % 5 + 1]
+        warehouses[w].put("k", "n", {column: (np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
+        rounds = controller.heard("k", column, np.array([row]), np.array(lengths), w)
+        if lost and at + 1 == death:
+            continue
+        for round in rounds:
+            warehouses[0].keep("k", "n", [round])
+            controller.hand("k", round)
+        news += rounds
+        found += taker.all("k")
+    found += taker.all("k")
+    assert sorted(np.concatenate([s.units for _, s in found])) == sorted(list(range(prompts * fan)) * (2 if update else 1))
+
+
 def test_another_iteration_or_epoch_cuts_other_mini_batches():
     import random
 
@@ -121,8 +177,8 @@ def test_a_whole_batch_is_one_unit_for_one_group():
 def test_what_is_missing_is_named():
     controller = Controller(reader())
     controller.open("k", 0, 2, 4)
-    controller.heard("k", "prompt", np.arange(2), np.ones(2), 0)
-    controller.heard("k", "reward", np.arange(7), np.ones(7), 0)
+    hear(controller, "k", "prompt", np.arange(2), np.ones(2), 0)
+    hear(controller, "k", "reward", np.arange(7), np.ones(7), 0)
     assert controller.missing("k") == (
         "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` (1 of 8 rows missing: 7)"
     )
@@ -169,9 +225,9 @@ def test_columns_of_prompts_are_laid_out_by_response():
     r = reader(reads=(("prompt", 0, "source"), ("response", 1, "g")), groups=1)
     controller = Controller(r)
     controller.open("k", 0, 3, 2)
-    controller.heard("k", "prompt", np.arange(3), np.ones(3), 0)
-    controller.heard("k", "response", np.arange(6), np.ones(6), 0)
-    share = controller.take("k", 0)
+    hear(controller, "k", "prompt", np.arange(3), np.ones(3), 0)
+    hear(controller, "k", "response", np.arange(6), np.ones(6), 0)
+    share = controller.take("k", 0, 0)
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
     batch = assemble(share, r, 2, 3, fetched)
     assert [batch.columns["prompt"].text(i) for i in range(6)] == ["a", "a", "bé", "bé", "", ""]

@@ -100,6 +100,13 @@ class Engine:
         assert self._optimizer is not None
         return self._optimizer.step(lr, clip_grad)
 
+    def moments(self) -> dict[str, list[Shard]]:
+        return {} if self._optimizer is None else self._optimizer.moments()
+
+    def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+        assert self._optimizer is not None
+        self._optimizer.restore(moments, steps)
+
 
 def _divide_tensors(module: Any, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import Replicate
@@ -214,6 +221,46 @@ class _Optimizer:
         if self.copied:
             self.masters[0].untyped_storage().resize_(0)
         return norm
+
+    def moments(self) -> dict[str, list[Shard]]:
+        """The moments of all steps so far, and the float32 masters where weights are bf16."""
+        import torch
+        from torch import distributed as dist
+
+        if not self.adamw.state:
+            return {}
+        kinds = {kind: [self.adamw.state[m][kind] for m in self.masters] for kind in ("exp_avg", "exp_avg_sq")}
+        shards = self.engine.shards()
+        if any(s.tensor.dtype != torch.float32 for s in shards):
+            kinds["master"] = self.masters
+        if self.flat:
+            for kind, (own,) in kinds.items():
+                flat = torch.empty(self.stretch * self.engine.layout.dp)
+                dist.all_gather_into_tensor(flat, own, group=self.engine.mesh["dp"].get_group())
+                kinds[kind] = list(torch.split(flat[: sum(self.sizes)], self.sizes))
+        return {
+            kind: [Shard(s.name, s.box, t.view(s.tensor.shape)) for s, t in zip(shards, tensors, strict=True)]
+            for kind, tensors in kinds.items()
+        }
+
+    def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+        import torch
+
+        self.adamw.state.clear()
+        kinds = {kind: [tensors[s.name] for s in self.engine.shards()] for kind, tensors in moments.items()}
+        if self.flat:
+            own = slice(self.stretch * self.dp_rank, self.stretch * (self.dp_rank + 1))
+            kinds = {kind: [self._laid_out(tensors)[own].clone()] for kind, tensors in kinds.items()}
+        if "master" not in kinds and not self.copied:
+            kinds["master"] = [self._own_stretch()] if self.flat else [s.tensor for s in self.engine.shards()]
+        for i, master in enumerate(self.masters):
+            if "master" in kinds and kinds["master"][i] is not master:
+                master.copy_(kinds["master"][i])
+            if steps:
+                self.adamw.state[master] = {
+                    "step": torch.tensor(float(steps)),
+                    **{kind: kinds[kind][i] for kind in ("exp_avg", "exp_avg_sq")},
+                }
 
     def _write_back(self) -> None:
         """From the masters to the weights."""

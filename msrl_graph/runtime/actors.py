@@ -1,34 +1,47 @@
 """The dock on Ray: controllers and warehouses as processes, and the client that ranks and function hosts hold.
 
 Invariant: a wait ends with rows, or with an error that says who waited how long for which rows of whom; it never polls. Samples go from
-writer to warehouse to reader; no other process sees them.
+writer to warehouse to reader; no other process sees them. A controller may die at any moment and be started again: no row is lost or
+handed out twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
 from .columns import Array, Column, concatenate
-from .dock import Batch, Controller, Reader, Share, Warehouse, assemble, rows_of, split
+from .dock import Batch, Controller, Reader, Round, Share, Warehouse, assemble, rows_of, split
 from .report import RunError
 
 
-def settle(folder: str) -> None:
+def settle(folder: str, log: str) -> None:
     """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.
 
-    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind.
+    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind. What is printed, by
+    whatever code, goes to the file `log` (empty: where Ray puts it).
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
+    if log:
+        with suppress(OSError):  # a full disk, or a host that does not see the folder: Ray's own files remain
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
+            with Path(log).open("ab") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 class DockTimeout(RunError):
@@ -49,20 +62,76 @@ class Task:
         return f"{self.name}/{self.number}"
 
 
+@dataclass(frozen=True)
+class Wait:
+    """A group of a node-state that waits for rows, in words that name the edges."""
+
+    node: str
+    group: int
+    key: str
+    seconds: float
+    missing: str
+
+    def __str__(self) -> str:
+        return f"`{self.node}` (group {self.group}) has waited {self.seconds:.0f} s in {self.key} for {self.missing}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What the controllers of a host know of the run. `moves` grows while rows move; `doing` is what each process said last, and how
+    many seconds ago."""
+
+    last: str  # the node-state that took rows last
+    moves: int
+    waits: tuple[Wait, ...]
+    doing: dict[str, tuple[str, float]]
+
+
 @ray.remote(num_cpus=0, max_concurrency=1000)
 class ControllerHost:
-    """The controllers of one host, one for each node-state whose first rank is there."""
+    """The controllers of one host, one for each node-state whose first rank is there. What they decide is kept in the warehouse `near`
+    before anybody hears of it; a process that takes a dead one's place begins with what the `warehouses` know. Actors are named, not
+    handed over: Ray starts an actor again with the arguments of its first start."""
 
-    def __init__(self, readers: list[Reader], deadline: float) -> None:
+    def __init__(self, readers: list[Reader], deadline: float, near: str, warehouses: list[str]) -> None:
         self.controllers = {r.node: Controller(r) for r in readers}
         self.deadline = deadline
+        self.names, self.near = warehouses, near
+        self._near: Any = None
+        self.stale = ray.get_runtime_context().was_current_actor_reconstructed
+        self.order = asyncio.Lock()  # decisions are handed out in the order in which they were made
         self.changed = asyncio.Condition()
-        self.last = ""  # the node-state that took rows last
+        self.waits: dict[tuple[str, int], tuple[str, float]] = {}
+        self.doing: dict[str, tuple[str, float]] = {}
+        self.last = ""
         self.moves = 0  # news and shares so far
 
+    async def _ready(self) -> None:
+        if not self.stale:
+            return
+        async with self.order:
+            if self.stale:
+                known = {name: await ray.get_actor(name).known.remote() for name in self.names}
+                for key, (task, _, kept) in known[self.near].items():
+                    found = [segment for books in known.values() if key in books for segment in books[key][1]]
+                    for node, controller in self.controllers.items():
+                        controller.open(key, task.number, task.prompts, task.fan)
+                        await self._hand(key, node, controller.restore(key, found, kept.get(node, [])))
+                self.stale = False
+
+    async def _hand(self, key: str, node: str, rounds: list[Round]) -> None:
+        if rounds:
+            self._near = self._near or ray.get_actor(self.near)
+            await self._near.keep.remote(key, node, rounds)
+            # An evaluation may be closed meanwhile: nobody asks for what its last rows would have led to.
+            for round in rounds if key in self.controllers[node].books else ():
+                self.controllers[node].hand(key, round)
+
     async def open(self, task: Task) -> None:
+        await self._ready()
         for controller in self.controllers.values():
-            controller.open(task.key, task.number, task.prompts, task.fan)
+            if task.key not in controller.books:
+                controller.open(task.key, task.number, task.prompts, task.fan)
 
     async def close(self, key: str) -> None:
         for controller in self.controllers.values():
@@ -70,76 +139,124 @@ class ControllerHost:
 
     async def heard(self, key: str, warehouse: int, columns: dict[str, tuple[Array, Array]]) -> None:
         """A warehouse has got rows: (row numbers, lengths) by column."""
+        await self._ready()
         self.moves += 1
-        for controller in self.controllers.values():
-            for column, (rows, lengths) in columns.items():
-                controller.heard(key, column, rows, lengths, warehouse)
-        async with self.changed:
-            self.changed.notify_all()
+        decided = {
+            node: [r for column, (rows, lengths) in columns.items() for r in controller.heard(key, column, rows, lengths, warehouse)]
+            for node, controller in self.controllers.items()
+        }
+        if any(decided.values()):
+            async with self.order:
+                for node, rounds in decided.items():
+                    await self._hand(key, node, rounds)
+            async with self.changed:
+                self.changed.notify_all()
 
-    async def take(self, node: str, key: str, group: int) -> Share:
-        """The group's next share, as soon as there is one."""
+    async def take(self, node: str, key: str, group: int, index: int) -> Share:
+        """The group's share number `index`, as soon as there is one."""
+        await self._ready()
         controller = self.controllers[node]
-        until = time.monotonic() + self.deadline
+        begin = time.monotonic()
+        self.waits[node, group] = (key, begin)
         async with self.changed:
-            while (share := controller.take(key, group)) is None:
+            while (share := controller.take(key, group, index)) is None:
                 try:
-                    await asyncio.wait_for(self.changed.wait(), until - time.monotonic())
+                    await asyncio.wait_for(self.changed.wait(), begin + self.deadline - time.monotonic())
                 except TimeoutError:
-                    waited = f"`{node}` (group {group}) waited {self.deadline:g} s in {key} for {controller.missing(key)}"
-                    raise DockTimeout(waited) from None
+                    raise DockTimeout(f"{self._wait(node, group)}, its deadline") from None
+        self.waits.pop((node, group), None)
         self.last = node
         self.moves += 1
         return share
 
-    async def progress(self) -> tuple[str, int]:
-        """The node-state that took rows last, and a count that grows while rows move."""
-        return self.last, self.moves
+    async def at(self, process: str, what: str) -> None:
+        """A process tells what it begins to do."""
+        self.doing[process] = (what, time.monotonic())
+
+    def _wait(self, node: str, group: int) -> Wait:
+        key, begin = self.waits[node, group]
+        return Wait(node, group, key, time.monotonic() - begin, self.controllers[node].missing(key))
+
+    async def picture(self) -> Picture:
+        now = time.monotonic()
+        waits = tuple(self._wait(node, group) for node, group in sorted(self.waits))
+        return Picture(self.last, self.moves, waits, {p: (what, now - since) for p, (what, since) in self.doing.items()})
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, max_concurrency=1000)
 class WarehouseHost:
-    """The warehouse of one host; tells the controllers of what comes in."""
+    """A warehouse; tells the controllers of what comes in."""
 
-    def __init__(self, index: int, host: int, controllers: list[Any], heard: list[list[str]]) -> None:
+    def __init__(self, index: int, host: int) -> None:
         self.warehouse = Warehouse(index, host)
-        # The columns that some controller of each host reads: it hears of no others.
-        self.controllers = [(handle, frozenset(columns)) for handle, columns in zip(controllers, heard, strict=True)]
+        self.tasks: dict[str, Task] = {}  # those open
+        self.controllers: list[tuple[Any, frozenset[str]]] = []
         self.told: list[Any] = []
 
-    def put(self, key: str, node: str, columns: dict[str, tuple[Array, Column]]) -> None:
+    async def connect(self, controllers: list[Any], heard: list[list[str]]) -> None:
+        """`heard` are the columns that some controller of each host reads: it hears of no others."""
+        self.controllers = [(handle, frozenset(columns)) for handle, columns in zip(controllers, heard, strict=True)]
+
+    async def open(self, task: Task) -> None:
+        self.tasks[task.key] = task
+
+    async def put(self, key: str, node: str, columns: dict[str, tuple[Array, Column]]) -> None:
         self.warehouse.put(key, node, columns)
         for handle, names in self.controllers:
             news = {n: (rows, column.lengths) for n, (rows, column) in columns.items() if n in names}
             if news:
                 self.told.append(handle.heard.remote(key, self.warehouse.index, news))
 
-    def get(self, key: str, node: str, host: int, wanted: dict[str, Array]) -> dict[str, Column]:
+    async def get(self, key: str, node: str, host: int, wanted: dict[str, Array]) -> dict[str, Column]:
         return self.warehouse.get(key, node, host, wanted)
 
-    def drop(self, key: str) -> dict[str, int]:
+    async def keep(self, key: str, node: str, rounds: list[Round]) -> None:
+        self.warehouse.keep(key, node, rounds)
+
+    async def known(self) -> dict[str, Any]:
+        """For a controller to be rebuilt: of each open task, the task and what Warehouse.known tells."""
+        return {key: (task, *self.warehouse.known(key)) for key, task in self.tasks.items()}
+
+    async def drop(self, key: str) -> dict[str, int]:
         """Forgets an iteration; raises what went wrong in telling the controllers of its rows."""
-        ray.get(self.told)
-        self.told = []
+        told, self.told = self.told, []
+        # Not blocking: what a controller decides on these news, it keeps here.
+        await asyncio.gather(*told)
+        self.tasks.pop(key, None)
         return self.warehouse.drop(key)
 
 
 class Client:
-    """A process's way into the dock. `home` is the warehouse that it writes to."""
+    """A process's way into the dock: `process` is its name, `home` the warehouse that it writes to. Actors are named, by node the
+    controllers."""
 
-    def __init__(self, readers: list[Reader], controllers: dict[str, Any], warehouses: list[Any], host: int, home: int) -> None:
+    def __init__(
+        self, process: str, readers: list[Reader], controllers: dict[str, str], warehouses: list[str], host: int, home: int
+    ) -> None:
+        self.process = process
         self.readers = {r.node: r for r in readers}
-        self.controllers, self.warehouses = controllers, warehouses
+        boards = {name: ray.get_actor(name) for name in sorted(set(controllers.values()))}
+        self.controllers = {node: boards[name] for node, name in controllers.items()}
+        self.warehouses = [ray.get_actor(name) for name in warehouses]
+        self._at = next(iter(boards.values())).at.options(num_returns=0)
         self.host, self.home = host, home
+        self.taken: dict[str, tuple[str, int]] = {}  # by node: the task, and how many of its shares were asked for
         self.pending: list[Any] = []
         self.waited = 0.0  # seconds spent waiting for shares
         self.moving = 0.0  # seconds spent fetching and writing rows
+
+    def at(self, what: str) -> None:
+        """Tells what this process begins to do; nobody waits for it."""
+        self._at.remote(self.process, what)
 
     def take(self, node: str, task: Task, group: int) -> Batch:
         """The group's next share with its rows."""
         reader = self.readers[node]
         start = time.perf_counter()
-        share: Share = ray.get(self.controllers[node].take.remote(node, task.key, group))
+        key, count = self.taken.get(node, ("", 0))
+        count = count if key == task.key else 0
+        share: Share = ray.get(self.controllers[node].take.remote(node, task.key, group, count))
+        self.taken[node] = (task.key, count + 1)
         taken = time.perf_counter()
         self.waited += taken - start
         wanted: dict[int, dict[str, Array]] = {}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +22,6 @@ class Display:
     def __init__(self, plan: Plan, console: Console) -> None:
         self.console = console
         self.total = plan.deploy.run.iterations
-        self.every = max(1, self.total // 20)
         self.live = console.is_terminal
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -38,8 +41,13 @@ class Display:
         self.last = name
         self.progress.update(self.task, phase=name)
 
+    def resume(self, done: int) -> None:
+        self.progress.update(self.task, completed=done)
+        self.say(f"resumed after iteration {done}")
+
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        with suppress(OSError):  # whoever read has gone: no reason to end a run
+            self.console.print(text, highlight=False)
 
     def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
         """`scalars` are the columns whose means are shown."""
@@ -48,13 +56,44 @@ class Display:
         done = line["iteration"] + 1
         if self.live:
             self.progress.update(self.task, completed=done, status="  ".join(shown))
-        elif done == 1 or done % self.every == 0 or done == self.total:
+        else:
             self.say(f"iteration {done}/{self.total}  " + "  ".join(shown))
 
     def close(self) -> None:
         if self.live:
             self.live = False
             self.progress.stop()
+
+
+class Tail:
+    """Shows what the processes of a run print into their logs, each line with its process in front, until it is closed."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self.folder, self.say = folder, say
+        # What an earlier attempt wrote was shown by it.
+        self.places = {path: path.stat().st_size for path in folder.glob("*.log")}
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(0.3):
+            self._look()
+
+    def _look(self) -> None:
+        for path in sorted(self.folder.glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(self.places.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind(b"\n") + 1]
+            self.places[path] = self.places.get(path, 0) + len(whole)
+            for line in whole.decode("utf-8", "replace").splitlines():
+                self.say(f"{path.stem} | {line}")
+
+    def close(self) -> None:
+        self.over.set()
+        self.thread.join()
+        self._look()
 
 
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:

@@ -1,8 +1,10 @@
 """The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, warehouses that hold them.
 
 Invariant: which units form a round of an update is a function of (seed, iteration, epoch, unit) and of nothing else; a controller only
-chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an update: once an epoch). Writes
-are idempotent: a row written again replaces itself. Nothing here knows Ray or torch; actors.py puts it on processes.
+chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an update: once an epoch), and whoever
+asks for a group's n-th share gets the same one however often it asks. Writes are idempotent: a row written again replaces itself. What a
+controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses. Nothing here knows Ray
+or torch; actors.py puts it on processes.
 
 Levels: a row of level 0 is a prompt, one of level 1 a response; response r belongs to prompt r // fan. A node's *units* are what it is
 handed at once: its rows, or with `per = prompt` whole groups.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +35,15 @@ class Share:
     round_units: int
     elements: dict[str, int]
     epoch: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a controller decided: the units that each group gets next."""
+
+    epoch: int
+    parts: tuple[Array, ...]
     last: bool
 
 
@@ -118,8 +129,8 @@ class Book:
     units: int
     where: dict[str, Array]
     lengths: dict[str, Array]
-    handed: Array
-    queues: list[deque[Share]]
+    dealt: Array
+    shares: list[list[Share]]  # by group
     rounds: deque[tuple[int, Array]] = field(default_factory=deque)  # of an update: (epoch, units), in order
 
 
@@ -141,8 +152,8 @@ class Controller:
             units=units,
             where={c: np.full(counts[level], -1, np.int32) for c, level, _ in reader.reads},
             lengths={c: np.zeros(counts[level], np.int64) for c, level, _ in reader.reads},
-            handed=np.zeros(units, bool),
-            queues=[deque() for _ in range(reader.groups)],
+            dealt=np.zeros(units, bool),
+            shares=[[] for _ in range(reader.groups)],
         )
         if reader.update:
             size = reader.mini_batch or units
@@ -154,19 +165,44 @@ class Controller:
     def close(self, key: str) -> None:
         self.books.pop(key, None)
 
-    def heard(self, key: str, column: str, rows: Array, lengths: Array, warehouse: int) -> None:
-        """Rows of a column have come to lie in a warehouse."""
+    def heard(self, key: str, column: str, rows: Array, lengths: Array, warehouse: int) -> list[Round]:
+        """Rows of a column have come to lie in a warehouse. What that decides: to be kept safe, and then given to `hand`, in order."""
         book = self.books.get(key)
         if book is None or column not in book.where:
-            return
+            return []
         book.lengths[column][rows] = lengths
         book.where[column][rows] = warehouse
-        self._deal(book)
+        return self._deal(book)
 
-    def take(self, key: str, group: int) -> Share | None:
-        """The group's next share, None while there is none."""
-        queue = self.books[key].queues[group]
-        return queue.popleft() if queue else None
+    def restore(self, key: str, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
+        """Takes the place of a controller that had heard of `found` (column, rows, lengths, warehouse) and decided `rounds`, in an
+        iteration just opened. What else is decided now, as `heard` tells it."""
+        book = self.books[key]
+        for column, rows, lengths, warehouse in found:
+            if column in book.where:
+                book.lengths[column][rows] = lengths
+                book.where[column][rows] = warehouse
+        for round in rounds:
+            if self.reader.update:
+                book.rounds.popleft()
+            book.dealt[np.concatenate(round.parts)] = True
+            self.hand(key, round)
+        return self._deal(book)
+
+    def hand(self, key: str, round: Round) -> None:
+        """Makes the shares of a round, for `take`."""
+        book, reader = self.books[key], self.reader
+        units = np.concatenate(round.parts)
+        most = max(map(len, round.parts))
+        elements = {c: int(book.lengths[c][self._rows(book, units, level)].sum()) for c, level, _ in reader.reads}
+        for shares, part in zip(book.shares, round.parts, strict=True):
+            where = {c: book.where[c][self._rows(book, part, level)] for c, level, _ in reader.reads}
+            shares.append(Share(part, where, most, len(units), elements, round.epoch, round.last))
+
+    def take(self, key: str, group: int, index: int) -> Share | None:
+        """The group's share number `index`, None while there is none."""
+        shares = self.books[key].shares[group]
+        return shares[index] if index < len(shares) else None
 
     def missing(self, key: str) -> str:
         """What the node waits for, in words."""
@@ -192,23 +228,25 @@ class Controller:
                 ready &= there[expand(np.arange(book.units), self.reader.unit_level, level, book.fan)].reshape(book.units, -1).all(axis=1)
         return ready
 
-    def _deal(self, book: Book) -> None:
-        ready = self._ready(book)
+    def _deal(self, book: Book) -> list[Round]:
+        ready, found = self._ready(book), []
         if self.reader.update:
             while book.rounds and ready[book.rounds[0][1]].all():
                 epoch, units = book.rounds.popleft()
-                self._round(book, units, epoch, not book.rounds)
-            return
-        fresh = np.flatnonzero(ready & ~book.handed)
-        left = book.units - int(book.handed.sum())
+                found.append(Round(epoch, self._parts(book, units), not book.rounds))
+            return found
+        fresh = np.flatnonzero(ready & ~book.dealt)
+        left = book.units - int(book.dealt.sum())
         chunk = self.reader.chunk or book.units
         while len(fresh) and len(fresh) >= min(chunk, left):
             units, fresh = fresh[:chunk], fresh[chunk:]
-            book.handed[units] = True
+            book.dealt[units] = True
             left -= len(units)
-            self._round(book, units, 0, left == 0)
+            found.append(Round(0, self._parts(book, units), left == 0))
+        return found
 
-    def _round(self, book: Book, units: Array, epoch: int, last: bool) -> None:
+    def _parts(self, book: Book, units: Array) -> tuple[Array, ...]:
+        """Which group gets which of the units."""
         reader = self.reader
         home = np.zeros(len(units), np.int32)
         weight = np.zeros(len(units), np.int64)
@@ -217,11 +255,7 @@ class Controller:
                 rows = expand(units, reader.unit_level, level, book.fan)
                 home = book.where[column][rows].reshape(len(units), -1)[:, 0]
                 weight += book.lengths[column][rows].reshape(len(units), -1).sum(axis=1)
-        parts = deal(units, home, weight if reader.balance else None, reader.groups)
-        elements = {c: int(book.lengths[c][self._rows(book, units, level)].sum()) for c, level, _ in reader.reads}
-        for queue, part in zip(book.queues, parts, strict=True):
-            where = {c: book.where[c][self._rows(book, part, level)] for c, level, _ in reader.reads}
-            queue.append(Share(part, where, max(map(len, parts)), len(units), elements, epoch, last))
+        return tuple(deal(units, home, weight if reader.balance else None, reader.groups))
 
 
 class Warehouse:
@@ -231,6 +265,7 @@ class Warehouse:
         self.index, self.host = index, host
         self._segments: dict[tuple[str, str], list[tuple[Array, Column]]] = {}
         self._merged: dict[tuple[str, str], tuple[Array, Column]] = {}
+        self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
         self.traffic: dict[str, dict[str, int]] = {}  # by key, then by `node put`, `node get` and `node get away`: bytes
 
     def put(self, key: str, node: str, columns: Mapping[str, tuple[Array, Column]]) -> None:
@@ -239,6 +274,15 @@ class Warehouse:
             self._segments.setdefault((key, name), []).append((rows, column))
             self._merged.pop((key, name), None)
             self._count(key, f"{node} put", column.nbytes)
+
+    def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
+        """Keeps what the controller of a node-state decided."""
+        self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
+
+    def known(self, key: str) -> tuple[list[tuple[str, Array, Array, int]], dict[str, list[Round]]]:
+        """All that a controller was told and decided, as `Controller.restore` takes it: the rounds by node."""
+        segments = [(n, rows, column.lengths, self.index) for (k, n), parts in self._segments.items() if k == key for rows, column in parts]
+        return segments, self._rounds.get(key, {})
 
     def get(self, key: str, node: str, host: int, wanted: Mapping[str, Array]) -> dict[str, Column]:
         """The rows asked for, in the order asked for; `host` is the reader's."""
@@ -254,6 +298,7 @@ class Warehouse:
         for pair in [p for p in self._segments if p[0] == key]:
             del self._segments[pair]
             self._merged.pop(pair, None)
+        self._rounds.pop(key, None)
         return self.traffic.pop(key, {})
 
     def _count(self, key: str, what: str, size: int) -> None:

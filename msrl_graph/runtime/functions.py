@@ -32,15 +32,16 @@ from .report import Report, RunError
 class FunctionHost:
     """The function nodes of one host; host 0 also runs the source."""
 
-    def __init__(self, plan: str, host: int, folder: str) -> None:
-        settle(folder)
-        self.plan = from_json(plan)
+    def __init__(self, plan: bytes, host: int, folder: str, log: str, controllers: dict[str, str], warehouses: list[str]) -> None:
+        settle(folder, log)
+        self.plan = from_json(zlib.decompress(plan))
         self.host = host
+        self.client = Client(f"functions of host {host}", readers(self.plan), controllers, warehouses, host, home(self.plan, host, 0))
+        self.functions: dict[str, _Function] | None = None
 
-    def start(self, controllers: dict[str, Any], warehouses: list[Any]) -> dict[str, tuple[int, int]]:
+    def start(self) -> dict[str, tuple[int, int]]:
         """Loads functions and data; (usable rows, rows left out) of each data file."""
         plan = self.plan
-        self.client = Client(readers(plan), controllers, warehouses, self.host, home(plan, self.host, 0))
         tokenizer = _tokenizer(plan)
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan.graph, tokenizer, plan.deploy.run.seed) for n, d in files.items()}
@@ -48,12 +49,17 @@ class FunctionHost:
         return {name: (len(d), d.too_long) for name, d in self.data.items()}
 
     def run(self, task: Task) -> Report:
-        """The stream of this pool for one task."""
-        report = Report(f"functions {self.host}")
+        """The stream of this pool for one task. Where this process takes a dead one's place it does all of it again: its shares are
+        the same, functions are pure, and rows that are written twice replace themselves."""
+        if self.functions is None:
+            self.start()
+        assert self.functions is not None
+        report = Report(f"functions of host {self.host}")
         stream = next(s for s in self.plan.schedule if s.pool == "functions" and s.task == task.name)
         for instruction in stream.instructions:
             if instruction.node == "source":
                 if self.host == 0:
+                    self.client.at(f"source in {task.key}")
                     with report.phase("source"):
                         self._source(task)
             else:
@@ -77,6 +83,7 @@ class FunctionHost:
             last = batch.share.last
             if not len(batch.rows):
                 continue
+            self.client.at(f"{function.node.name} in {task.key}")
             with report.phase(function.node.name):
                 written = function(batch, task.number)
             for name, column in written.items():

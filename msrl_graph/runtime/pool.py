@@ -1,20 +1,15 @@
 """The processes of a run on Ray: asked for, started together, ended by their ids.
 
-Invariant: nothing is started before the resources are known to be there; leaving `Pool` ends every process that it started and
-removes its temporary folder, whatever happened in between.
+Invariant: nothing is started before the resources are known to be there. Controllers and function hosts that die are started again by
+Ray, `run { restarts }` times each; whoever else dies ends the attempt. What is left of a pool on this machine, the supervisor ends.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import sys
-import tempfile
-import threading
 import time
+import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -22,11 +17,12 @@ import psutil
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..plan import Plan
-from .dock import readers
+from .dock import home, readers
 
 # Ranks that may share a core of this machine: a small run may be tried with more ranks than cores.
 RANKS_A_CORE = 8
 WAIT = 60.0  # seconds until resources that do not come are refused
+SERVERS = ("raylet", "gcs_server")
 
 
 class NoResources(Fault):
@@ -36,47 +32,27 @@ class NoResources(Fault):
 class Pool:
     """Ranks, function hosts, controllers and warehouses of one plan."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.folder = ""
+    def __init__(self, plan: Plan, folder: str, logs: str) -> None:
+        self.plan, self.folder, self.logs = plan, folder, logs
         self.ranks: list[Any] = []
         self.functions: list[Any] = []
         self.warehouses: list[Any] = []
         self.boards: list[Any] = []
+        self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
         self.started: list[Any] = []
         self.group: Any = None
         self.attached = "RAY_ADDRESS" in os.environ
-        self.ours = False  # whether this process's connection to Ray is this pool's
-        if not self.attached:
-            _check_machine(plan)
+        self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
-    def __enter__(self) -> Pool:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _start(self) -> None:
+    def connect(self) -> None:
+        """Starts Ray on this machine, or joins the cluster that RAY_ADDRESS names."""
         import ray
 
         plan, cluster = self.plan, self.plan.cluster
-        if ray.is_initialized():
-            raise NoResources(
-                Diagnostic("no-resources", "this process is connected to Ray already", help="call ray.shutdown() before the run")
-            )
-        self.ours = True
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
         if self.attached:
             ray.init(address=os.environ["RAY_ADDRESS"], **ray_options)
         else:
-            # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
-            _sweep()
-            self.folder = tempfile.mkdtemp(prefix=f"msrl-{os.getpid()}-")
             ray.init(
                 address="local",  # never one that somebody else has started
                 num_cpus=cluster.devices,
@@ -86,9 +62,13 @@ class Pool:
                 _temp_dir=self.folder,
                 **ray_options,
             )
-        # Ray answers SIGTERM with a page of addresses; a polite end is an end like any other: what was started is ended.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            self.servers = {p.pid: p.name() for p in psutil.Process().children(recursive=True) if p.name() in SERVERS}
+
+    def start(self) -> None:
+        """Starts the actors, and returns when all are ready."""
+        import ray
+
+        plan, cluster = self.plan, self.plan.cluster
         asked = {cluster.device.resource: float(cluster.devices_per_node)}
         self._place(asked)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as OnHost
@@ -98,35 +78,55 @@ class Pool:
         def on(host: int) -> Any:
             return OnHost(self.group, placement_group_bundle_index=host)
 
+        # What may be started again is told its partners by name.
         found = readers(plan)
         hosts = {c.node: c.host for c in plan.docks.controllers}
-        chosen = sorted(set(hosts.values()))
-        boards = {
-            h: _actor(actors.ControllerHost)
-            .options(scheduling_strategy=on(h))
-            .remote([r for r in found if hosts[r.node] == h], plan.docks.deadline)
-            for h in chosen
-        }
-        heard = [sorted({c for r in found if hosts[r.node] == h for c, _, _ in r.reads}) for h in chosen]
-        self.controllers = {node: boards[h] for node, h in hosts.items()}
-        self.boards = list(boards.values())
+        stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
+        boards = {h: f"controllers of host {h}" for h in sorted(set(hosts.values()))}
+        controllers = {node: boards[h] for node, h in hosts.items()}
+        again = {"max_restarts": plan.deploy.run.restarts, "max_task_retries": plan.deploy.run.restarts}
+
+        def start(kind: Any, name: str, host: int, *arguments: Any, **options: Any) -> Any:
+            actor = kind.options(name=name, scheduling_strategy=OnHost(self.group, placement_group_bundle_index=host), **options)
+            handle = actor.remote(*arguments)
+            self.names[handle._actor_id.hex()] = name
+            return handle
+
+        def log(name: str) -> str:
+            return str(Path(self.logs) / f"{name.replace(' ', '-')}.log") if self.logs else ""
+
         self.warehouses = [
-            _actor(actors.WarehouseHost).options(scheduling_strategy=on(h)).remote(i, h, self.boards, heard)
-            for i, h in enumerate(plan.docks.warehouses)
+            start(actors.WarehouseHost, name, h, i, h) for i, (name, h) in enumerate(zip(stores, plan.docks.warehouses, strict=True))
         ]
+        self.boards = [
+            start(
+                actors.ControllerHost,
+                name,
+                h,
+                [r for r in found if hosts[r.node] == h],
+                plan.docks.deadline,
+                stores[home(plan, h, 0)],
+                stores,
+                **again,
+            )
+            for h, name in boards.items()
+        ]
+        heard = [sorted({c for r in found if hosts[r.node] == h for c, _, _ in r.reads}) for h in boards]
+        connected = [w.connect.remote(self.boards, heard) for w in self.warehouses]
         text = plan.to_json()
         threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
-        self.ranks = [
-            _actor(worker.Rank).options(scheduling_strategy=on(cluster.host(r)), **resource).remote(text, r, threads, self.folder)
-            for r in range(cluster.devices)
-        ]
-        self.functions = [
-            _actor(functions.FunctionHost).options(scheduling_strategy=on(h)).remote(text, h, self.folder) for h in range(cluster.nodes)
-        ]
-        self.started = [f.start.remote(self.controllers, self.warehouses) for f in self.functions]
+        for r in range(cluster.devices):
+            name = f"rank {r}"
+            self.ranks.append(start(worker.Rank, name, cluster.host(r), text, r, threads, self.folder, log(name), **resource))
+        for h in range(cluster.nodes):
+            name = f"functions of host {h}"
+            arguments = (zlib.compress(text.encode()), h, self.folder, log(name), controllers, stores)
+            self.functions.append(start(functions.FunctionHost, name, h, *arguments, **again))
+        self.started = [f.start.remote() for f in self.functions]
+        ray.get(connected)
         address = ray.get(self.ranks[0].address.remote())
-        ray.get([r.start.remote(address, self.controllers, self.warehouses) for r in self.ranks])
+        ray.get([r.start.remote(address, controllers, stores) for r in self.ranks])
 
     def _place(self, asked: dict[str, float]) -> None:
         """A bundle of devices on each host, or a refusal that says what was asked and what there is."""
@@ -158,46 +158,54 @@ class Pool:
         found: list[dict[str, tuple[int, int]]] = ray.get(self.started)
         return found[0]
 
-    def name_of(self, error: Any) -> str:
-        """Which process an error of Ray's is about, in the user's words."""
-        pools = {"rank": self.ranks, "function host": self.functions, "warehouse": self.warehouses, "controllers of host": self.boards}
-        for what, actors in pools.items():
-            for i, actor in enumerate(actors):
-                if actor._actor_id.hex() == error.actor_id:
-                    return f"{what} {i}"
-        return "a process of Ray's"
+    def dead(self) -> list[str]:
+        """Who has died for good, in the user's words."""
+        import ray
+
+        gone = [name for pid, name in self.servers.items() if not alive(pid)]
+        if gone:
+            return [f"Ray's {name}" for name in gone]
+        actors = [*self.ranks, *self.functions, *self.warehouses, *self.boards]
+        # A busy rank does not answer, a dead one fails at once, or as soon as Ray has noticed.
+        asked = {a.__ray_ready__.remote(): self.names[a._actor_id.hex()] for a in actors}
+        left, until = list(asked), time.monotonic() + 2
+        found: list[str] = []
+        while left and time.monotonic() < until:
+            ended, left = ray.wait(left, num_returns=1, timeout=0.2)
+            for reference in ended:
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayActorError:
+                    found.append(asked[reference])
+                except ray.exceptions.RayError:
+                    pass
+            if found and not ended:
+                break
+        return found
 
     def close(self) -> None:
         import ray
 
-        if self.ours and ray.is_initialized():
+        if ray.is_initialized():
             for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
                 ray.kill(actor)
             if self.group is not None:
                 ray.util.remove_placement_group(self.group)
             ray.shutdown()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _sweep() -> None:
-    """Removes the temporary folders of runs whose driver was killed before it could: their names hold its process's id."""
-    for folder in Path(tempfile.gettempdir()).glob("msrl-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _actor(kind: Any) -> Any:
-    """A class under @ray.remote, as Ray makes it: mypy sees the bare class."""
-    return kind
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _words(asked: dict[str, float]) -> str:
     return ", ".join(f"{v:g} {k}" for k, v in asked.items())
 
 
-def _check_machine(plan: Plan) -> None:
+def check_machine(plan: Plan) -> None:
     """Refuses, before anything is started, what this machine alone cannot give."""
     cluster = plan.cluster
     cores = os.cpu_count() or 1
@@ -214,4 +222,4 @@ def _check_machine(plan: Plan) -> None:
         raise NoResources(Diagnostic("no-resources", f"{asked}; {there}", cluster.span, help))
 
 
-__all__ = ["NoResources", "Pool"]
+__all__ = ["NoResources", "Pool", "alive", "check_machine"]

@@ -20,7 +20,8 @@ MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock
 class Recorder:
     """Writes into `folder`."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: Plan, keep: int) -> None:
+        """Goes on after the first `keep` lines of the metrics that are there."""
         from tensorboardX import SummaryWriter
 
         self.folder, self.plan = folder, plan
@@ -30,8 +31,18 @@ class Recorder:
         self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
         self._processes: dict[str, int] = {}
         self._start: float | None = None
-        self._metrics = (folder / "metrics.jsonl").open("w", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"), write_to_disk=True)
+        path = folder / "metrics.jsonl"
+        kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep else []
+        for text in kept:
+            line = json.loads(text)
+            (self.evaluations if "evaluation" in line else self.lines).append(line)
+        self.written = len(kept)
+        # In place and cut, not written anew: what is kept is never in danger.
+        self._metrics = path.open("r+b" if kept else "wb")
+        self._metrics.truncate(sum(map(len, kept)))
+        self._metrics.seek(0, 2)
+        done = self.lines[-1]["iteration"] + 1 if self.lines else 0
+        self._board = SummaryWriter(str(folder / "tensorboard"), write_to_disk=True, purge_step=done if kept else None)
 
     def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
@@ -80,8 +91,9 @@ class Recorder:
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(line) + "\n")
+        self._metrics.write((json.dumps(line) + "\n").encode())
         self._metrics.flush()
+        self.written += 1
 
     def _trace(self, iteration: int, reports: list[Report]) -> None:
         for report in reports:

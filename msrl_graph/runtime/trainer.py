@@ -1,265 +1,303 @@
 """The driver of a run: starts iterations and collects metrics. No sample passes through it.
 
-Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, no process and
-no temporary folder of it is left.
+Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints renamed into place. It
+tells the supervisor how it ended in one file, and ends when the supervisor is gone.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import shutil
+import signal
+import sys
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 
-from ..diagnostics import Diagnostic, Fault
-from ..graph import Node
+from ..diagnostics import Fault
 from ..plan import Evaluation, Plan
-from . import data
-from .display import Display, comparison
-from .pool import Pool
+from . import checkpoint
+from .actors import Picture, Task
+from .display import Display, Tail, comparison
+from .pool import Pool, alive
 from .record import Recorder
 from .report import RunError
+from .supervisor import Attempt, Result, end
+
+LOOK = 0.5  # seconds between two looks at the processes
 
 
-class RunFailed(Exception):
-    """A process died, or a wait passed its deadline."""
+class Signals:
+    """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that comes when no
+    iteration is under way, or SIGHUP, ends it at once."""
+
+    def __init__(self, say: Any) -> None:
+        self.say = say
+        self.asked = 0  # the first signal that was heeded
+        self.last = 0
+        self.training = False
+        self.heed()
+
+    def heed(self) -> None:
+        """Puts the handlers in place: again after Ray, which has its own, was started."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _frame: Any) -> None:
+        self.last = number
+        if self.asked or not self.training or number == signal.SIGHUP:
+            raise KeyboardInterrupt
+        self.asked = number
+        self.say("ending after this iteration, with a checkpoint; ask once more to end at once")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Where the files lie, and each evaluation's reported means: first and last."""
-
-    folder: Path
-    first: dict[str, dict[str, float]]
-    last: dict[str, dict[str, float]]
-    labels: dict[str, str]
-
-    def lines(self) -> list[str]:
-        """Each evaluation before and after, in a line."""
-        return [
-            f"{self.labels[data] or f'{data} {column}'} {value:.3f} -> {self.last[data][column]:.3f}"
-            for data, before in self.first.items()
-            for column, value in before.items()
-        ]
-
-
-def check(plan: Plan) -> dict[str, int]:
-    """What must be there to run: weights, tokenizer, data. The number of rows of each data file; `Fault` with all that is missing."""
-    found: list[Diagnostic] = []
-    if plan.cluster.device.backend != "cpu":
-        what = f"devices of kind {plan.cluster.device.backend} can be planned for, not run on, in this version"
-        found.append(Diagnostic("not-yet", what, plan.cluster.span, 'run on `device = "cpu"`'))
-    for model in plan.deploy.models.values():
-        if not model.path:
-            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
-            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
-            continue
-        for pattern in ("*.safetensors", "tokenizer.json"):
-            if not list(Path(model.path).glob(pattern)):
-                found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
-    if "source" not in plan.deploy.data:
-        found.append(
-            Diagnostic(
-                "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
-            )
-        )
-    sizes = {}
-    for name, item in plan.deploy.data.items():
-        try:
-            sizes[name] = len(data.read(item, plan.graph))
-        except Fault as fault:
-            found += fault.diagnostics
-    if found:
-        raise Fault(*found)
-    return sizes
+def main(folder: str) -> int:
+    """Runs the attempt that the supervisor described in `folder`; what came of it is in result.json there."""
+    attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
+    console = Console(stderr=True)
+    console = console if console.is_terminal else Console(stderr=True, width=120)
+    display = Display(attempt.plan, console)
+    signals = Signals(display.say)
+    pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
+    threading.Thread(target=_watch, args=(attempt, pool), daemon=True).start()
+    tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
+    try:
+        result = _result(attempt, pool, display, signals)
+    finally:
+        if tail is not None:
+            tail.close()
+        display.close()
+    _tell(folder, result)
+    if pool.attached:
+        pool.close()
+    if not alive(attempt.parent):
+        _vanish(folder)
+    sys.stderr.flush()
+    os._exit(0)  # a farewell to Ray takes a second, and its processes end with this one
 
 
-def run(plan: Plan, out: Path | str | None = None, console: Console | None = None, measure: bool = False) -> Outcome:
-    """Runs a plan to its end and writes metrics, curve, trace and weights under `out` (default: a new folder under runs/).
-
-    Raises Fault for input that cannot be run, NoResources for machines that lack what it asks for, RunFailed when a process died.
-    """
+def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
     import ray
 
-    console = console or _console()
-    check(plan)
-    plan = _absolute(plan)
-    pool = Pool(plan)
-    folder = _folder(plan, out)
-    display = Display(plan, console)
+    driver = None
     try:
-        with pool:
-            return _record(plan, pool, folder, out is not None, display, measure, console)
-    except ray.exceptions.RayActorError as error:
-        raise RunFailed(f"{pool.name_of(error)} died while {display.last} ran; the files of the run so far are in {folder}") from error
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, Fault):
-            raise error.cause from None
-        raise RunFailed(
-            str(error.cause) if isinstance(error.cause, RunError) else f"{type(error.cause).__name__}: {error.cause}"
-        ) from error
-    except ray.exceptions.RayError as error:
-        raise RunFailed(str(error).strip().splitlines()[-1]) from error
-    finally:
-        display.close()
-
-
-def _record(plan: Plan, pool: Pool, folder: Path, stated: bool, display: Display, measure: bool, console: Console) -> Outcome:
-    """The run itself; its files are complete whether it ends well or not."""
-    sizes = pool.sizes()
-    folder = _make(plan, folder, stated)
-    (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
-    recorder = Recorder(folder, plan)
-    try:
-        return _Run(plan, pool, recorder, display, sizes, measure).whole()
+        driver = Driver(attempt, pool, display, signals)
+        return driver.whole()
     except KeyboardInterrupt:
-        console.print(f"interrupted; the files of the run so far are in {folder}")
-        raise
-    finally:
-        display.close()
-        recorder.close()
-        if rows := recorder.table():
-            console.print(comparison(rows))
+        return Result("interrupted", status=128 + signals.last)
+    except Fault as fault:
+        return Result("fault", diagnostics=list(fault.diagnostics))
+    except (RunError, OSError) as error:
+        return Result("failed", str(error))
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, Fault):
+            return Result("fault", diagnostics=list(cause.diagnostics))
+        words = driver.words() if driver is not None else ""
+        if isinstance(cause, RunError):
+            return Result("failed", f"{cause}{words}")
+        dead = pool.dead()
+        if dead or isinstance(error, ray.exceptions.RayActorError):
+            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead) if driver else ''}{words}")
+        told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
+        return Result("failed", f"{told}{words}")
 
 
-class _Run:
-    def __init__(
-        self, plan: Plan, pool: Pool, recorder: Recorder, display: Display, sizes: dict[str, tuple[int, int]], measure: bool
-    ) -> None:
+def _tell(folder: str, result: Result) -> None:
+    path = Path(folder) / "result.json"
+    path.with_suffix(".partial").write_bytes(msgspec.json.encode(result))
+    path.with_suffix(".partial").rename(path)
+
+
+def _vanish(folder: str) -> None:
+    """The supervisor is gone, so what it would have tidied up is tidied up here."""
+    end(folder, os.getsid(0))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _watch(attempt: Attempt, pool: Pool) -> None:
+    """Ends this process when the supervisor is gone, or a server of Ray's: Ray itself would take up to a minute, or hang."""
+    while True:
+        time.sleep(LOOK)
+        if os.getppid() != attempt.parent:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(10)
+            _vanish(attempt.folder)
+            os._exit(1)
+        for pid, name in list(pool.servers.items()):
+            if not alive(pid):
+                _tell(attempt.folder, Result("died", f"Ray's {name} died"))
+                os._exit(1)
+
+
+class Driver:
+    """One attempt."""
+
+    def __init__(self, attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> None:
         import ray
 
         self.ray = ray
-        self.plan, self.pool, self.recorder, self.display, self.sizes, self.measure = plan, pool, recorder, display, sizes, measure
+        self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
+        self.plan: Plan = attempt.plan
+        self.pictures: list[Picture] = []
+
+    def whole(self) -> Result:
+        pool, display, out = self.pool, self.display, Path(self.attempt.out)
+        pool.connect()
+        self.signals.heed()
+        pool.start()
+        sizes = pool.sizes()
+        (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
         for name, (rows, left_out) in sizes.items():
             if left_out:
                 display.say(f"{name}: {left_out} of {rows + left_out} rows left out, their prompts are longer than the column's bound")
+        self.recorder = Recorder(out, self.plan, self.attempt.lines)
+        try:
+            result = self._train({name: rows for name, (rows, _) in sizes.items()}, out)
+        except KeyboardInterrupt:
+            display.say(f"interrupted; the files of the run so far are in {out}")
+            raise
+        finally:
+            display.close()
+            with suppress(OSError):
+                self.recorder.close()
+        if table := self.recorder.table():
+            display.console.print(comparison(table))
+        return result
 
-    def whole(self) -> Outcome:
-        plan, iterations = self.plan, self.plan.deploy.run.iterations
-        first = {e.data: self._evaluate(e, 0) for e in plan.deploy.evaluations}
-        last = first
+    def _train(self, sizes: dict[str, int], out: Path) -> Result:
+        plan, run, begin = self.plan, self.plan.deploy.run, 0
+        if self.attempt.resume:
+            manifest = checkpoint.manifest_of(Path(self.attempt.resume))
+            begin = manifest.iteration
+            self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks])
+            self.display.resume(begin)
+        if not self.attempt.lines:
+            for evaluation in plan.deploy.evaluations:
+                self._evaluate(evaluation, 0, sizes)
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
-        for i in range(iterations):
-            line = self._iteration(i)
-            self.display.iteration(line, scalars)
-            due = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0 and i + 1 < iterations]
-            last = last | {e.data: self._evaluate(e, i + 1) for e in due}
-        if iterations:
-            last = {e.data: self._evaluate(e, iterations) for e in plan.deploy.evaluations}
+        for i in range(begin, run.iterations):
+            self.signals.training = True
+            self.display.iteration(self._iteration(i), scalars)
+            last = i + 1 == run.iterations
+            for evaluation in plan.deploy.evaluations:
+                if evaluation.every and (i + 1) % evaluation.every == 0:
+                    self._evaluate(evaluation, i + 1, sizes)
+            if self.signals.asked or (run.save and (last or (i + 1) % run.save == 0)):
+                self._checkpoint(i + 1, out)
+            self.signals.training = False
+            if self.signals.asked and not last:
+                self.display.say(f"ended after iteration {i + 1}; go on with --resume {out}")
+                return Result("interrupted", status=128 + self.signals.asked)
+        # After the checkpoint: a longer run that is resumed from it would not have had these.
+        for evaluation in plan.deploy.evaluations if run.iterations else ():
+            if not evaluation.every or run.iterations % evaluation.every:
+                self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
-            self._wait([r.save.remote(worker, str(self.recorder.folder / "weights" / worker)) for r in self.pool.ranks])
-        return Outcome(self.recorder.folder, first, last, {e.data: e.label for e in plan.deploy.evaluations})
+            self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks])
+        return Result("done")
+
+    def _checkpoint(self, iteration: int, out: Path) -> None:
+        """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
+        self.display.phase(f"saving after iteration {iteration}")
+        partial = None
+        try:
+            partial = checkpoint.begin(out, iteration)
+            parts = self._wait([r.checkpoint.remote(str(partial.absolute())) for r in self.pool.ranks])
+            if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
+                raise OSError(wrong)
+            files = tuple(f for files, _, _ in parts for f in files if f.pieces)
+            steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
+            program = checkpoint.program(self.plan)
+            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, self.recorder.written, steps, program, files)
+            checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
+        except OSError as error:
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            kept = checkpoint.found(out)
+            older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
+            self.display.say(f"the checkpoint after iteration {iteration} could not be written: {error}; {older}")
 
     def _task(self, name: str, number: int, prompts: int, fan: int, measure: bool) -> tuple[float, list[Any], dict[str, int]]:
         """Runs the streams of all pools for one task: seconds, reports, bytes moved by the dock."""
-        from .actors import Task
-
         task, ray, pool = Task(name, number, prompts, fan), self.ray, self.pool
         start = time.perf_counter()
+        ray.get([w.open.remote(task) for w in pool.warehouses])  # first: a controller that dies is rebuilt from what they know
         ray.get([b.open.remote(task) for b in pool.boards])
         reports = self._wait([*(r.run.remote(task, measure) for r in pool.ranks), *(f.run.remote(task) for f in pool.functions)])
         seconds = time.perf_counter() - start
         for board in pool.boards:
             board.close.remote(task.key)
         moved: dict[str, int] = {}
-        for counts in ray.get([w.drop.remote(task.key) for w in pool.warehouses]):
+        for counts in self._wait([w.drop.remote(task.key) for w in pool.warehouses]):
             for what, size in counts.items():
                 moved[what] = moved.get(what, 0) + size
         return seconds, reports, moved
 
     def _wait(self, references: list[Any]) -> list[Any]:
-        """The results. Fails as soon as one fails, or when for the dock's deadline no row has moved and nothing has ended; keeps the
-        display alive meanwhile."""
-        left, moves, since = references, -1, time.monotonic()
-        deadline = self.plan.docks.deadline
+        """The results. Fails as soon as one fails or a process dies, or when for the dock's deadline no row has moved and nothing has
+        ended; keeps the display alive meanwhile."""
+        left, moves, since, deadline = references, -1, time.monotonic(), self.plan.docks.deadline
         while left:
-            done, left = self.ray.wait(left, num_returns=1, timeout=0.3 if self.display.live else min(10.0, deadline))
-            try:
-                self.ray.get(done)
-                progress = self.ray.get([b.progress.remote() for b in self.pool.boards]) if not done else []
-            except self.ray.exceptions.RayError:
-                with suppress(self.ray.exceptions.RayError):
-                    self.display.phase(self.ray.get(self.pool.boards[0].progress.remote(), timeout=2)[0])
-                raise
-            if progress:
-                self.display.phase(progress[0][0])
-            if done or sum(m for _, m in progress) != moves:
-                moves, since = sum(m for _, m in progress), time.monotonic()
+            done, left = self.ray.wait(left, num_returns=1, timeout=min(LOOK, deadline))
+            self.ray.get(done)
+            now = moves
+            if not done:
+                self._look()
+                now = sum(p.moves for p in self.pictures)
+            if done or now != moves:
+                moves, since = now, time.monotonic()
             elif time.monotonic() - since > deadline:
                 # Later than the dock's own deadline would have told of a wait: this is work that does not end.
-                last = ", ".join(f"`{name}`" for name, _ in progress if name)
-                raise RunFailed(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back")
+                last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
+                raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
         return list(self.ray.get(references))
+
+    def _look(self) -> None:
+        """Asks controllers and warehouses; whoever is dead fails at once."""
+        with suppress(self.ray.exceptions.GetTimeoutError):
+            asked = [b.picture.remote() for b in self.pool.boards]
+            self.ray.get([w.__ray_ready__.remote() for w in self.pool.warehouses], timeout=5)
+            self.pictures = self.ray.get(asked, timeout=5)
+            self.display.phase(self.pictures[0].last)
+
+    def place(self, names: list[str]) -> str:
+        """What these processes did when they were last heard of, in words."""
+        with suppress(self.ray.exceptions.RayError):
+            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
+        doing = {name: what for p in self.pictures for name, (what, _) in p.doing.items()}
+        told = [f"in {doing[name]}" for name in names if name in doing]
+        return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
+
+    def words(self) -> str:
+        """Who waits for what: the wait-for graph in lines."""
+        with suppress(self.ray.exceptions.RayError):
+            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
+        lines = [str(wait) for p in self.pictures for wait in p.waits]
+        lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
+        return "".join(f"\n  {line}" for line in lines)
 
     def _iteration(self, number: int) -> dict[str, Any]:
         rows = self.plan.graph.rows
-        measure = self.measure and number == min(1, self.plan.deploy.run.iterations - 1)
+        measure = self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
         seconds, reports, moved = self._task("train", number, rows[0], rows[-1] // rows[0], measure)
         if measure:
             self.recorder.memory(reports)
         return self.recorder.training(number, seconds, reports, moved)
 
-    def _evaluate(self, evaluation: Evaluation, iteration: int) -> dict[str, float]:
+    def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.data}")
-        size = self.sizes[evaluation.data][0]
-        seconds, reports, _ = self._task(evaluation.data, iteration, size, evaluation.samples, False)
+        seconds, reports, _ = self._task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples, False)
         found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
         if not self.display.live:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
             self.display.say(f"after {iteration} iterations, {evaluation.data}: {shown}")
-        return found
 
 
-def _absolute(plan: Plan) -> Plan:
-    """The plan with absolute paths: Ray's processes have a working directory of their own."""
-
-    def node(n: Node) -> Node:
-        call = n.attributes.get("call")
-        if call is None or ":" not in str(call.value):
-            return n
-        path, _, name = str(call.value).rpartition(":")
-        return replace(n, attributes={**n.attributes, "call": replace(call, value=f"{Path(path).absolute()}:{name}")})
-
-    data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
-    models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
-    graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
-    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
-
-
-def _console() -> Console:
-    """stderr; a hundred columns where it is no terminal, so that tables keep their lines."""
-    console = Console(stderr=True)
-    return console if console.is_terminal else Console(stderr=True, width=120)
-
-
-def _folder(plan: Plan, out: Path | str | None) -> Path:
-    """The folder of this run; never one that holds another's results."""
-    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
-    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what = ""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is there already and is not empty"
-    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = f"cannot be made: {nearest} is not a folder that can be written to"
-    if what:
-        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help="name another with --out"))
-    return folder
-
-
-def _make(plan: Plan, folder: Path, stated: bool) -> Path:
-    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=stated)
-            return folder
-        except FileExistsError:
-            folder = _folder(plan, None)
-
-
-__all__ = ["Outcome", "RunFailed", "check", "run"]
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

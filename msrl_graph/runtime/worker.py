@@ -18,17 +18,18 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..backends import transformer
-from ..engine import Generator, Sampling, Trainer
+from ..engine import EngineSpec, Generator, Sampling, Trainer
 from ..graph import Node
-from ..layout import Layout
+from ..layout import Layout, owns
 from ..plan import Instruction, Plan, from_json
-from . import loss, memory
+from . import checkpoint, loss, memory
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
@@ -41,8 +42,8 @@ from .reshard import Resharder, Side, Swap
 class Rank:
     """A rank of the pool `devices`."""
 
-    def __init__(self, plan: str, rank: int, threads: int, folder: str) -> None:
-        settle(folder)
+    def __init__(self, plan: str, rank: int, threads: int, folder: str, log: str) -> None:
+        settle(folder, log)
         # gloo and torch would otherwise each take a thread for every core of the machine.
         torch.set_num_threads(threads)
         self.plan: Plan = from_json(plan)
@@ -56,11 +57,11 @@ class Rank:
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def start(self, address: tuple[str, int], controllers: dict[str, Any], warehouses: list[Any]) -> int:
+    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> int:
         """Joins the other ranks and builds the engines; this process's id."""
         plan = self.plan
         host = plan.cluster.host(self.rank)
-        self.client = Client(readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
+        self.client = Client(f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
@@ -108,6 +109,10 @@ class Rank:
             recompute = options.get("recompute") == "full"
             self.trainers[node.worker] = engine(model, layout, self.rank, mesh, recompute, _optimizer(node) if update else None)
 
+    def _spec(self, node: str) -> EngineSpec:
+        spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
+        return spec
+
     def _build_reshard(self, src: str, dst: str) -> None:
         plan = self.plan
         edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
@@ -122,8 +127,7 @@ class Rank:
         sides = []
         for node in (src, dst):
             placement = plan.placement(node)
-            spec = import_module(f"msrl_graph.backends.{placement.engine.name}").SPEC
-            sides.append(Side(placement.layout, spec.divided(placement.layout)))
+            sides.append(Side(placement.layout, self._spec(node).divided(placement.layout)))
         self.resharders[src, dst] = Resharder(edge, plan.model(src), self.rank, sides[0], sides[1], block, swap)
 
     # The instructions, by name.
@@ -134,6 +138,7 @@ class Rank:
         self.client.waited = self.client.moving = 0.0
         stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
         for instruction in stream.instructions:
+            self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
             if measure:
                 _note(report, f"before {instruction.op} {instruction.node}")
             getattr(self, f"_{instruction.op.lower()}")(instruction, task, report, measure)
@@ -275,6 +280,39 @@ class Rank:
             report.count("updates", 1, 0)
         return {}
 
+    def checkpoint(self, folder: str) -> tuple[list[checkpoint.File], dict[str, int], str]:
+        """Writes the weights and moments of which this rank is the first holder: the files, optimizer steps by update, and what went
+        wrong."""
+        files, wrong = [], ""
+        for node in self.plan.graph.verb("update"):
+            if node.worker in self.swaps:
+                self.swaps[node.worker].wait()
+            trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
+            divided = self._spec(node.name).divided(placement.layout)
+            owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, placement.layout, self.rank, divided)}
+            kinds = {"weights": trainer.shards(), **trainer.moments()}
+            pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
+            try:
+                files.append(checkpoint.write(Path(folder), f"{node.worker}-rank-{self.rank:05d}.safetensors", pieces))
+            except (OSError, SafetensorError) as error:
+                wrong = str(error)  # not raised: the other ranks are on their way to the next collective
+        return files, self.steps, wrong
+
+    def resume(self, folder: str, steps: dict[str, int]) -> None:
+        """Takes weights and moments from a checkpoint."""
+        source = checkpoint.Source(Path(folder))
+        self.steps = dict(steps)
+        for node in self.plan.graph.verb("update"):
+            trainer, name = self.trainers[node.worker], node.worker
+            with torch.no_grad():
+                for s in trainer.shards():
+                    s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
+                moments = {
+                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards()}
+                    for kind in source.kinds(name) - {"weights"}
+                }
+                trainer.restore(moments, self.steps.get(node.name, 0))
+
     def save(self, worker: str, folder: str) -> None:
         """Writes the worker's weights as a Hugging Face folder: rank 0 lays the shards of all ranks together."""
         if worker in self.swaps:
@@ -289,12 +327,15 @@ class Rank:
         for shards in everyone:
             for name, box, values in shards:
                 whole[name][tuple(slice(a, b) for a, b in box)] = values
-        target = Path(folder)
+        target = Path(folder).with_suffix(".partial")
+        shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         save_file(whole, target / "model.safetensors", metadata={"format": "pt"})
         for file in Path(model.path).iterdir():
             if file.suffix == ".json" and not file.name.endswith(".index.json"):
                 shutil.copy(file, target)
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
+        target.rename(folder)
 
 
 def _total(contexts: list[Column], response: Column) -> Array:

@@ -1,0 +1,243 @@
+"""Kills processes of a run with -9 at random moments, and counts what is lost: rows, runs, processes, files, seconds.
+
+The example runs with a checkpoint every other iteration. At random moments of whatever phase a rank, the warehouse, the controllers, a
+function host, the driver, the supervisor, Ray's raylet or its GCS is killed, several in each run. A run ends well when its metrics are,
+line for line, those of a run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is killed cannot start
+itself again: nothing of it may be left, and it is gone on with by --resume.
+
+A row is lost when an iteration's optimizer steps saw fewer responses than it has, doubled when they saw more; a hang is a run that does
+not write a line for --patience seconds. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from safetensors.numpy import load_file
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+# What a process's command line or name holds.
+TARGETS = {
+    "rank": "ray::Rank",
+    "warehouse": "ray::WarehouseHost",
+    "controllers": "ray::ControllerHost",
+    "functions": "ray::FunctionHost",
+    "driver": "msrl_graph.runtime.trainer",
+    "supervisor": "run_main",
+    "raylet": "raylet/raylet",
+    "gcs": "gcs/gcs_server",
+}
+TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")  # the rest of a line never differs
+
+
+@dataclass
+class Count:
+    kills: dict[str, int] = field(default_factory=dict)
+    runs: int = 0
+    finished: int = 0
+    rows_lost: int = 0
+    rows_twice: int = 0
+    hangs: int = 0
+    leftovers: int = 0
+    differing: int = 0  # runs that ended with other metrics or weights
+    recover: dict[str, list[float]] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+
+class Place:
+    """A folder with the example in it and a temporary folder of its own, by which its processes are known."""
+
+    def __init__(self, folder: Path, iterations: int) -> None:
+        self.folder, self.iterations = folder, iterations
+        for item in ("train.jsonl", "test.jsonl", "model"):
+            (folder / item).symlink_to(EXAMPLE / item)
+        text = (EXAMPLE / "grpo.rlg").read_text()
+        run = f"run {{ iterations = {iterations}, seed = 0, save = 2, restarts = 1000 }}"
+        text = text.replace("run { iterations = 320, seed = 0 }", run).replace("every = 40", f"every = {iterations // 2}")
+        text = text.replace("mini_batch = 256", "mini_batch = 16")
+        assert run in text
+        (folder / "p.rlg").write_text(text)
+        self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: Ray's sockets lie below it
+
+    def start(self, out: str, *more: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"]
+        command += ["p.rlg", "--set", "prompts=8", "--set", "group=4", *(more or ("--out", out))]
+        environment = {**os.environ, "TMPDIR": str(self.temporary)}
+        with (self.folder / f"{out}.log").open("ab") as log:
+            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def lines(self, out: str) -> int:
+        path = self.folder / out / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def processes(self) -> dict[int, str]:
+        """Those that run with this place's temporary folder or below its command: id -> command line."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                ours = process.environ().get("TMPDIR", "").startswith(str(self.temporary))
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline()) or process.name()
+            except psutil.Error:
+                continue
+        return found
+
+    def result(self, out: str) -> tuple[list[dict[str, object]], dict[str, bytes]]:
+        lines = [json.loads(x) for x in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
+        lines = [{k: v for k, v in x.items() if k not in TIMES} for x in lines]
+        weights = load_file(self.folder / out / "weights" / "actor" / "model.safetensors")
+        return lines, {k: v.tobytes() for k, v in weights.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--each", type=int, default=8, help="kills in one run")
+    parser.add_argument("--iterations", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--patience", type=float, default=150.0)
+    parser.add_argument("--only", choices=TARGETS, action="append")
+    options = parser.parse_args()
+    count = Count()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder), options.iterations)
+        try:
+            process = place.start("quiet")
+            assert process.wait() == 0, (place.folder / "quiet.log").read_text()
+            reference = place.result("quiet")
+            chance = random.Random(options.seed)
+            left = options.kills
+            while left > 0:
+                many = min(options.each, left)
+                chaos(place, f"run-{count.runs}", many, options, chance, count, reference)
+                left -= many
+                print(f"{options.kills - left} kills, {count.runs} runs, {count.finished} finished", flush=True)
+        finally:
+            for pid in place.processes():
+                os.kill(pid, signal.SIGKILL)
+            shutil.rmtree(place.temporary, ignore_errors=True)
+    report(count)
+
+
+def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: object) -> None:
+    """One run and its kills."""
+    names = options.only or list(TARGETS)
+    count.runs += 1
+    process = place.start(out)
+    pending: tuple[str, float, int] | None = None  # the last kill, when, and how many lines there were
+    due = 0.0
+    seen, changed = -1, time.monotonic()
+    while True:
+        time.sleep(0.05)
+        now, lines = time.monotonic(), place.lines(out)
+        if lines != seen:
+            seen, changed = lines, now
+            if pending is not None and lines > pending[2]:  # further than it was
+                name, since, _ = pending
+                count.recover.setdefault(name, []).append(now - since)
+                pending = None
+            if due == 0.0 and lines > 0 and kills:
+                due = now + chance.uniform(0.0, 2.5)
+        if process.poll() is not None:
+            if process.returncode == -signal.SIGKILL:  # the supervisor was killed: is anything left?
+                clean(place, count, out)
+                known = sorted((place.folder / out / "checkpoints").glob("[0-9]*"))
+                if known:
+                    process = place.start(out, "--resume", out)
+                else:
+                    shutil.rmtree(place.folder / out, ignore_errors=True)
+                    process = place.start(out)
+                seen, changed = -1, time.monotonic()
+                continue
+            break
+        if now - changed > options.patience:
+            count.hangs += 1
+            count.remarks.append(f"{out}: no line for {options.patience:.0f} s after killing {pending}")
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+            break
+        if due and now > due and kills:
+            due = 0.0
+            name = chance.choice(names)
+            victims = [pid for pid, command in place.processes().items() if TARGETS[name] in command]
+            if not victims:
+                due = now + 0.2
+                continue
+            try:
+                os.kill(chance.choice(victims), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            kills -= 1
+            count.kills[name] = count.kills.get(name, 0) + 1
+            pending = (name, time.monotonic(), lines)
+            seen = lines
+    clean(place, count, out)
+    if process.returncode != 0:
+        count.remarks.append(f"{out} ended with {process.returncode}: {(place.folder / f'{out}.log').read_text()[-1500:]}")
+        return
+    count.finished += 1
+    lines_now, weights = place.result(out)
+    for line in lines_now:
+        if "rows" in line:
+            rows = int(line["rows"])  # type: ignore[call-overload]
+            count.rows_lost += max(0, 32 - rows)
+            count.rows_twice += max(0, rows - 32)
+    if (lines_now, weights) != reference:
+        count.differing += 1
+        count.remarks.append(f"{out}: other metrics or weights than the undisturbed run's")
+
+
+def clean(place: Place, count: Count, out: str) -> None:
+    """Counts processes and files that are still there ten seconds after the end."""
+    until = time.monotonic() + 10
+    while (left := place.processes()) and time.monotonic() < until:
+        time.sleep(0.1)
+    files = list(place.temporary.iterdir())
+    if left or files:
+        count.leftovers += len(left) + len(files)
+        count.remarks.append(f"{out} left {left} {files}")
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        for path in files:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def report(count: Count) -> None:
+    for remark in count.remarks:
+        print(remark)
+    print(f"{'killed':14}{'kills':>6}  seconds until it was further than before: median, most")
+    for name, number in sorted(count.kills.items()):
+        seconds = count.recover.get(name, [])
+        shown = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-"
+        print(f"{name:14}{number:6}  {shown}")
+    seconds = [s for xs in count.recover.values() for s in xs]
+    figures = {
+        "kills": sum(count.kills.values()),
+        "runs": count.runs,
+        "finished": count.finished,
+        "rows_lost": count.rows_lost,
+        "rows_twice": count.rows_twice,
+        "differing": count.differing,
+        "hangs": count.hangs,
+        "leftovers": count.leftovers,
+        "recover_s_median": round(statistics.median(seconds), 1) if seconds else None,
+        "recover_s_most": round(max(seconds), 1) if seconds else None,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Checkpoints: what a run needs to go on as if nothing had happened, on any layout.
+
+Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest names every file
+with its size and SHA-256. A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
+it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..diagnostics import Diagnostic, Fault, Span
+from ..layout import Box, elements, overlap, within
+from ..plan import Plan
+
+if TYPE_CHECKING:
+    # The supervisor of a run reads manifests, and starts without torch.
+    import torch
+
+    from ..engine import Shard
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FOLDER = "checkpoints"  # within a run's folder
+
+
+@dataclass(frozen=True)
+class Piece:
+    name: str  # WORKER/KIND/TENSOR: `weights`, and what the optimizer keeps
+    box: Box
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    bytes: int
+    sha256: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by update."""
+
+    format_version: int
+    iteration: int
+    lines: int
+    steps: dict[str, int]
+    program: dict[str, Any]
+    files: tuple[File, ...]
+
+
+class Unsound(Exception):
+    """What is wrong with a checkpoint."""
+
+
+# Writing
+
+
+def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]]) -> File:
+    """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
+    from safetensors.torch import save_file
+
+    held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
+    path = folder / name
+    save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, path)
+    _to_disk(path)
+    return File(name, path.stat().st_size, _digest(path), tuple(Piece(key, s.box) for key, s in held.items()))
+
+
+def begin(run: Path, iteration: int) -> Path:
+    """An empty folder to write a checkpoint in."""
+    partial = run / FOLDER / f".{iteration:06d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
+    """Gives a whole checkpoint its name, and removes those older than the newest `keep`."""
+    path = partial / MANIFEST
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    _to_disk(path)
+    _to_disk(partial)
+    target = partial.parent / f"{manifest.iteration:06d}"
+    if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
+        shutil.rmtree(target)
+    partial.rename(target)
+    _to_disk(target.parent)
+    for old in found(target.parent.parent)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Reading
+
+
+def found(run: Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first, sound or not."""
+    return sorted((p for p in (run / FOLDER).glob("[0-9]*") if p.is_dir()), key=lambda p: (len(p.name), p.name))
+
+
+def manifest_of(path: Path) -> Manifest:
+    """The manifest alone. Raises Unsound."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except OSError as error:
+        raise Unsound(f"its {MANIFEST} cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
+    if manifest.format_version != FORMAT:
+        raise Unsound(f"its format is {manifest.format_version}, this version reads {FORMAT}")
+    return manifest
+
+
+def sound(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose every byte is there. Raises Unsound."""
+    manifest = manifest_of(path)
+    for file in manifest.files:
+        there = path / file.name
+        if not there.is_file():
+            raise Unsound(f"its file {file.name} is missing")
+        if (size := there.stat().st_size) != file.bytes:
+            raise Unsound(f"its file {file.name} has {size} bytes of {file.bytes}")
+        if _digest(there) != file.sha256:
+            raise Unsound(f"its file {file.name} was changed after it was written: its SHA-256 differs")
+    return manifest
+
+
+def newest(run: Path) -> tuple[Path, Manifest] | None:
+    """The newest sound checkpoint of a run's folder."""
+    for path in reversed(found(run)):
+        try:
+            return path, sound(path)
+        except Unsound:
+            continue
+    return None
+
+
+class Source:
+    """The tensors of a checkpoint, by box."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pieces: dict[str, list[tuple[str, Box]]] = {}
+        for file in manifest_of(path).files:
+            for piece in file.pieces:
+                self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
+
+    def kinds(self, worker: str) -> set[str]:
+        return {name.split("/")[1] for name in self.pieces if name.startswith(f"{worker}/")}
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """The part of a tensor that lies in `box`, from however many files."""
+        import torch
+        from safetensors import safe_open
+
+        out = torch.empty([b - a for a, b in box], dtype=dtype)
+        missing = elements(box)
+        for file, there in self.pieces.get(name, ()):
+            common = overlap(there, box)
+            if common is None:
+                continue
+            with safe_open(self.path / file, framework="pt") as tensors:
+                piece = tensors.get_slice(name)[_slices(within(common, there))]
+            out[_slices(within(common, box))] = piece
+            missing -= elements(common)
+        if missing:
+            raise Unsound(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
+        return out
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+# Whose it is
+
+
+def program(plan: Plan) -> dict[str, Any]:
+    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the data."""
+    models = {name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()}
+    data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
+    found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
+    return found | {"seed": plan.deploy.run.seed}
+
+
+MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size if Path(path).is_file() else 0
+
+
+def _bare(value: Any) -> Any:
+    """Without the places in the text."""
+    if isinstance(value, dict):
+        return {k: _bare(v) for k, v in value.items() if k != "span"}
+    return [_bare(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(there: Any, here: Any, where: str = "") -> list[str]:
+    """What differs between two programs, in words."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(k for k in here if k not in there)]
+        return [d for k in keys for d in differences(there.get(k), here.get(k), f"{where}.{k}" if where else str(k))]
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        named = [x.get("name", i) if isinstance(x, dict) else i for i, x in enumerate(here)]
+        return [d for n, a, b in zip(named, there, here, strict=True) for d in differences(a, b, f"{where}.{n}")]
+    if there == here:
+        return []
+    return [f"{where} was {_shown(there)}, is {_shown(here)}"]
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[Diagnostic]]:
+    """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound or another's."""
+    path = Path(target)
+
+    def refuse(what: str, help: str = "") -> Fault:
+        return Fault(Diagnostic("bad-checkpoint", what, span, help))
+
+    if not path.is_dir():
+        raise refuse(f"there is no folder {path} to resume from")
+    run = path.parent.parent if path.parent.name == FOLDER else path
+    if path == run:
+        if not found(run):
+            raise refuse(f"the run in {run} has saved no checkpoint", "state `save` in `run { }`: a checkpoint every so many iterations")
+        path = found(run)[-1]
+    try:
+        manifest = sound(path)
+    except Unsound as error:
+        older = newest(run)
+        help = f"{older[0]} is sound: resume from it" if older else "no other checkpoint of this run is sound"
+        raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
+    other = differences(manifest.program, program(plan))
+    foreign = [d for d in other if d.startswith(("models.", "algorithm.name "))]
+    if foreign:
+        raise refuse(f"the checkpoint {path} is of another program: {'; '.join(foreign)}")
+    shown = "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else "")
+    what = f"the program has changed since the checkpoint {path} was written: {shown}"
+    help = "the run goes on with the program as it is now"
+    return path, manifest, [Diagnostic("changed-program", what, span, help, severity="warning")] if other else []

@@ -1,0 +1,406 @@
+"""`run`: one process that watches another drive the run, and starts it again where something died.
+
+Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, no process and no
+temporary folder of it is left, however its driver ended. The driver (trainer.py) is a process of its own since Ray ends the process that
+drives it when its servers are lost; it may be killed at any moment, and so may this one: then the driver sees it and ends by itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import psutil
+from rich.console import Console
+
+from ..diagnostics import Diagnostic, Fault
+from ..emit.text import many
+from ..graph import Node
+from ..plan import Plan
+from . import checkpoint, data
+from .pool import alive, check_machine
+
+MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
+
+
+class RunFailed(Exception):
+    """A process died, or a wait passed its deadline."""
+
+
+class Interrupted(Exception):
+    """The run was asked to end; `status` is the exit status that a shell expects."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"interrupted (status {status})")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the files lie, and each evaluation's reported means: first and last."""
+
+    folder: Path
+    first: dict[str, dict[str, float]]
+    last: dict[str, dict[str, float]]
+    labels: dict[str, str]
+
+    def lines(self) -> list[str]:
+        """Each evaluation before and after, in a line."""
+        return [
+            f"{self.labels[data] or f'{data} {column}'} {value:.3f} -> {self.last[data][column]:.3f}"
+            for data, before in self.first.items()
+            for column, value in before.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is watched, apart from what it computes."""
+
+    measure: bool = False  # memory, at each instruction of an iteration
+    verbose: bool = False  # what the processes print, as they print it
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a driver is given: `folder` is the temporary one, `resume` a checkpoint (or nothing), `lines` how many lines of the metrics
+    in `out` belong to it."""
+
+    plan: Plan
+    out: str
+    folder: str
+    parent: int
+    resume: str
+    lines: int
+    options: Options
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an attempt ended: done, fault, failed, died (a process of it, and it may be tried again) or interrupted."""
+
+    kind: str
+    message: str = ""
+    status: int = 0
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+
+
+def check(plan: Plan) -> dict[str, int]:
+    """What must be there to run: weights, tokenizer, data. The number of rows of each data file; `Fault` with all that is missing."""
+    found: list[Diagnostic] = []
+    if plan.cluster.device.backend != "cpu":
+        what = f"devices of kind {plan.cluster.device.backend} can be planned for, not run on, in this version"
+        found.append(Diagnostic("not-yet", what, plan.cluster.span, 'run on `device = "cpu"`'))
+    for model in plan.deploy.models.values():
+        if not model.path:
+            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
+            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
+            continue
+        for pattern in ("*.safetensors", "tokenizer.json"):
+            if not list(Path(model.path).glob(pattern)):
+                found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
+    if "source" not in plan.deploy.data:
+        found.append(
+            Diagnostic(
+                "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
+            )
+        )
+    sizes = {}
+    for name, item in plan.deploy.data.items():
+        try:
+            sizes[name] = len(data.read(item, plan.graph))
+        except Fault as fault:
+            found += fault.diagnostics
+    if found:
+        raise Fault(*found)
+    if "RAY_ADDRESS" not in os.environ:
+        check_machine(plan)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it."""
+
+    plan: Plan
+    rows: dict[str, int]
+    folder: Path
+    stated: bool
+    begin: Path | None
+    manifest: checkpoint.Manifest | None
+    warnings: list[Diagnostic]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the results are added to those of the run that is resumed."""
+        return self.begin is not None and self.folder == self.begin.parent.parent
+
+    def lines(self) -> list[str]:
+        """What would run."""
+        plan, run = self.plan, self.plan.deploy.run
+        begin = f"from iteration {self.manifest.iteration} ({self.begin})" if self.manifest else "from the beginning"
+        saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
+        rows = ", ".join(f"{name} {count} rows" for name, count in self.rows.items())
+        return [
+            f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
+            f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            f"data: {rows}",
+            f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
+            f"results would be in {self.folder}; nothing was started",
+        ]
+
+
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "") -> Prepared:
+    """Everything that can be checked without starting a process; `Fault` for what is wrong."""
+    rows = check(plan)
+    plan = _absolute(plan)
+    target = resume or plan.deploy.run.resume
+    if not target:
+        return Prepared(plan, rows, _folder(plan, out), out is not None, None, None, [])
+    span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
+    begin, manifest, warnings = checkpoint.resumed(plan, target, span)
+    home = begin.parent.parent
+    if out is None and begin != checkpoint.found(home)[-1]:
+        what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
+        raise Fault(Diagnostic("bad-checkpoint", what, span, "name another folder for the results with --out"))
+    folder = home if out is None else _folder(plan, out)
+    return Prepared(plan, rows, folder, True, begin, manifest, warnings)
+
+
+def run(
+    plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options(), stderr: IO[str] | None = None
+) -> Outcome:
+    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
+    runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with). What is told on the way goes to
+    `stderr`.
+
+    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
+    often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    """
+    made = prepare(plan, out, resume)
+    return _Supervisor(made, options, stderr).whole()
+
+
+class _Supervisor:
+    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None) -> None:
+        self.plan, self.made, self.options, self.stderr = made.plan, made, options, stderr
+        self.console = Console(file=stderr or sys.stderr, highlight=False, soft_wrap=True)
+        self.child: subprocess.Popen[bytes] | None = None
+        self.asked = 0  # signals so far
+        self.killer: threading.Timer | None = None
+
+    def whole(self) -> Outcome:
+        fresh = not self.made.folder.exists()
+        out = self.made.folder if self.made.goes_on else _make(self.plan, self.made.folder, self.made.stated)
+        for warning in self.made.warnings:
+            self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
+        with _lock(out), self._signals():
+            try:
+                self._begin(out)
+                return self._attempts(out)
+            except Fault:
+                if fresh:
+                    shutil.rmtree(out, ignore_errors=True)  # nothing was computed yet
+                raise
+
+    def _begin(self, out: Path) -> None:
+        """Where a run goes on in another folder, the lines so far are its lines too."""
+        begin, manifest = self.made.begin, self.made.manifest
+        if begin is None or manifest is None or self.made.goes_on:
+            return
+        lines = (begin.parent.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        (out / "metrics.jsonl").write_text("".join(lines[: manifest.lines]), encoding="utf-8")
+
+    def _attempts(self, out: Path) -> Outcome:
+        limit = self.plan.deploy.run.restarts
+        for restarts in itertools.count(1):
+            known = checkpoint.newest(out) or ((self.made.begin, self.made.manifest) if self.made.begin and self.made.manifest else None)
+            result = self._attempt(out, known)
+            if result.kind == "done":
+                return self._outcome(out)
+            if result.kind == "fault":
+                raise Fault(*result.diagnostics)
+            if result.kind == "interrupted" or self.asked:
+                raise Interrupted(result.status or 128 + signal.SIGINT)
+            known = checkpoint.newest(out)
+            if result.kind == "failed" or restarts > limit:
+                kept = f"; go on from its last checkpoint with --resume {out}" if known else ""
+                tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
+                raise RunFailed(f"{result.message}{tired}; the files of the run so far are in {out}{kept}")
+            where = f"from the checkpoint of iteration {known[1].iteration}" if known else "from the beginning, for want of a checkpoint"
+            self.console.print(f"{result.message}; starting anew {where} ({restarts} of {limit})")
+        raise AssertionError
+
+    def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
+        _sweep()
+        # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix=f"msrl-{os.getpid()}-"))
+        try:
+            resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
+            attempt = Attempt(self.plan, str(out), str(folder), os.getpid(), resume, lines, self.options)
+            (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
+            command = [sys.executable, "-m", "msrl_graph.runtime.trainer", str(folder)]
+            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
+            environment = {**os.environ, MARK: str(folder)}
+            logs = out / "logs"
+            logs.mkdir(exist_ok=True)
+            with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
+                self.child = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=self.stderr, start_new_session=True
+                )
+            if self.asked:
+                self.child.send_signal(signal.SIGTERM)
+            status = self.child.wait()
+            try:
+                return msgspec.json.decode((folder / "result.json").read_bytes(), type=Result)
+            except (OSError, msgspec.MsgspecError):
+                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                return Result("died", f"the driver {how}")
+        finally:
+            session = self.child.pid if self.child is not None else 0
+            self.child = None
+            if self.killer is not None:
+                self.killer.cancel()
+            if self.console.is_terminal:
+                self.console.show_cursor()
+            end(str(folder), session)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Hands signals on to the driver; one that stays deaf is killed."""
+
+        def forward(number: int, _frame: Any) -> None:
+            self.asked += 1
+            if self.child is not None:
+                with suppress(ProcessLookupError):
+                    self.child.send_signal(number)
+                if (self.asked > 1 or number == signal.SIGHUP) and self.killer is None:
+                    self.killer = threading.Timer(PATIENCE, self.child.kill)
+                    self.killer.daemon = True
+                    self.killer.start()
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, forward) for s in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _outcome(self, out: Path) -> Outcome:
+        first: dict[str, dict[str, float]] = {}
+        last: dict[str, dict[str, float]] = {}
+        evaluations = self.plan.deploy.evaluations
+        columns = {e.data: e.report for e in evaluations}
+        for text in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            line = json.loads(text)
+            if (name := line.get("evaluation")) in columns:
+                last[name] = {c: line[c] for c in columns[name] if c in line}
+                first.setdefault(name, last[name])
+        return Outcome(out, first, last, {e.data: e.label for e in evaluations})
+
+
+def end(folder: str, session: int = 0) -> None:
+    """Kills every process of a run that still is: those of its driver's session, and those with the mark in their environment (Ray's
+    processes change their titles, which may write over it)."""
+    while True:
+        left = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, OSError):
+                ours = os.getsid(process.pid) == session or process.environ().get(MARK) == folder
+                if ours and process.pid != os.getpid() and alive(process.pid):
+                    process.kill()
+                    left.append(process)
+        if not left:
+            return
+        psutil.wait_procs(left, timeout=5)
+
+
+def _sweep() -> None:
+    """Removes the temporary folders of runs of which every process was killed: their names hold the supervisor's id."""
+    for folder in Path(tempfile.gettempdir()).glob("msrl-*-*"):
+        pid = folder.name.split("-")[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
+            end(str(folder))
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Two runs never write into one folder. The lock goes with the process, however it ends."""
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            what = f"another run is writing into {out}"
+            raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def _absolute(plan: Plan) -> Plan:
+    """The plan with absolute paths: Ray's processes have a working directory of their own."""
+
+    def node(n: Node) -> Node:
+        call = n.attributes.get("call")
+        if call is None or ":" not in str(call.value):
+            return n
+        path, _, name = str(call.value).rpartition(":")
+        return replace(n, attributes={**n.attributes, "call": replace(call, value=f"{Path(path).absolute()}:{name}")})
+
+    data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
+    models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
+    graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
+    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
+
+
+def _folder(plan: Plan, out: Path | str | None) -> Path:
+    """The folder of this run; never one that holds another's results."""
+    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
+    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    what = ""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is there already and is not empty"
+    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = f"cannot be made: {nearest} is not a folder that can be written to"
+    if what:
+        help = "name another with --out"
+        if folder.is_dir() and checkpoint.found(folder):
+            help += f", or go on with the run in it: --resume {folder}"
+        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
+    return folder
+
+
+def _make(plan: Plan, folder: Path, stated: bool) -> Path:
+    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=stated)
+            return folder
+        except FileExistsError:
+            folder = _folder(plan, None)
+
+
+__all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]

@@ -1,0 +1,166 @@
+"""Whatever is killed, whenever: a run goes on as if nothing had happened, or ends with words; nothing is left, and the next one starts."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_run import ROOT, SMALL, metrics, place  # noqa: F401 (a fixture)
+
+TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
+
+
+def compared(folder):
+    """What two runs of one program have in common, line by line, and the weights."""
+    from safetensors.numpy import load_file
+
+    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)]
+    return lines, load_file(folder / "weights" / "actor" / "model.safetensors")
+
+
+def program(place, **run):  # noqa: F811
+    words = ", ".join(f"{k} = {v}" for k, v in {"iterations": 4, "seed": 0, "save": 2, **run}.items())
+    place.write(("iterations = 320, seed = 0", words), ("every = 40", "every = 2"), ("mini_batch = 256", "mini_batch = 16"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_run_that_would_have_been(place):  # noqa: F811
+    program(place)
+    for arguments in (["--out", "whole"], ["--out", "part", "--iterations", "2"], ["--resume", "part"]):
+        code, _, err = place.run("p.rlg", *SMALL, *arguments)
+        assert code == 0, err
+    assert "resumed after iteration 2" in err
+    whole, weights = compared(place.folder / "whole")
+    part, again = compared(place.folder / "part")
+    assert part == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
+    assert all((weights[t] == again[t]).all() for t in weights)  # bit for bit
+    # On another layout, in another folder: the first lines are the old ones.
+    (place.folder / "p.rlg").write_text((place.folder / "p.rlg").read_text().replace("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002", "--out", "other")
+    assert code == 0, err
+    other, third = compared(place.folder / "other")
+    for a, b in zip(whole, other, strict=True):
+        assert {k: v for k, v in b.items() if k != "reshard_bytes"} == pytest.approx(
+            {k: v for k, v in a.items() if k != "reshard_bytes"}, rel=1e-4, abs=1e-7
+        )
+    assert other[:4] == whole[:4]
+    # The true gradient of a bias of the keys is zero, and Adam makes steps of what rounding leaves of it.
+    assert max(abs(weights[t] - third[t]).max() for t in weights if not t.endswith("k_proj.bias")) < 1e-6
+    place.assert_clean()
+    # What is there is not overwritten by mistake.
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002")
+    assert code == 1 and "has newer checkpoints than 000002" in err and "--out" in err
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "whole")
+    assert code == 1 and "or go on with the run in it: --resume whole" in err
+
+
+@pytest.mark.slow
+def test_six_kills_cost_seconds_and_no_row():
+    """`make chaos` in short: a rank, a warehouse, the controllers, a function host, the driver and the supervisor, or Ray's servers."""
+    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "6", "--each", "6", "--iterations", "12", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    wrong = {k: figures[k] for k in ("rows_lost", "rows_twice", "differing", "hangs", "leftovers")}
+    assert figures["kills"] == 6 and figures["finished"] == figures["runs"] == 1 and not any(wrong.values()), done.stdout
+
+
+def kill(place, name):  # noqa: F811
+    victims = [p for p in place.processes() if name in Path(f"/proc/{p}/cmdline").read_bytes()]
+    assert victims
+    os.kill(victims[-1], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_function_host_and_the_controllers_are_started_again_at_once(place):  # noqa: F811
+    program(place, iterations=12)
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    for count, name in ((3, b"ray::FunctionHost"), (8, b"ray::ControllerHost")):
+        place.wait_for_lines("results", count)
+        kill(place, name)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and "starting anew" not in err, err
+    assert len(metrics(place.folder / "results")) == 12 + 7
+    place.assert_clean()
+
+
+@pytest.mark.slow
+def test_what_dies_again_and_again_ends_the_run_with_its_name(place):  # noqa: F811
+    (place.folder / "mine.py").write_text(
+        "import os\n\ndef score(response: str, answer: str) -> float:\n    os.kill(os.getpid(), 9)\n    return 0.0\n"
+    )
+    program(place, restarts=1)
+    text = (place.folder / "p.rlg").read_text().replace("call = exact_match()", 'call = "mine.py:score"')
+    (place.folder / "p.rlg").write_text(text)
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
+    assert code == 3, err
+    assert "functions of host 0 died in host.reward in held_out/0" in err and "starting anew from the beginning" in err
+    assert "error[run-failed]: functions of host 0 died" in err and "(started anew 1 times already)" in err, err
+    place.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place):  # noqa: F811
+    program(place, iterations=8)
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    place.wait_for_lines("results", 5)
+    process.kill()
+    process.communicate(timeout=60)
+    place.assert_clean(within=20)
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "results")
+    assert code == 0, err
+    assert [x["iteration"] for x in metrics(place.folder / "results") if "iteration" in x] == list(range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_end_saves_and_one_that_is_asked_twice_ends_at_once(place, number):  # noqa: F811
+    program(place, iterations=300, save=100)
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    place.wait_for_lines("results", 3)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert "ending after this iteration, with a checkpoint" in err and "go on with --resume results" in err and "Traceback" not in err
+    done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
+    assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]
+    place.assert_clean()
+    if number == signal.SIGTERM:
+        return
+    process = place.start("p.rlg", *SMALL, "--resume", "results")
+    place.wait_for_lines("results", done + 4)
+    process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted; the files of the run so far are in results" in err, err
+    place.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_a_checkpoint_and_no_more(place):  # noqa: F811
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
+        pytest.skip("no file system of its own can be mounted here")
+    program(place, iterations=6, save=2, keep=5)
+    (place.folder / "small").mkdir()
+    # Room for one checkpoint and a half.
+    size = sum(f.stat().st_size for f in (ROOT / "examples" / "arithmetic" / "model").glob("*.safetensors")) * 3 * 3 // 2
+    run = (
+        f"{sys.executable} -c 'import sys; from msrl_graph.cli import run_main; sys.exit(run_main())' p.rlg {' '.join(SMALL)} --out small/r"
+    )
+    script = f"mount -t tmpfs -o size={size} none small && {run}; code=$?; ls small/r/checkpoints; exit $code"
+    environment = {**os.environ, "TMPDIR": str(place.temporary)}
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], cwd=place.folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "the checkpoint after iteration 4 could not be written" in done.stderr and "000002 stays the last one" in done.stderr, (
+        done.stderr
+    )
+    assert "000002" in done.stdout and "000004" not in done.stdout.split() and "iteration 6/6" in done.stderr
+    assert "Traceback" not in done.stderr
+    place.assert_clean()
