@@ -6,6 +6,7 @@ same order, since they walk the same stream and share every answer of the dock.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from ..engine import Generator, Sampling, Trainer
 from ..graph import Node
 from ..layout import Layout
 from ..plan import Instruction, Plan, from_json
-from . import loss, memory
+from . import loss, memory, wrong
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
@@ -48,6 +49,7 @@ class Rank:
         self.plan: Plan = from_json(plan)
         self.rank = rank
         self.seed = self.plan.deploy.run.seed
+        self.watch = wrong.Watch(self.plan)
         self.store: Any = None
 
     def address(self) -> tuple[str, int]:
@@ -132,6 +134,7 @@ class Rank:
         """Walks the stream of this pool for one task."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
+        self.stepped = False  # whether weights have changed since the task began
         stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
         for instruction in stream.instructions:
             if measure:
@@ -167,9 +170,11 @@ class Rank:
 
     def _run(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
         node = self.plan.graph.node(instruction.node)
+        # The other ranks of a group would only repeat what its first one tells.
+        told = report if self._first(node) else Report(report.process)
         for batch in self._batches(node, task, report):
             with report.phase(node.name):
-                columns = getattr(self, f"_{node.verb}")(node, task, batch, report)
+                columns = getattr(self, f"_{node.verb}")(node, task, batch, told)
             if columns and self._first(node):
                 self.client.put(node.name, task, columns)
 
@@ -196,7 +201,7 @@ class Rank:
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         greedy = next((e.temperature for e in self.plan.deploy.evaluations if e.data == task.name), None)
-        (response,) = node.writes
+        response, as_drawn = wrong.drawn(self.plan.graph, node)
         sampling = Sampling(
             samples=task.fan,
             max_tokens=int(node.number("max_tokens", self.plan.graph.bound(response))),
@@ -211,13 +216,13 @@ class Rank:
         rows = expand(batch.rows, 0, 1, task.fan)
         if not len(rows):
             return {}
-        out = self.generators[node.name].generate(context, rows, sampling)
-        column = ragged(out, np.int32)
-        if self._first(node):
-            report.count("response_length", float(len(column.values)), len(column))
-            report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
-            report.count("response_tokens", float(len(column.values)), 0)
-        return {response: (rows, column)}
+        tokens, logps = self.generators[node.name].generate(context, rows, sampling)
+        column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
+        self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
+        report.count("response_length", float(len(column.values)), len(column))
+        report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
+        report.count("response_tokens", float(len(column.values)), 0)
+        return {response: (rows, column), as_drawn: (rows, logp)}
 
     def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:
         """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
@@ -226,12 +231,16 @@ class Rank:
         count = max(1, -(-batch.share.most // size))
         return np.array_split(np.argsort(lengths, kind="stable"), count)
 
-    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column]:
-        """The context columns and the target's, of a node that reads tokens."""
+    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column, Array]:
+        """The context columns and the target's, of a node that reads tokens, and which rows were told to hold a token that no model
+        knows: as it is it would end the process, or under tensor parallelism pass for nothing, so another stands in."""
         empty = Column(np.zeros(0, np.int32), np.zeros(1, np.int64))
-        graph = self.plan.graph
-        tokens = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
-        return [batch.columns.get(c, empty) for c in tokens], batch.columns.get(target, empty)
+        graph, size = self.plan.graph, self.plan.model(node.name).vocabulary
+        names = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
+        columns = [batch.columns.get(c, empty) for c in (*names, target)]
+        strange = np.any([wrong.outside(c, size) for c in columns], axis=0)
+        *contexts, response = [replace(c, values=c.values.clip(0, size - 1)) if strange.any() else c for c in columns]
+        return contexts, response, strange
 
     def _temperature(self, target: str) -> float:
         writer = self.plan.graph.writer(target)
@@ -240,7 +249,7 @@ class Rank:
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         (written,) = node.writes
         target = self.plan.graph.column(written).dims[0].like
-        contexts, response = self._columns(node, batch, target)
+        contexts, response, known = self._columns(node, batch, target)
         values, micro = [], self._micro_batches(node, batch, _total(contexts, response))
         with torch.no_grad():
             for rows in micro:
@@ -248,31 +257,62 @@ class Rank:
         if not len(batch.rows):
             return {}
         order = np.concatenate(micro)
-        return {written: (batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order])))}
+        rows, column = batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order]))
+        known = self._told(node, task, report, batch, order, column, known)
+        column.values[np.repeat(known, column.lengths)] = math.nan  # what is wrong with a row goes on to whoever reads it
+        return {written: (rows, column)}
+
+    def _told(self, node: Node, task: Task, report: Report, batch: Batch, order: Array, logp: Column, known: Array) -> Array:
+        """Looks at log-probabilities of the batch's rows in this order: which are wrong, those `known` to be among them."""
+        rows, compared = batch.rows[order], self.watch.comparison
+        known = self.watch.finite(node, task, report, "logp", "a token's log-probability is", rows, logp, known[order])
+        if compared and compared.node == node.name and task.name == "train" and not self.stepped:
+            known = self.watch.drift(node, task, report, rows, logp, batch.columns[compared.column].take(order), known)
+        return known
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        graph, trainer, first = self.plan.graph, self.trainers[node.worker], self._first(node)
-        target = next(c for c in node.reads if graph.writer(c).verb == "generate")
-        contexts, response = self._columns(node, batch, target)
+        graph, trainer = self.plan.graph, self.trainers[node.worker]
+        target = next(c for c in node.reads if graph.writer(c).verb == "generate" and graph.column(c).element == "i32")
+        contexts, response, known = self._columns(node, batch, target)
+        for column in batch.columns.values():
+            known = known | wrong.not_finite(column)
         whole = loss.Whole(batch.share.elements[target], batch.share.round_units)
         needed = sorted(loss.columns(node))
-        for rows in self._micro_batches(node, batch, _total(contexts, response)):
+        micro, logps, losses = self._micro_batches(node, batch, _total(contexts, response)), [], []
+        sums: list[tuple[str, float, int]] = []
+        for rows in micro:
             lengths = response.lengths[rows]
             logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
             values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
             per_token, parts = loss.evaluate(node, logp, values)
             total = loss.reduce(node, per_token, torch.from_numpy(lengths), whole)
             trainer.backward(total)
-            if first:
-                report.count("loss", float(total.detach()), 0)
-                for name, part in parts.items():
-                    report.count(f"loss/{name}", float(part.detach().sum()), part.numel())
-        self.steps[node.name] = self.steps.get(node.name, 0) + 1
-        norm = trainer.step(_learning_rate(node, self.steps[node.name]), node.number("clip_grad", 1.0))
+            logps.append(logp.detach())
+            losses.append(per_token.detach())
+            sums.append(("loss", float(total.detach()), 0))
+            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in parts.items()]
+        order = np.concatenate(micro)
+        if len(batch.rows):
+            offsets = offsets_of(response.lengths[order])
+            known = self._told(node, task, report, batch, order, Column(torch.cat(logps).numpy(), offsets), known)
+            per_row = Column(torch.cat(losses).numpy(), offsets)
+            known = self.watch.finite(node, task, report, "loss", "a token's loss is", batch.rows[order], per_row, known)
+        step = self.steps.get(node.name, 0) + 1
+        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound=not known.any())
+        taken = math.isfinite(norm)
+        if taken:
+            self.steps[node.name], self.stepped = step, True
+            for name, value, weight in sums:
+                report.count(name, value, weight)
         if self.rank == 0:
-            report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
-            report.count("grad_norm", norm, 1)
-            report.count("updates", 1, 0)
+            if taken:
+                report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
+                report.count("grad_norm", norm, 1)
+            report.count("updates", taken, 0)
+            report.count("skipped", not taken, 0)
+        if not taken and (self.rank == 0 or self.watch.stops):
+            what = f"the gradient of a mini-batch of {batch.share.round_units} rows has the norm {norm}"
+            self.watch.tell(node, task, report, "step", batch.rows, what)
         return {}
 
     def save(self, worker: str, folder: str) -> None:
