@@ -39,7 +39,7 @@ class Display:
         self.progress.update(self.task, phase=name)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
         """`scalars` are the columns whose means are shown."""

@@ -138,13 +138,16 @@ class _Function:
             options = dict(self.options)
             if self.signature.rng:
                 options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
+            where = f"{self.scope} {unit}"
             try:
                 columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
                 result = self.call(**columns, **options)
                 rows = self._by_row(result, size) if grouped else [self._by_column(result)]
-                written += [self._checked(row, batch, i * size + j) for j, row in enumerate(rows)]
+                for j, row in enumerate(rows, i * size):
+                    where = f"{self.scope} {unit}, row {batch.rows[j]}" if grouped else where
+                    written.append(self._checked(row, batch, j))
             except Exception as error:
-                raise RunError(self._blame(error, f"{self.scope} {unit} of iteration {iteration}")) from error
+                raise RunError(self._blame(error, f"{where} of iteration {iteration}")) from error
         return {name: self._column(name, [row[i] for row in written]) for i, name in enumerate(self.node.writes)}
 
     def _blame(self, error: Exception, where: str) -> str:
@@ -193,7 +196,7 @@ class _Function:
                 length = batch.columns[like].lengths[position]
                 raise BadResult(f"it returned {len(array)} values for `{name}`, where `{like}` has {length} tokens")
             if self.stops and not np.isfinite(array).all():
-                raise BadResult(f"it returned {value} for `{name}`")
+                raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
             size = self.vocabularies[name]
             if size and ((array < 0) | (array >= size)).any():
                 raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")

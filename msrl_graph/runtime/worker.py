@@ -311,8 +311,8 @@ class Rank:
             report.count("updates", taken, 0)
             report.count("skipped", not taken, 0)
         if not taken and (self.rank == 0 or self.watch.stops):
-            what = f"the gradient of a mini-batch of {batch.share.round_units} rows has the norm {norm}"
-            self.watch.tell(node, task, report, "step", batch.rows, what)
+            what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
+            self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
         return {}
 
     def save(self, worker: str, folder: str) -> None:

@@ -81,12 +81,13 @@ class Watch:
         self.comparison = comparison(plan)
 
     def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, what: str) -> None:
-        """Ends the run, or counts the rows and has it said."""
+        """Ends the run, or counts the rows under `reason`, if there is one, and has it said."""
         when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
         message = f"`{node.name}` (line {node.span.line}) on {listed(rows)} of {when}: {what}"
         if self.stops:
             raise RunError(message)
-        report.count(f"wrong/{reason}", len(rows), 0)
+        if reason:
+            report.count(f"wrong/{reason}", len(rows), 0)
         report.remarks.append(message)
 
     def finite(
@@ -154,5 +155,5 @@ def _any(column: Column, bad: Array) -> Array:
 
 def listed(rows: Array) -> str:
     """Row numbers for a sentence."""
-    first = ", ".join(map(str, rows[:5]))
+    first = ", ".join(map(str, rows[:5])) or "none"
     return f"row {first}" if len(rows) == 1 else f"rows {first}" if len(rows) <= 5 else f"{len(rows)} rows ({first}, ...)"
