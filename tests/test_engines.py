@@ -71,6 +71,21 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     assert {int(t[0]) for t in drawn} == set(nucleus)
 
 
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
+def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
+    engine = fsdp.Engine(model(), Layout(), 0, None, False, None)
+    tokens, logps = generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes))
+    prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
+    expected = engine.logp(pack([prompts], ragged(tokens, np.int32), np.arange(12)), changes.get("temperature", 1.0)).numpy()
+    assert all(x.dtype == np.float32 for x in logps)
+    assert np.allclose(np.concatenate(logps), expected, atol=2e-5)
+
+
+def test_at_temperature_0_a_token_is_sure(generator):
+    _, logps = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    assert not np.concatenate(logps).any()
+
+
 def transformer_logits(prompt, temperature):
     from transformers import AutoModelForCausalLM
 

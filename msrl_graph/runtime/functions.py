@@ -83,7 +83,7 @@ class FunctionHost:
                 written = function(batch, task.number)
             known = function.spoilt(batch)
             for name, column in written.items():
-                self.watch.finite(function.node, task, report, "result", f"it returned for `{name}`", batch.rows, column, known)
+                self.watch.finite(function.node, task, report, "result", f"it returned {{}} for `{name}`", batch.rows, column, known)
                 finite = column.values[np.isfinite(column.values)]
                 if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
                     report.count(name, float(finite.sum()), len(finite))
@@ -185,6 +185,8 @@ class _Function:
                 continue
             try:
                 array: Array = np.asarray(value, DTYPES[column.element])
+                if value is None:
+                    raise TypeError  # to numpy it is nan
             except (TypeError, ValueError):
                 raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
             if array.ndim != len(column.dims):

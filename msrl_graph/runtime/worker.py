@@ -231,15 +231,19 @@ class Rank:
         count = max(1, -(-batch.share.most // size))
         return np.array_split(np.argsort(lengths, kind="stable"), count)
 
+    def _as_drawn(self, node: Node, batch: Batch, order: Array) -> Column | None:
+        """The log-probabilities that the node's are to be compared with: none once a step has changed the weights."""
+        compared = self.watch.comparison
+        compares = compared is not None and compared.node == node.name and not self.stepped
+        return batch.columns[compared.column].take(order) if compared and compares else None
+
     def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column, Array]:
-        """The context columns and the target's, of a node that reads tokens, and which rows were told to hold a token that no model
-        knows: as it is it would end the process, or under tensor parallelism pass for nothing, so another stands in."""
+        """The context columns and the target's, of a node that reads tokens, and which rows hold tokens that the model does not know."""
         empty = Column(np.zeros(0, np.int32), np.zeros(1, np.int64))
         graph, size = self.plan.graph, self.plan.model(node.name).vocabulary
         names = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
         columns = [batch.columns.get(c, empty) for c in (*names, target)]
-        strange = np.any([wrong.outside(c, size) for c in columns], axis=0)
-        *contexts, response = [replace(c, values=c.values.clip(0, size - 1)) if strange.any() else c for c in columns]
+        (*contexts, response), strange = wrong.known_tokens(columns, size)
         return contexts, response, strange
 
     def _temperature(self, target: str) -> float:
@@ -258,17 +262,9 @@ class Rank:
             return {}
         order = np.concatenate(micro)
         rows, column = batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order]))
-        known = self._told(node, task, report, batch, order, column, known)
+        known = self.watch.logp(node, task, report, rows, column, self._as_drawn(node, batch, order), known[order])
         column.values[np.repeat(known, column.lengths)] = math.nan  # what is wrong with a row goes on to whoever reads it
         return {written: (rows, column)}
-
-    def _told(self, node: Node, task: Task, report: Report, batch: Batch, order: Array, logp: Column, known: Array) -> Array:
-        """Looks at log-probabilities of the batch's rows in this order: which are wrong, those `known` to be among them."""
-        rows, compared = batch.rows[order], self.watch.comparison
-        known = self.watch.finite(node, task, report, "logp", "a token's log-probability is", rows, logp, known[order])
-        if compared and compared.node == node.name and task.name == "train" and not self.stepped:
-            known = self.watch.drift(node, task, report, rows, logp, batch.columns[compared.column].take(order), known)
-        return known
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         graph, trainer = self.plan.graph, self.trainers[node.worker]
@@ -293,12 +289,13 @@ class Rank:
             sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in parts.items()]
         order = np.concatenate(micro)
         if len(batch.rows):
-            offsets = offsets_of(response.lengths[order])
-            known = self._told(node, task, report, batch, order, Column(torch.cat(logps).numpy(), offsets), known)
-            per_row = Column(torch.cat(losses).numpy(), offsets)
-            known = self.watch.finite(node, task, report, "loss", "a token's loss is", batch.rows[order], per_row, known)
+            numbers, offsets = batch.rows[order], offsets_of(response.lengths[order])
+            own, cost = (Column(torch.cat(pieces).numpy(), offsets) for pieces in (logps, losses))
+            known = self.watch.logp(node, task, report, numbers, own, self._as_drawn(node, batch, order), known[order])
+            known = self.watch.finite(node, task, report, "loss", "a token's loss is {}", numbers, cost, known)
         step = self.steps.get(node.name, 0) + 1
-        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound=not known.any())
+        sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
+        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound)
         taken = math.isfinite(norm)
         if taken:
             self.steps[node.name], self.stepped = step, True
