@@ -152,18 +152,15 @@ class Engine:
 
         if sampling.temperature == 0:
             token = logits.argmax(-1)
-            whole = logits.amax(-1)
+            whole = (logits - logits.amax(-1, keepdim=True)).exp()
         else:
-            logits = logits / sampling.temperature
-            whole = logits.logsumexp(-1)
-            scaled = logits.double()
+            whole = share = (logits / sampling.temperature).double().softmax(-1)
             if sampling.top_k:
-                floor = scaled.topk(min(sampling.top_k, scaled.shape[-1]), dim=-1).values[:, -1:]
-                scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-            share = scaled.softmax(-1)
+                floor = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+                share = share.masked_fill(logits < floor, 0.0)
             if sampling.top_p < 1:
                 ordered, index = share.sort(-1, descending=True)
-                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0.0
+                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
                 share = torch.zeros_like(share).scatter_(-1, index, ordered)
             total = share.cumsum(-1)
             u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, step))[:, None]
@@ -171,7 +168,7 @@ class Engine:
         if self.group is not None:
             # The ranks of a group must agree to the last bit: one draws for all.
             dist.broadcast(token, group=self.group, group_src=0)
-        return token.numpy(), (logits.gather(-1, token[:, None])[:, 0] - whole).numpy()
+        return token.numpy(), whole.gather(-1, token[:, None])[:, 0].log().float().numpy()
 
 
 def _join(module: Any, group: Any, index: int) -> None:
