@@ -87,8 +87,9 @@ class Trainer(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of this rank's part of the loss (the parts of all dp ranks add up to the mini-batch's)."""
 
-    def step(self, lr: float, clip_grad: float) -> float:
-        """An optimizer step; the gradient's norm before clipping. Gradients are released."""
+    def step(self, lr: float, clip_grad: float, sound: bool = True) -> float:
+        """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where the norm is not
+        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are."""
 
     def moments(self) -> dict[str, list[Shard]]:
         """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`; empty before the first step. A collective."""
@@ -106,5 +107,8 @@ class Generator(Protocol):
     def release(self) -> None:
         """Gives back weights and cache."""
 
-    def generate(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
-        """`samples` responses to each prompt, in order; `rows` numbers them (it keys the noise). The end token is part of a response."""
+    def generate(
+        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+        """`samples` responses to each prompt, in order, and the log-probability of each of their tokens at the sampling temperature, over
+        the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end token is part of a response."""

@@ -19,7 +19,7 @@ METRICS = frozenset(
     {
         *("iteration", "seconds", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes"),
-        *("evaluation", "after_iterations"),
+        *("skipped", "logp_drift", "logp_drift_max", "evaluation", "after_iterations"),
     }
 )
 

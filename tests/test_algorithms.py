@@ -44,6 +44,11 @@ def test_kl_forms(p, q):
         assert got[form] == pytest.approx(value, rel=1e-9, abs=1e-12)
 
 
+def test_group_norm_hands_a_nan_on():
+    got = group_norm([np.zeros(2, np.int32)] * 3, np.array([1, np.nan, 0], np.float32))
+    assert np.isnan(np.concatenate(got)).all()
+
+
 def test_group_norm_by_hand():
     rows = [np.zeros(3, np.int32), np.zeros(1, np.int32), np.zeros(2, np.int32), np.zeros(2, np.int32)]
     got = group_norm(rows, np.array([1, 0, 0, 1], np.float32))

@@ -1,15 +1,17 @@
 """Data: each pass deals every usable row once, in an order of its own; which rows an iteration gets is known beforehand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph import models
 from msrl_graph.diagnostics import Fault
-from msrl_graph.graph import Column, Dim, Graph
-from msrl_graph.plan import Data
+from msrl_graph.graph import Column, Dim, Graph, Node, Worker
+from msrl_graph.plan import Data, Deploy, Plan, Run
 from msrl_graph.runtime.data import Dataset
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -21,15 +23,18 @@ def tokenizer():
     return Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 
 
-def graph(bound=6):
+def plan(bound=6, seed=0, vocabulary=16):
     columns = (Column("prompt", "i32", (Dim(bound, ragged=True),)), Column("answer", "text"))
-    return Graph("g", {}, columns, (), (), (), (1,))
+    node = Node("actor.generate", "actor", "generate", ("prompt",), ("response",))
+    graph = Graph("g", {}, columns, (Worker("actor", "policy", model="policy"),), (node,), (), (1,))
+    model = replace(models.load("./model", EXAMPLE), vocabulary=vocabulary)
+    return Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=seed)))
 
 
 def dataset(folder, rows, seed=0, bound=6):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(bound), tokenizer(), seed)
+    return Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(bound, seed), tokenizer())
 
 
 ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in range(10)]
@@ -91,25 +96,41 @@ def test_what_is_wrong_with_a_row(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
     with pytest.raises(Fault) as fault:
-        Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(), tokenizer(), 0)
+        Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
     assert fault.value.diagnostics[0].message == message.format(path=path)
+
+
+def test_a_token_that_the_model_does_not_know_is_told_with_its_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "\n".join(json.dumps(r) for r in (ROWS[0], {"question": "=" * 9, "gold": "0"})) + '\n\n{"question": "1=", "gold": "1"}\n'
+    )
+    last = tokenizer().token_to_id("=")
+    source = Data("source", str(path), {"prompt": "question", "answer": "gold"})
+    assert len(Dataset(source, plan(vocabulary=last + 1), tokenizer())) == 2
+    path.write_text(path.read_text().replace(json.dumps(ROWS[0]), ""))  # the row that is too long is left out, and never told
+    with pytest.raises(Fault) as fault:
+        Dataset(source, plan(vocabulary=last), tokenizer())
+    (told,) = fault.value.diagnostics
+    assert told.code == "bad-data"
+    assert told.message == f"line 4 of {path} has the token {last} ('=') in `prompt`, outside the vocabulary of {last}"
 
 
 def test_only_a_newline_ends_a_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1+1=", "gold": "a\u2028b"}\r\n', encoding="utf-8", newline="")
-    data = Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), graph(), tokenizer(), 0)
+    data = Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
     assert data.all()["answer"].text(0) == "a\u2028b"
 
 
 def test_other_files(tmp_path):
     for name, code in (("rows.csv", "not-yet"), ("none.jsonl", "missing-file")):
         with pytest.raises(Fault) as fault:
-            Dataset(Data("source", str(tmp_path / name), {}), graph(), tokenizer(), 0)
+            Dataset(Data("source", str(tmp_path / name), {}), plan(), tokenizer())
         assert fault.value.diagnostics[0].code == code
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
     with pytest.raises(Fault) as fault:
-        Dataset(Data("source", str(tmp_path / "latin.jsonl"), {}), graph(), tokenizer(), 0)
+        Dataset(Data("source", str(tmp_path / "latin.jsonl"), {}), plan(), tokenizer())
     assert fault.value.diagnostics[0].code == "missing-file" and "cannot be read" in fault.value.diagnostics[0].message
 
 

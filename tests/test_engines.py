@@ -44,7 +44,7 @@ def test_greedy_agrees_with_transformers(generator):
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")
-    got = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    got, _ = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
     for prompt, tokens in zip(PROMPTS, got, strict=True):
         out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
         assert list(tokens) == out[0, len(prompt) :].tolist()
@@ -54,7 +54,7 @@ def test_greedy_agrees_with_transformers(generator):
 def test_draws_follow_the_distribution(generator):
     """The first token of one prompt, drawn 4,000 times, against the softmax."""
     logits = transformer_logits(PROMPTS[1], 0.8)
-    got = generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+    got, _ = generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
     counts = np.bincount([t[0] for t in got], minlength=16)
     expected = logits.softmax(-1).numpy() * 4000
     some = expected > 5
@@ -64,11 +64,26 @@ def test_draws_follow_the_distribution(generator):
 def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     share = transformer_logits(PROMPTS[1], 2.0).softmax(-1)
     order = share.argsort(descending=True).tolist()
-    drawn = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3))
+    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3))
     assert {int(t[0]) for t in drawn} == set(order[:3])
-    drawn = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5))
+    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5))
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
     assert {int(t[0]) for t in drawn} == set(nucleus)
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
+def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
+    engine = fsdp.Engine(model(), Layout(), 0, None, False, None)
+    tokens, logps = generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes))
+    prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
+    expected = engine.logp(pack([prompts], ragged(tokens, np.int32), np.arange(12)), changes.get("temperature", 1.0)).numpy()
+    assert all(x.dtype == np.float32 for x in logps)
+    assert np.allclose(np.concatenate(logps), expected, atol=2e-5)
+
+
+def test_at_temperature_0_a_token_is_sure(generator):
+    _, logps = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    assert not np.concatenate(logps).any()
 
 
 def transformer_logits(prompt, temperature):

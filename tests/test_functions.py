@@ -112,6 +112,14 @@ def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writ
     assert message.format(path=tmp_path / "mine.py") in str(error.value)
 
 
+def test_the_row_of_a_group_that_holds_no_number_is_named(tmp_path):
+    source = "def f(score):\n    return [1.0, 2.0] if score[0] == 1 else [0.0, float('inf')]\n"
+    message = "`host.mine` (line 0) failed on prompt 1, row 3 of iteration 7: BadResult: it returned inf for `reward`"
+    with pytest.raises(RunError) as error:
+        call(tmp_path, source, ("reward",), "prompt")
+    assert str(error.value) == message
+
+
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
     with pytest.raises(RunError, match=r"mine\.py \(line 0 of the program\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
         call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))

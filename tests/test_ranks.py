@@ -194,7 +194,7 @@ def generate(rank, folder, weights, out, cases):
         dp = layout.coordinates(rank)[1]
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
-        found = engine.generate([prompts[j] for j in mine], rows, sampling)
+        found, _ = engine.generate([prompts[j] for j in mine], rows, sampling)
         engine.release()
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
 

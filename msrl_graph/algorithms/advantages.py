@@ -18,13 +18,14 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
     """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses, given to every token (arXiv:2402.03300, section 4.1.2).
 
     `response` holds one array of token ids a row, `reward` one number a row. The standard deviation is the unbiased one; `std = false`
-    leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0. Gives one array a row, as long as its response.
+    leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0; one with a nan gets nan. Gives one array a row,
+    as long as its response.
     """
     import numpy as np
 
     centred = np.asarray(reward, dtype=np.float64)
     centred = centred - centred.mean()
-    if len(centred) < 2 or not np.any(np.abs(centred) > 1e-12):
+    if len(centred) < 2 or np.all(np.abs(centred) <= 1e-12):
         centred = np.zeros_like(centred)
     elif std:
         centred = centred / (centred.std(ddof=1) + 1e-6)

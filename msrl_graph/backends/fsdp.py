@@ -7,6 +7,7 @@ the gathered weights after forward.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ..engine import EngineSpec, Packed, Shard
@@ -96,9 +97,9 @@ class Engine:
         # FSDP2 averages over dp, the loss's parts add up.
         (loss * self.layout.dp if self.divided else loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, lr: float, clip_grad: float) -> float:
+    def step(self, lr: float, clip_grad: float, sound: bool = True) -> float:
         assert self._optimizer is not None
-        return self._optimizer.step(lr, clip_grad)
+        return self._optimizer.step(lr, clip_grad, sound)
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()
@@ -192,7 +193,7 @@ class _Optimizer:
         flat = self._laid_out([s.tensor for s in self.engine.shards()])
         return flat[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)].clone()
 
-    def step(self, lr: float, clip_grad: float) -> float:
+    def step(self, lr: float, clip_grad: float, sound: bool) -> float:
         import torch
         from torch import distributed as dist
 
@@ -202,8 +203,14 @@ class _Optimizer:
             flat = torch.cat([g.reshape(-1) for g in gradients])
             dist.all_reduce(flat, group=engine.mesh["dp"].get_group())
             gradients = [g.view(s.tensor.shape) for g, s in zip(torch.split(flat, self.sizes), engine.shards(), strict=True)]
-        norm = self._norm(gradients)
-        scale = min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0
+        norm = self._norm(gradients, sound)
+        if math.isfinite(norm):
+            self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr)
+        for tensor in (*self.masters, *engine._parameters):
+            tensor.grad = None
+        return norm
+
+    def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float) -> None:
         if self.flat:
             own = self._laid_out(gradients)[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)]
             gradients = [own]
@@ -216,11 +223,8 @@ class _Optimizer:
             group["lr"] = lr
         self.adamw.step()
         self._write_back()
-        for tensor in (*self.masters, *engine._parameters):
-            tensor.grad = None
         if self.copied:
             self.masters[0].untyped_storage().resize_(0)
-        return norm
 
     def moments(self) -> dict[str, list[Shard]]:
         """The moments of all steps so far, and the float32 masters where weights are bf16."""
@@ -278,18 +282,20 @@ class _Optimizer:
                 if master is not piece.tensor:
                     piece.tensor.copy_(master)
 
-    def _norm(self, gradients: list[torch.Tensor]) -> float:
-        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once."""
+    def _norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
+        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once. All ranks take part in all sums, so
+        that they agree to the last bit, and on what is not finite."""
         import torch
         from torch import distributed as dist
 
         engine, layout = self.engine, self.engine.layout
-        divided, copied = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        divided, copied = torch.full((2,), 0.0 if sound else math.nan, dtype=torch.float64)
         for gradient, tensor in zip(gradients, engine.model.tensors, strict=True):
             (divided if tensor.tp_dim >= 0 else copied).add_(gradient.double().square().sum())
+        total = divided + copied / layout.tp
         if layout.tp > 1:
-            dist.all_reduce(divided, group=engine.mesh["tp"].get_group())
-        total = divided + copied
-        if engine.divided:
+            dist.all_reduce(total, group=engine.mesh["tp"].get_group())
+        if layout.dp > 1:
+            total = total if engine.divided else total / layout.dp
             dist.all_reduce(total, group=engine.mesh["dp"].get_group())
         return float(total.sqrt())

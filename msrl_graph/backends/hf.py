@@ -67,18 +67,25 @@ class Engine:
         for piece in self._shards:
             piece.tensor.untyped_storage().resize_(0)
 
-    def generate(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
+    def generate(
+        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         import torch
 
-        out: list[NDArray[np.int32]] = []
+        tokens: list[NDArray[np.int32]] = []
+        logps: list[NDArray[np.float32]] = []
         wave = self.micro_batch or len(prompts)
         with torch.inference_mode():
             for i in range(0, len(prompts), wave):
                 some = prompts[i : i + wave]
-                out += self._wave(some, rows[i * sampling.samples : (i + len(some)) * sampling.samples], sampling)
-        return out
+                drawn = self._wave(some, rows[i * sampling.samples : (i + len(some)) * sampling.samples], sampling)
+                tokens += drawn[0]
+                logps += drawn[1]
+        return tokens, logps
 
-    def _wave(self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling) -> list[NDArray[np.int32]]:
+    def _wave(
+        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         """Prefills each prompt once, left-padded, then decodes all its samples; finished rows leave the batch when half have finished."""
         import numpy as np
         import torch
@@ -97,13 +104,15 @@ class Engine:
         if n > 1:
             cache.batch_repeat_interleave(n)
         out = np.zeros((len(rows), sampling.max_tokens), np.int32)
+        logps = np.zeros((len(rows), sampling.max_tokens), np.float32)
         lengths = np.zeros(len(rows), np.int64)
         alive = np.arange(len(rows))  # the rows in the batch, finished ones among them
         running = np.ones(len(rows), bool)
         for step in range(sampling.max_tokens):
-            token = self._draw(logits, rows[alive], step, sampling)
+            token, logp = self._draw(logits, rows[alive], step, sampling)
             going = running[alive]
             out[alive[going], step] = token[going]
+            logps[alive[going], step] = logp[going]
             lengths[alive[going]] = step + 1
             running[alive[going & np.isin(token, self.ends)]] = False
             if step + 1 == sampling.max_tokens or not running.any():
@@ -115,7 +124,8 @@ class Engine:
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
             position = mask.sum(1, keepdim=True) - 1
             logits = self._logits(torch.from_numpy(token)[:, None], mask, position, cache)
-        return [out[i, :length].copy() for i, length in enumerate(lengths)]
+        ends = list(enumerate(lengths))
+        return [out[i, :n].copy() for i, n in ends], [logps[i, :n].copy() for i, n in ends]
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
         import torch
@@ -130,8 +140,11 @@ class Engine:
             logits = torch.cat(parts, dim=-1)
         return logits
 
-    def _draw(self, logits: torch.Tensor, rows: NDArray[np.int64], step: int, sampling: Sampling) -> NDArray[np.int64]:
-        """The next token of each row: the inverse of the cumulative distribution at the row's own number, in float64."""
+    def _draw(
+        self, logits: torch.Tensor, rows: NDArray[np.int64], step: int, sampling: Sampling
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The next token of each row: the inverse of the cumulative distribution at the row's own number, in float64. And its
+        log-probability before any filter; at temperature 0 that of the only token there is, 0."""
         import torch
         from torch import distributed as dist
 
@@ -139,15 +152,15 @@ class Engine:
 
         if sampling.temperature == 0:
             token = logits.argmax(-1)
+            whole = (logits - logits.amax(-1, keepdim=True)).exp()
         else:
-            scaled = (logits / sampling.temperature).double()
+            whole = share = (logits / sampling.temperature).double().softmax(-1)
             if sampling.top_k:
-                floor = scaled.topk(min(sampling.top_k, scaled.shape[-1]), dim=-1).values[:, -1:]
-                scaled = scaled.masked_fill(scaled < floor, float("-inf"))
-            share = scaled.softmax(-1)
+                floor = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+                share = share.masked_fill(logits < floor, 0.0)
             if sampling.top_p < 1:
                 ordered, index = share.sort(-1, descending=True)
-                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0.0
+                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
                 share = torch.zeros_like(share).scatter_(-1, index, ordered)
             total = share.cumsum(-1)
             u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, step))[:, None]
@@ -155,8 +168,7 @@ class Engine:
         if self.group is not None:
             # The ranks of a group must agree to the last bit: one draws for all.
             dist.broadcast(token, group=self.group, group_src=0)
-        picked: NDArray[np.int64] = token.numpy()
-        return picked
+        return token.numpy(), whole.gather(-1, token[:, None])[:, 0].log().float().numpy()
 
 
 def _join(module: Any, group: Any, index: int) -> None:

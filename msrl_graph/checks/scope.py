@@ -87,10 +87,12 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
             responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]
             if len(responses) != 1:
                 wrong(node, "writes one column of tokens, the response", "declare it as `i32[<= n]`, n the most tokens of a response")
+            like = responses[0].name if len(responses) == 1 else ""
+            logps = [c for c in columns if c.element == "f32" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
-                if column not in responses and len(responses) == 1:
-                    message = f"writes `{column.name}`, and this version generates only the response"
-                    wrong(node, message, "write it in an `infer` or a function node", "not-yet")
+                if column not in [*responses, *logps[:1]] and like:
+                    message = f"writes `{column.name}`, and this version generates only a response and its log-probabilities"
+                    wrong(node, message, f"declare log-probabilities as `f32[{like}]`; functions write the rest", "not-yet")
         elif node.verb == "infer":
             like = columns[0].dims[0].like if len(columns) == 1 and columns[0].dims else ""
             if not like or columns[0].element != "f32" or like not in node.reads or graph.column(like).element != "i32":

@@ -15,12 +15,13 @@ import numpy as np
 from .. import noise
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Graph
-from ..plan import Data
+from ..plan import Data, Plan
 from .columns import Array, Column, ragged, texts
+from .wrong import outside, vocabulary
 
 
-def read(data: Data, graph: Graph) -> list[dict[str, Any]]:
-    """The rows of a JSON lines file, by column; `Fault` for a file that is missing or empty and for a row that cannot be used."""
+def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
+    """The rows of a JSON lines file, by line and column; `Fault` for a file that is missing or empty and for a row that cannot be used."""
     path = Path(data.path)
     if path.suffix not in (".jsonl", ".json"):
         raise Fault(Diagnostic("not-yet", f"`{path.suffix}` data cannot be read yet", data.span, "write it as JSON lines (.jsonl)"))
@@ -30,7 +31,7 @@ def read(data: Data, graph: Graph) -> list[dict[str, Any]]:
         raise Fault(Diagnostic("missing-file", f"there is no data file {path}", data.span)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise Fault(Diagnostic("missing-file", f"the data file {path} cannot be read: {error}", data.span)) from None
-    rows = [_row(line, number, data, graph) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = {number: _row(line, number, data, graph) for number, line in enumerate(lines, 1) if line.strip()}
     if not rows:
         raise Fault(Diagnostic("no-data", f"the data file {path} has no rows", data.span))
     return rows
@@ -63,14 +64,15 @@ def _row(line: str, number: int, data: Data, graph: Graph) -> dict[str, Any]:
 class Dataset:
     """The usable rows of a data file; prompts longer than their column's bound are left out and counted in `too_long`."""
 
-    def __init__(self, data: Data, graph: Graph, tokenizer: Any, seed: int) -> None:
+    def __init__(self, data: Data, plan: Plan, tokenizer: Any) -> None:
+        graph = plan.graph
         rows = read(data, graph)
-        self.seed = seed
+        self.seed = plan.deploy.run.seed
         self.columns: dict[str, Column] = {}
         keep = np.ones(len(rows), bool)
         for name in data.fields:
             column = graph.column(name)
-            values = [row[name] for row in rows]
+            values = [row[name] for row in rows.values()]
             if column.element == "text":
                 self.columns[name] = texts(values)
             else:
@@ -81,6 +83,13 @@ class Dataset:
         self.too_long = int((~keep).sum())
         if not len(self.usable):
             raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span))
+        for name, tokens in self.columns.items():
+            size = vocabulary(plan, name)
+            if size and len(strange := self.usable[outside(tokens.take(self.usable), size)]):
+                token, line = int(tokens[strange[0]].max()), list(rows)[strange[0]]
+                what = f"line {line} of {data.path} has the token {token} ({tokenizer.id_to_token(token)!r}) in `{name}`"
+                help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+                raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", data.span, help))
 
     def __len__(self) -> int:
         return len(self.usable)

@@ -47,7 +47,7 @@ class Display:
 
     def say(self, text: str) -> None:
         with suppress(OSError):  # whoever read has gone: no reason to end a run
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
         """`scalars` are the columns whose means are shown."""

@@ -22,6 +22,7 @@ import numpy as np
 from .. import noise
 from ..plan import Plan
 from .columns import Array, Column, concatenate
+from .wrong import comparison
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,19 @@ class Reader:
 
 
 def readers(plan: Plan) -> list[Reader]:
-    """One for each controller of the plan."""
-    graph, found = plan.graph, []
+    """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
+    graph, found, compared = plan.graph, [], comparison(plan)
     balanced = {e.dst for e in graph.samples() if str(e.attributes.get("balance", "")) == "tokens"}
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
         update = node.verb == "update"
+        reads = [(c, graph.column(c).level, graph.writer(c).name) for c in node.reads]
+        if compared and compared.node == node.name and compared.column not in node.reads:
+            reads.append((compared.column, graph.column(compared.response).level, graph.writer(compared.response).name))
         found.append(
             Reader(
                 node=node.name,
-                reads=tuple((c, graph.column(c).level, graph.writer(c).name) for c in node.reads),
+                reads=tuple(reads),
                 unit_level=graph.unit_level(node),
                 row_level=graph.level(node),
                 whole=node.per == "batch",

@@ -26,6 +26,7 @@ from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
 from .dock import Batch, home, readers
 from .report import Report, RunError
+from .wrong import Watch, not_finite, vocabulary
 
 
 @ray.remote(num_cpus=0)
@@ -44,7 +45,8 @@ class FunctionHost:
         plan = self.plan
         tokenizer = _tokenizer(plan)
         files = plan.deploy.data if self.host == 0 else {}
-        self.data = {n: Dataset(d, plan.graph, tokenizer, plan.deploy.run.seed) for n, d in files.items()}
+        self.data = {n: Dataset(d, plan, tokenizer) for n, d in files.items()}
+        self.watch = Watch(plan)
         self.functions = {n.name: _Function(n, plan, tokenizer) for n in plan.graph.nodes if "call" in n.attributes}
         return {name: (len(d), d.too_long) for name, d in self.data.items()}
 
@@ -86,9 +88,12 @@ class FunctionHost:
             self.client.at(f"{function.node.name} in {task.key}")
             with report.phase(function.node.name):
                 written = function(batch, task.number)
+            known = function.spoilt(batch)
             for name, column in written.items():
-                if column.offsets is None and column.values.dtype.kind == "f":
-                    report.count(name, float(column.values.sum()), len(column))
+                self.watch.finite(function.node, task, report, "result", f"it returned {{}} for `{name}`", batch.rows, column, known)
+                finite = column.values[np.isfinite(column.values)]
+                if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
+                    report.count(name, float(finite.sum()), len(finite))
             self.client.put(function.node.name, task, {name: (batch.rows, column) for name, column in written.items()})
 
 
@@ -113,6 +118,8 @@ class _Function:
     def __init__(self, node: Node, plan: Plan, tokenizer: Any) -> None:
         self.node, self.graph, self.tokenizer = node, plan.graph, tokenizer
         self.seed = plan.deploy.run.seed
+        self.stops = plan.deploy.run.on_nan == "stop"
+        self.vocabularies = {c: vocabulary(plan, c) for c in node.writes}
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         call = node.attributes["call"]
         self.call, self.signature = _find(call)
@@ -120,21 +127,34 @@ class _Function:
         # Parameter -> column, for the parameters whose column the node reads.
         self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in node.reads}
 
+    def _size(self, batch: Batch) -> int:
+        """Rows that the function sees at once."""
+        return len(batch.rows) // len(batch.share.units) if self.node.per != "row" else 1
+
+    def spoilt(self, batch: Batch) -> Array:
+        """The rows whose result may be wrong because something that the function saw was."""
+        bad = np.zeros(len(batch.rows), bool)
+        for name in self.node.reads:
+            bad |= not_finite(batch.columns[name])
+        return np.repeat(bad.reshape(-1, self._size(batch)).any(axis=1), self._size(batch))
+
     def __call__(self, batch: Batch, iteration: int) -> dict[str, Column]:
         written: list[tuple[Any, ...]] = []  # by row, one value a column
-        grouped = self.node.per != "row"
-        size = len(batch.rows) // len(batch.share.units) if grouped else 1
+        grouped, size = self.node.per != "row", self._size(batch)
         for i, unit in enumerate(batch.share.units if grouped else batch.rows):
             options = dict(self.options)
             if self.signature.rng:
                 options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
+            where = f"{self.scope} {unit}"
             try:
                 columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
                 result = self.call(**columns, **options)
                 rows = self._by_row(result, size) if grouped else [self._by_column(result)]
-                written += [self._checked(row, batch, i * size + j) for j, row in enumerate(rows)]
+                for j, row in enumerate(rows, i * size):
+                    where = f"{self.scope} {unit}, row {batch.rows[j]}" if grouped else where
+                    written.append(self._checked(row, batch, j))
             except Exception as error:
-                raise RunError(self._blame(error, f"{self.scope} {unit} of iteration {iteration}")) from error
+                raise RunError(self._blame(error, f"{where} of iteration {iteration}")) from error
         return {name: self._column(name, [row[i] for row in written]) for i, name in enumerate(self.node.writes)}
 
     def _blame(self, error: Exception, where: str) -> str:
@@ -172,6 +192,8 @@ class _Function:
                 continue
             try:
                 array: Array = np.asarray(value, DTYPES[column.element])
+                if value is None:
+                    raise TypeError  # to numpy it is nan
             except (TypeError, ValueError):
                 raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
             if array.ndim != len(column.dims):
@@ -182,8 +204,11 @@ class _Function:
             if like in batch.columns and len(array) != batch.columns[like].lengths[position]:
                 length = batch.columns[like].lengths[position]
                 raise BadResult(f"it returned {len(array)} values for `{name}`, where `{like}` has {length} tokens")
-            if not np.isfinite(array).all():
-                raise BadResult(f"it returned {value} for `{name}`")
+            if self.stops and not np.isfinite(array).all():
+                raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
+            size = self.vocabularies[name]
+            if size and ((array < 0) | (array >= size)).any():
+                raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
             found.append(array)
         return tuple(found)
 

@@ -6,6 +6,7 @@ Invariant: every line of metrics.jsonl is flushed when its iteration ends; all o
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,16 @@ from .report import Report
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
+
+
+def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:
+    """(sum, weight) of each metric over all processes."""
+    found: dict[str, tuple[float, float]] = {}
+    for report in reports:
+        for name, (total, weight) in report.sums.items():
+            old = found.get(name, (0.0, 0.0))
+            found[name] = (old[0] + total, old[1] + weight)
+    return found
 
 
 class Recorder:
@@ -46,17 +57,14 @@ class Recorder:
 
     def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
-        sums: dict[str, tuple[float, float]] = {}
-        for report in reports:
-            for name, (total, weight) in report.sums.items():
-                old = sums.get(name, (0.0, 0.0))
-                sums[name] = (old[0] + total, old[1] + weight)
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
-        line |= {name: total / weight if weight else total for name, (total, weight) in sorted(sums.items())}
+        line |= {name: total / weight if weight else total for name, (total, weight) in sorted(_sums(reports).items())}
+        for name, value in (peak for r in reports for peak in r.peaks.items()):
+            line[name] = max(value, line.get(name, value))
         graph, devices = self.plan.graph, self.plan.cluster.devices
         prompts, responses = graph.rows[0], graph.rows[-1]
         tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
-        bound = sum(graph.bound(c) for n in graph.verb("generate")[:1] for c in (*n.reads, *n.writes))
+        bound = sum(graph.bound(c) for n in graph.verb("generate")[:1] for c in (*n.reads, *n.writes) if graph.column(c).element == "i32")
         line["tokens_per_second"] = tokens / seconds
         # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, a device.
         line["throughput_eq5"] = responses * bound / devices / seconds
@@ -79,19 +87,21 @@ class Recorder:
 
     def evaluation(self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]) -> dict[str, float]:
         """Adds the means of the reported columns over all of the data."""
-        found = {}
+        found, sums = {}, _sums(reports)
         for column in columns:
-            totals = [r.sums[column] for r in reports if column in r.sums]
-            found[column] = sum(t for t, _ in totals) / max(sum(w for _, w in totals), 1)
+            total, weight = sums.get(column, (math.nan, 1.0))
+            found[column] = total / weight
             self._board.add_scalar(f"{name}/{column}", found[column], iteration)
-        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found}
+        wrong = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith("wrong/")}
+        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **wrong}
         self._write(line)
         self.evaluations.append(line)
         self._trace(iteration, reports)
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._metrics.write((json.dumps(line) + "\n").encode())
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}  # JSON has no nan
+        self._metrics.write((json.dumps(finite) + "\n").encode())
         self._metrics.flush()
         self.written += 1
 
@@ -122,11 +132,11 @@ class Recorder:
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        names = [c for c in self.lines[0] if c in {col.name for col in self.plan.graph.columns}]
+        names = [c.name for c in self.plan.graph.columns if any(c.name in line for line in self.lines)]
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         x = [line["iteration"] + 1 for line in self.lines]
         for name in names:
-            axes.plot(x, [line[name] for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
+            axes.plot(x, [line.get(name, math.nan) for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
         for evaluation in self.plan.deploy.evaluations:
             some = [e for e in self.evaluations if e["evaluation"] == evaluation.data]
             for column in evaluation.report:

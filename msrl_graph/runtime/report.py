@@ -1,6 +1,6 @@
 """What a process tells of one task: seconds by phase, events for the trace, and sums for the metrics.
 
-Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up.
+Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up, or maxima.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Report:
     seconds: dict[str, float] = field(default_factory=dict)
     events: list[tuple[str, float, float]] = field(default_factory=list)  # name, wall-clock start, seconds
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)  # what a person should hear of
     bytes: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
@@ -41,3 +43,6 @@ class Report:
     def count(self, name: str, total: float, weight: float) -> None:
         old = self.sums.get(name, (0.0, 0.0))
         self.sums[name] = (old[0] + total, old[1] + weight)
+
+    def peak(self, name: str, value: float) -> None:
+        self.peaks[name] = max(self.peaks.get(name, value), value)

@@ -231,6 +231,8 @@ class Driver:
         ray.get([b.open.remote(task) for b in pool.boards])
         reports = self._wait([*(r.run.remote(task, measure) for r in pool.ranks), *(f.run.remote(task) for f in pool.functions)])
         seconds = time.perf_counter() - start
+        for remark in [r for report in reports for r in report.remarks]:
+            self.display.say(remark)
         for board in pool.boards:
             board.close.remote(task.key)
         moved: dict[str, int] = {}

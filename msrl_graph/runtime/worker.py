@@ -6,6 +6,7 @@ same order, since they walk the same stream and share every answer of the dock.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from ..engine import EngineSpec, Generator, Sampling, Trainer
 from ..graph import Node
 from ..layout import Layout, owns
 from ..plan import Instruction, Plan, from_json
-from . import checkpoint, loss, memory
+from . import checkpoint, loss, memory, wrong
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
@@ -49,6 +50,7 @@ class Rank:
         self.plan: Plan = from_json(plan)
         self.rank = rank
         self.seed = self.plan.deploy.run.seed
+        self.watch = wrong.Watch(self.plan)
         self.store: Any = None
 
     def address(self) -> tuple[str, int]:
@@ -136,6 +138,7 @@ class Rank:
         """Walks the stream of this pool for one task."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
+        self.stepped = False  # whether weights have changed since the task began
         stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
         for instruction in stream.instructions:
             self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
@@ -172,9 +175,11 @@ class Rank:
 
     def _run(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
         node = self.plan.graph.node(instruction.node)
+        # The other ranks of a group would only repeat what its first one tells.
+        told = report if self._first(node) else Report(report.process)
         for batch in self._batches(node, task, report):
             with report.phase(node.name):
-                columns = getattr(self, f"_{node.verb}")(node, task, batch, report)
+                columns = getattr(self, f"_{node.verb}")(node, task, batch, told)
             if columns and self._first(node):
                 self.client.put(node.name, task, columns)
 
@@ -201,7 +206,7 @@ class Rank:
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         greedy = next((e.temperature for e in self.plan.deploy.evaluations if e.data == task.name), None)
-        (response,) = node.writes
+        response, as_drawn = wrong.drawn(self.plan.graph, node)
         sampling = Sampling(
             samples=task.fan,
             max_tokens=int(node.number("max_tokens", self.plan.graph.bound(response))),
@@ -216,13 +221,13 @@ class Rank:
         rows = expand(batch.rows, 0, 1, task.fan)
         if not len(rows):
             return {}
-        out = self.generators[node.name].generate(context, rows, sampling)
-        column = ragged(out, np.int32)
-        if self._first(node):
-            report.count("response_length", float(len(column.values)), len(column))
-            report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
-            report.count("response_tokens", float(len(column.values)), 0)
-        return {response: (rows, column)}
+        tokens, logps = self.generators[node.name].generate(context, rows, sampling)
+        column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
+        self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
+        report.count("response_length", float(len(column.values)), len(column))
+        report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
+        report.count("response_tokens", float(len(column.values)), 0)
+        return {response: (rows, column), as_drawn: (rows, logp)}
 
     def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:
         """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
@@ -231,12 +236,20 @@ class Rank:
         count = max(1, -(-batch.share.most // size))
         return np.array_split(np.argsort(lengths, kind="stable"), count)
 
-    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column]:
-        """The context columns and the target's, of a node that reads tokens."""
+    def _as_drawn(self, node: Node, batch: Batch, order: Array) -> Column | None:
+        """The log-probabilities that the node's are to be compared with: none once a step has changed the weights."""
+        compared = self.watch.comparison
+        compares = compared is not None and compared.node == node.name and not self.stepped
+        return batch.columns[compared.column].take(order) if compared and compares else None
+
+    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column, Array]:
+        """The context columns and the target's, of a node that reads tokens, and which rows hold tokens that the model does not know."""
         empty = Column(np.zeros(0, np.int32), np.zeros(1, np.int64))
-        graph = self.plan.graph
-        tokens = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
-        return [batch.columns.get(c, empty) for c in tokens], batch.columns.get(target, empty)
+        graph, size = self.plan.graph, self.plan.model(node.name).vocabulary
+        names = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
+        columns = [batch.columns.get(c, empty) for c in (*names, target)]
+        (*contexts, response), strange = wrong.known_tokens(columns, size)
+        return contexts, response, strange
 
     def _temperature(self, target: str) -> float:
         writer = self.plan.graph.writer(target)
@@ -245,7 +258,7 @@ class Rank:
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         (written,) = node.writes
         target = self.plan.graph.column(written).dims[0].like
-        contexts, response = self._columns(node, batch, target)
+        contexts, response, known = self._columns(node, batch, target)
         values, micro = [], self._micro_batches(node, batch, _total(contexts, response))
         with torch.no_grad():
             for rows in micro:
@@ -253,37 +266,61 @@ class Rank:
         if not len(batch.rows):
             return {}
         order = np.concatenate(micro)
-        return {written: (batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order])))}
+        rows, column = batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order]))
+        known = self.watch.logp(node, task, report, rows, column, self._as_drawn(node, batch, order), known[order])
+        column.values[np.repeat(known, column.lengths)] = math.nan  # what is wrong with a row goes on to whoever reads it
+        return {written: (rows, column)}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        graph, trainer, first = self.plan.graph, self.trainers[node.worker], self._first(node)
-        target = next(c for c in node.reads if graph.writer(c).verb == "generate")
-        contexts, response = self._columns(node, batch, target)
+        graph, trainer = self.plan.graph, self.trainers[node.worker]
+        target = next(c for c in node.reads if graph.writer(c).verb == "generate" and graph.column(c).element == "i32")
+        contexts, response, known = self._columns(node, batch, target)
+        for column in batch.columns.values():
+            known = known | wrong.not_finite(column)
         whole = loss.Whole(batch.share.elements[target], batch.share.round_units)
         needed = sorted(loss.columns(node))
-        for rows in self._micro_batches(node, batch, _total(contexts, response)):
+        micro, logps, losses = self._micro_batches(node, batch, _total(contexts, response)), [], []
+        sums: list[tuple[str, float, int]] = []
+        for rows in micro:
             lengths = response.lengths[rows]
             logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
             values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
             per_token, parts = loss.evaluate(node, logp, values)
             total = loss.reduce(node, per_token, torch.from_numpy(lengths), whole)
             trainer.backward(total)
-            if first:
-                report.count("loss", float(total.detach()), 0)
-                for name, part in parts.items():
-                    report.count(f"loss/{name}", float(part.detach().sum()), part.numel())
-        self.steps[node.name] = self.steps.get(node.name, 0) + 1
-        norm = trainer.step(_learning_rate(node, self.steps[node.name]), node.number("clip_grad", 1.0))
+            logps.append(logp.detach())
+            losses.append(per_token.detach())
+            sums.append(("loss", float(total.detach()), 0))
+            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in parts.items()]
+        order = np.concatenate(micro)
+        if len(batch.rows):
+            numbers, offsets = batch.rows[order], offsets_of(response.lengths[order])
+            own, cost = (Column(torch.cat(pieces).numpy(), offsets) for pieces in (logps, losses))
+            known = self.watch.logp(node, task, report, numbers, own, self._as_drawn(node, batch, order), known[order])
+            known = self.watch.finite(node, task, report, "loss", "a token's loss is {}", numbers, cost, known)
+        step = self.steps.get(node.name, 0) + 1
+        sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
+        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound)
+        taken = math.isfinite(norm)
+        if taken:
+            self.steps[node.name], self.stepped = step, True
+            for name, value, weight in sums:
+                report.count(name, value, weight)
         if self.rank == 0:
-            report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
-            report.count("grad_norm", norm, 1)
-            report.count("updates", 1, 0)
+            if taken:
+                report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
+                report.count("grad_norm", norm, 1)
+            report.count("updates", taken, 0)
+            report.count("skipped", not taken, 0)
+        if not taken and (self.rank == 0 or self.watch.stops):
+            what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
+            self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
         return {}
 
     def checkpoint(self, folder: str) -> tuple[list[checkpoint.File], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder: the files, optimizer steps by update, and what went
         wrong."""
-        files, wrong = [], ""
+        files, failed = [], ""
         for node in self.plan.graph.verb("update"):
             if node.worker in self.swaps:
                 self.swaps[node.worker].wait()
@@ -295,8 +332,8 @@ class Rank:
             try:
                 files.append(checkpoint.write(Path(folder), f"{node.worker}-rank-{self.rank:05d}.safetensors", pieces))
             except (OSError, SafetensorError) as error:
-                wrong = str(error)  # not raised: the other ranks are on their way to the next collective
-        return files, self.steps, wrong
+                failed = str(error)  # not raised: the other ranks are on their way to the next collective
+        return files, self.steps, failed
 
     def resume(self, folder: str, steps: dict[str, int]) -> None:
         """Takes weights and moments from a checkpoint."""

@@ -1,0 +1,171 @@
+"""Wrong numbers: values that are not finite, tokens that a model does not know, empty responses, and log-probabilities of the trainer
+that are not those of the generator.
+
+Invariant: a wrong number is told once, by the process that makes it, in the iteration in which it does. Under `on_nan = stop` telling it
+ends the run; under `skip` it is counted and said, and goes on as it is, so that the update leaves out the step that it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..graph import Graph, Node
+from ..passes.holdings import dtype
+from ..plan import Plan
+from .columns import Array, Column
+from .report import Report, RunError
+
+if TYPE_CHECKING:
+    from .actors import Task
+
+# The most that the log-probabilities of trainer and generator may differ, in nats, mean over the tokens of a batch, at temperature 1.
+# Both sum the same products in another order. A float32 logit near 32 is exact to 2e-6, and layers add a few such errors: below 1e-5 is
+# usual, so 1e-3 is no rounding. A bfloat16 logit near 32 is a multiple of 1/8, off by 1/32 on average at the last rounding alone: 0.1 is
+# three times that. Weights that are not the trainer's are off by more than either, a training step that was missed aside.
+TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The state `node` reads `column`, the log-probabilities with which the tokens of `response` were drawn, beside its own."""
+
+    node: str
+    column: str
+    response: str
+    tolerance: float
+
+
+def drawn(graph: Graph, node: Node) -> tuple[str, str]:
+    """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one, else one that
+    only the dock knows."""
+    response = next(c for c in node.writes if graph.column(c).element == "i32")
+    return response, next((c for c in node.writes if graph.column(c).element == "f32"), f"{response}.logp")
+
+
+def comparison(plan: Plan) -> Comparison | None:
+    """Who compares: the first state after the generation that computes the response's log-probabilities with the generator's weights."""
+    graph = plan.graph
+    order = [graph.node(i.node) for s in plan.schedule if (s.pool, s.task) == ("devices", "train") for i in s.instructions if i.op == "RUN"]
+    for node in graph.verb("generate"):
+        response, column = drawn(graph, node)
+        edges = [e for e in graph.reshards() if e.dst == node.name]
+        if any("staleness" in e.attributes and e.attributes["staleness"].value for e in edges):
+            continue
+        worker = graph.node(edges[0].src).worker if edges else node.worker
+        for state in order:
+            tokens = tuple(c for c in state.reads if graph.column(c).element == "i32")
+            if state.worker == worker and state.verb in ("infer", "update") and tokens == (*node.reads, response):
+                kinds = {dtype(plan, node.name), dtype(plan, state.name)}
+                # Temperatures below 1 stretch the errors of logits.
+                tolerance = max(TOLERANCE[k] for k in kinds) / min(1.0, node.number("temperature", 1.0))
+                return Comparison(state.name, column, response, tolerance)
+    return None
+
+
+def vocabulary(plan: Plan, column: str) -> int:
+    """How many tokens all models know that read a column; 0 where none does."""
+    readers = [n for n in plan.graph.nodes if column in n.reads and n.verb in ("generate", "infer", "update")]
+    tokens = plan.graph.column(column).element == "i32"
+    return min((plan.model(n.name).vocabulary for n in readers if plan.graph.worker(n.worker).model), default=0) if tokens else 0
+
+
+class Watch:
+    """Looks at what a node-state makes. Masks have one entry a row: True where the row holds a wrong number."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.graph = plan.graph
+        self.stops = plan.deploy.run.on_nan == "stop"
+        self.comparison = comparison(plan)
+
+    def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, what: str) -> None:
+        """Ends the run, or counts the rows under `reason`, if there is one, and has it said."""
+        when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
+        message = f"`{node.name}` (line {node.span.line}) on {listed(rows)} of {when}: {what}"
+        if self.stops:
+            raise RunError(message)
+        if reason:
+            report.count(f"wrong/{reason}", len(rows), 0)
+        report.remarks.append(message)
+
+    def finite(
+        self, node: Node, task: Task, report: Report, reason: str, what: str, rows: Array, column: Column, known: Array | None = None
+    ) -> Array:
+        """Tells the rows with a value (`{}` in `what`) that is not finite, those aside that are `known` to be wrong; all of them."""
+        bad = not_finite(column)
+        known = np.zeros(len(bad), bool) if known is None else known
+        if len(new := np.flatnonzero(bad & ~known)):
+            values = column.take(new).values
+            self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
+        return bad | known
+
+    def logp(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Column | None, known: Array) -> Array:
+        """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its own temperature)."""
+        known = self.finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
+        return known if as_drawn is None or task.name != "train" else self.drift(node, task, report, rows, logp, as_drawn, known)
+
+    def response(self, node: Node, task: Task, report: Report, rows: Array, tokens: Column, logp: Column, vocabulary: int) -> None:
+        """Looks at what was generated."""
+        strange = outside(tokens, vocabulary)
+        if len(new := np.flatnonzero(strange)):
+            values = tokens.take(new).values
+            token = values[(values < 0) | (values >= vocabulary)][0]
+            self.tell(node, task, report, "token", rows[new], f"it drew the token {token}, outside the vocabulary of {vocabulary}")
+        if len(new := np.flatnonzero(tokens.lengths == 0)):
+            self.tell(node, task, report, "empty", rows[new], "the response is empty")
+        self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
+
+    def drift(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Column, known: Array) -> Array:
+        """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or are too far off."""
+        assert self.comparison is not None
+        known = known | not_finite(as_drawn)
+        lengths = np.where(known, 0, logp.lengths)
+        off = np.abs(logp.values - as_drawn.values)[np.repeat(~known, logp.lengths)].astype(np.float64)
+        if not len(off):
+            return known
+        report.count("logp_drift", float(off.sum()), len(off))
+        report.peak("logp_drift_max", float(off.max()))
+        if off.mean() <= self.comparison.tolerance:
+            return known
+        by_row = np.bincount(np.repeat(np.arange(len(rows)), lengths), off, len(rows)) / np.maximum(lengths, 1)
+        far = np.flatnonzero(by_row > self.comparison.tolerance)
+        far = far[np.argsort(-by_row[far], kind="stable")]
+        writer = self.graph.writer(self.comparison.response)
+        what = (
+            f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` (line {writer.span.line}) drew it "
+            f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where rounding makes at most "
+            f"{self.comparison.tolerance:.3g}"
+        )
+        self.tell(node, task, report, "drift", rows[far], what)
+        known[far] = True
+        return known
+
+
+def not_finite(column: Column) -> Array:
+    return _any(column, ~np.isfinite(column.values))
+
+
+def outside(tokens: Column, vocabulary: int) -> Array:
+    """The rows with a token that an embedding of `vocabulary` rows does not have."""
+    return _any(tokens, (tokens.values < 0) | (tokens.values >= vocabulary))
+
+
+def known_tokens(columns: list[Column], size: int) -> tuple[list[Column], Array]:
+    """The columns fit to be fed to a model of `size` tokens, and the rows that were not: fed as it is, a token outside would end the
+    process, or pass for nothing under tensor parallelism."""
+    strange = np.any([outside(c, size) for c in columns], axis=0)
+    return [replace(c, values=c.values.clip(0, size - 1)) for c in columns] if strange.any() else columns, strange
+
+
+def _any(column: Column, bad: Array) -> Array:
+    """The rows of which one element is bad."""
+    rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[bad], minlength=len(column)) > 0
+    return rows
+
+
+def listed(rows: Array) -> str:
+    """Row numbers for a sentence."""
+    first = ", ".join(map(str, rows[:5])) or "none"
+    return f"row {first}" if len(rows) == 1 else f"rows {first}" if len(rows) <= 5 else f"{len(rows)} rows ({first}, ...)"

@@ -1,0 +1,79 @@
+"""A rank without Ray and without a dock: node-states are handed their rows, and what they write is looked at."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from msrl_graph import compile
+from msrl_graph.backends import transformer
+from msrl_graph.runtime import wrong
+from msrl_graph.runtime.actors import Task
+from msrl_graph.runtime.columns import Column, ragged
+from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.worker import Rank
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15]), np.array([5, 13, 5, 15])]
+
+
+def one_rank(*changes):
+    """The example's plan on one rank, 4 prompts with 2 responses, its text changed."""
+    text = (EXAMPLE / "grpo.rlg").read_text()
+    for old, new in [
+        ("devices_per_node = 2", "devices_per_node = 1"),
+        ("{ dp = 2, zero = 3 }", "{ dp = 1 }"),
+        ("{ tp = 2 }", "{ dp = 1 }"),
+        ("mini_batch = 256", "mini_batch = 4"),
+        *changes,
+    ]:
+        assert old in text, old
+        text = text.replace(old, new)
+    return compile(EXAMPLE / "grpo.rlg", text=text, sets={"prompts": "4", "group": "2"})
+
+
+class Stage(Rank.__ray_metadata__.modified_class):
+    """Needs a process group."""
+
+    def __init__(self, plan, rank=0):
+        self.plan, self.rank, self.seed, self.watch = plan, rank, plan.deploy.run.seed, wrong.Watch(plan)
+        self.meshes, self.trainers, self.generators, self.steps, self.stepped = {}, {}, {}, {}, False
+        self.told = Report("rank")
+        for placement in plan.placements:
+            if placement.pool != "functions":
+                self._build(plan.graph.node(placement.node))
+        (self.generator,) = self.generators.values()
+        model = plan.model("actor.generate")
+        shards, tensors = self.generator.allocate(), {t.name: t for t in model.tensors}
+        for piece in shards:
+            piece.tensor.copy_(transformer.read(model, {piece.name: (tensors[piece.name], piece.box)})[piece.name])
+
+    def act(self, name, columns, rows=None):
+        """What a node-state writes, handed these columns."""
+        node = self.plan.graph.node(name)
+        columns = {c: columns[c] for c in columns if c in (*node.reads, "response.logp")}
+        size = len(next(iter(columns.values())))
+        rows = np.arange(size) if rows is None else rows
+        elements = {c: len(column.values) for c, column in columns.items()}
+        batch = Batch(Share(rows, {}, size, size, elements, 0, True), rows, columns)
+        written = getattr(self, f"_{node.verb}")(node, Task("train", 3, 4, 2), batch, self.told)
+        return {c: column.take(np.argsort(numbers)) for c, (numbers, column) in written.items()}
+
+    def sampled(self):
+        """Four prompts' eight responses, with all that an update reads."""
+        prompts = ragged(PROMPTS, np.int32)
+        columns = {"prompt": prompts.take(np.repeat(np.arange(4), 2)), **self.act("actor.generate", {"prompt": prompts})}
+        advantage = np.where(np.arange(8) % 2, -1.0, 1.0).repeat(columns["response"].lengths).astype(np.float32)
+        return columns | {"advantage": Column(advantage, columns["response"].offsets)}
+
+    def whole(self):
+        """Update weights and Adam's state, copied."""
+        adamw = self.trainers["actor"]._optimizer.adamw
+        state = [v.clone() for s in adamw.state.values() for v in s.values()]
+        return [s.tensor.clone() for s in self.trainers["actor"].shards()], state
+
+
+def same(one, other):
+    """Bit for bit."""
+    return all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(one, other, strict=True))
