@@ -83,12 +83,11 @@ def _reshards(plan: Plan) -> list[tuple[str, str]]:
 
 def _nearest(plan: Plan, worst: Memory) -> str:
     """The nearest layout that fits, for the states whose phase needs most: the passes themselves try them."""
-    nodes = [
-        n.name for n in plan.graph.verb("generate" if worst.phase == "generate" else "update") if plan.placement(n.name).pool == "devices"
-    ]
+    verb = "generate" if worst.phase == "generate" else "update"
+    nodes = [n.name for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
     if not nodes:
         return ""
-    now, devices = plan.placement(nodes[0]).layout, plan.cluster.devices
+    now, devices = plan.placement(nodes[0]).layout, plan.pool(worst.pool).devices
     stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
     most = min(devices, plan.model(nodes[0]).heads)
     engine = plan.placement(nodes[0]).engine

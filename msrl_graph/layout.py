@@ -160,6 +160,20 @@ def _covers(tensor: Tensor, source: Layout, source_divided: bool, target: Layout
     return all(sum(elements(o) for h in have if (o := overlap(box, h))) == elements(box) for box in want - have)
 
 
+def transfers(tensor: Tensor, source: Layout, source_divided: bool, target: Layout, target_divided: bool) -> list[tuple[int, int, Box]]:
+    """What moves between two pools: (source rank, target rank, box). Each target rank gets every element of its box once; source ranks
+    that hold the same box take turns."""
+    holders: dict[Box, list[int]] = {}
+    for rank in range(source.devices):
+        holders.setdefault(shard(tensor, source, rank, source_divided), []).append(rank)
+    wanted = [shard(tensor, target, rank, target_divided) for rank in range(target.devices)]
+    moves = []
+    for box, ranks in holders.items():
+        takers = [(taker, common) for taker, want in enumerate(wanted) if (common := overlap(box, want)) is not None]
+        moves += [(ranks[i % len(ranks)], taker, common) for i, (taker, common) in enumerate(takers)]
+    return moves
+
+
 def left_behind(tensors: Iterable[Tensor], source: Layout, source_divided: bool, target: Layout, target_divided: bool) -> int:
     """Elements, over all devices, that naive resharding leaves beside the generation weights (arXiv:2507.19017, figure 3 and eq. 3).
 

@@ -102,7 +102,9 @@ class Resharder:
         self.peak = {"device": 0, "host": 0}
 
     def run(self, allocate: Callable[[], list[Shard]], measure: bool = False) -> None:
-        """The five steps. With `measure`, the peak of live tensors is looked up at each of them (slow)."""
+        """The five steps, once the weights of an earlier swap are back. With `measure`, the peak of live tensors is looked up at each
+        of them (slow)."""
+        self.swap.wait()
         self.seconds, self.moved = {}, 0
         self.peak = {"device": 0, "host": 0}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
@@ -168,8 +170,8 @@ class Resharder:
                 start[index] += elements(box)
                 common = overlap(box, wanted)
                 if common is not None:
-                    goal[name][_slices(within(common, wanted))].copy_(piece[_slices(within(common, box))])
+                    goal[name][slices(within(common, wanted))].copy_(piece[slices(within(common, box))])
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)

@@ -1,7 +1,8 @@
-"""A rank: one process on one device, hosting in turn the states of all workers that are placed on it.
+"""A rank: one process on one device, hosting in turn the states of its pool.
 
 Invariant: a rank does what its pool's instruction stream says and nothing else; all ranks of a collective make the same calls in the
-same order, since they walk the same stream and share every answer of the dock.
+same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and share every answer of the dock.
+Layouts number the ranks of a pool, torch.distributed those of all pools: `first` lies between.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..backends import transformer
 from ..engine import Generator, Sampling, Trainer
 from ..graph import Node
-from ..layout import Layout
-from ..plan import Instruction, Plan, from_json
+from ..plan import Instruction, Placement, Plan, from_json
 from . import loss, memory
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
@@ -35,11 +35,12 @@ from .dock import Batch, expand, home, readers
 from .packing import flat, pack
 from .report import Report
 from .reshard import Resharder, Side, Swap
+from .send import Sender
 
 
 @ray.remote
 class Rank:
-    """A rank of the pool `devices`."""
+    """A rank of one of the pools of devices."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str) -> None:
         settle(folder)
@@ -47,6 +48,8 @@ class Rank:
         torch.set_num_threads(threads)
         self.plan: Plan = from_json(plan)
         self.rank = rank
+        self.pool = next((p for p in self.plan.pools if p.first <= rank < p.first + p.devices), None)  # None: an idle device
+        self.local = rank - self.pool.first if self.pool else 0  # what layouts call this rank
         self.seed = self.plan.deploy.run.seed
         self.store: Any = None
 
@@ -65,23 +68,28 @@ class Rank:
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
-        self.meshes: dict[tuple[int, int, int], DeviceMesh] = {}
+        self.meshes: dict[tuple[int, int, int, int], DeviceMesh] = {}
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, Swap] = {}  # by worker
-        self.resharders: dict[tuple[str, str], Resharder] = {}
+        self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update
+        # Process groups are made by all ranks of all pools, in one order; engines by the ranks of their pool.
         for placement in plan.placements:
             if placement.pool != "functions":
+                self._mesh(placement)
+        for placement in plan.placements:
+            if self.pool and placement.pool == self.pool.name:
                 self._build(plan.graph.node(placement.node))
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
         return os.getpid()
 
-    def _mesh(self, layout: Layout) -> DeviceMesh:
-        key = (layout.tp, layout.dp, layout.inner)
+    def _mesh(self, placement: Placement) -> DeviceMesh:
+        first, layout = placement.first, placement.layout
+        key = (first, layout.tp, layout.dp, layout.inner)
         if key not in self.meshes:
-            ranks = [[layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)]
+            ranks = [[first + layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)]
             self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
         return self.meshes[key]
 
@@ -91,9 +99,9 @@ class Rank:
         layout, options = placement.layout, placement.engine.options
         model = plan.model(node.name)
         model = replace(model, dtype=str(options.get("dtype") or model.dtype))
-        mesh = self._mesh(layout)
+        mesh = self._mesh(placement)
         if node.verb == "generate":
-            self.generators[node.name] = engine(model, layout, self.rank, mesh, int(options.get("micro_batch") or 0))
+            self.generators[node.name] = engine(model, layout, self.local, mesh, int(options.get("micro_batch") or 0))
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
                 shards = self.generators[node.name].allocate()
@@ -106,25 +114,34 @@ class Rank:
             if update is not None and update.name != node.name:
                 return self._build(update)  # what an update states holds for the weights that its other states share
             recompute = options.get("recompute") == "full"
-            self.trainers[node.worker] = engine(model, layout, self.rank, mesh, recompute, _optimizer(node) if update else None)
+            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, _optimizer(node) if update else None)
 
     def _build_reshard(self, src: str, dst: str) -> None:
         plan = self.plan
         edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
         worker = plan.graph.node(src).worker
-        swap = self.swaps.setdefault(worker, Swap(self.trainers[worker].shards()))
+        source, target = ends = plan.placement(src), plan.placement(dst)
         block = None
-        for first in range(0, plan.cluster.devices, edge.group):
-            members = list(range(first, first + edge.group))
-            group = dist.new_group(members) if edge.group > 1 else None
-            if self.rank in members:
-                block = group
+        if edge.group > 1:
+            for first in range(source.first, source.first + source.layout.devices, edge.group):
+                members = list(range(first, first + edge.group))
+                group = dist.new_group(members)
+                if self.rank in members:
+                    block = group
+        if self.pool is None or self.pool.name not in (source.pool, target.pool):
+            return
         sides = []
-        for node in (src, dst):
-            placement = plan.placement(node)
+        for placement in ends:
             spec = import_module(f"msrl_graph.backends.{placement.engine.name}").SPEC
             sides.append(Side(placement.layout, spec.divided(placement.layout)))
-        self.resharders[src, dst] = Resharder(edge, plan.model(src), self.rank, sides[0], sides[1], block, swap)
+        model = plan.model(src)
+        if edge.mode == "send":
+            shards = self.trainers[worker].shards() if self.pool.name == source.pool else []
+            model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
+            self.resharders[src, dst] = Sender(edge, model, self.rank, ends, sides, shards)
+            return
+        swap = self.swaps.setdefault(worker, Swap(self.trainers[worker].shards()))
+        self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
 
     # The instructions, by name.
 
@@ -132,8 +149,9 @@ class Rank:
         """Walks the stream of this pool for one task."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
-        stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
-        for instruction in stream.instructions:
+        here = self.pool.name if self.pool else ""
+        instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
+        for instruction in instructions:
             if measure:
                 _note(report, f"before {instruction.op} {instruction.node}")
             getattr(self, f"_{instruction.op.lower()}")(instruction, task, report, measure)
@@ -146,8 +164,8 @@ class Rank:
     def _reshard(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
         edge = self.resharders[instruction.node, instruction.other]
         with report.phase("reshard"):
-            edge.swap.wait()
-            edge.run(self.generators[instruction.other].allocate, measure)
+            # A rank of the pool that sends has nothing to fill.
+            edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list, measure)
         report.seconds.update({f"reshard {step}": seconds for step, seconds in edge.seconds.items()})
         report.bytes[f"{instruction.node} => {instruction.other}"] = edge.moved
         if measure:
@@ -175,20 +193,20 @@ class Rank:
 
     def _first(self, node: Node) -> bool:
         """Whether this rank speaks for its data-parallel group."""
-        return self.plan.placement(node.name).layout.coordinates(self.rank)[0] == 0
+        return self.plan.placement(node.name).layout.coordinates(self.local)[0] == 0
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer."""
-        layout = self.plan.placement(node.name).layout
-        group = layout.coordinates(self.rank)[1]
+        placement = self.plan.placement(node.name)
+        group = placement.layout.coordinates(self.local)[1]
         last = False
         while not last:
             answer: list[Any] = [None]
             with report.phase("dock"):
                 if self._first(node):
                     answer = [self.client.take(node.name, task, group)]
-                if layout.tp > 1:
-                    dist.broadcast_object_list(answer, group=self._mesh(layout)["tp"].get_group(), group_src=0)
+                if placement.layout.tp > 1:
+                    dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
             last = answer[0].share.last
             yield answer[0]
 
@@ -269,26 +287,26 @@ class Rank:
                     report.count(f"loss/{name}", float(part.detach().sum()), part.numel())
         self.steps[node.name] = self.steps.get(node.name, 0) + 1
         norm = trainer.step(_learning_rate(node, self.steps[node.name]), node.number("clip_grad", 1.0))
-        if self.rank == 0:
+        if self.local == 0:
             report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
             report.count("grad_norm", norm, 1)
             report.count("updates", 1, 0)
         return {}
 
     def save(self, worker: str, folder: str) -> None:
-        """Writes the worker's weights as a Hugging Face folder: rank 0 lays the shards of all ranks together."""
+        """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have some."""
         if worker in self.swaps:
             self.swaps[worker].wait()
-        mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()]
+        mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()] if worker in self.trainers else []
         everyone: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
         dist.gather_object(mine, everyone, dst=0)
         if everyone is None:
             return
         model = self.plan.deploy.models[self.plan.graph.worker(worker).model]
-        whole = {t.name: torch.empty(t.shape, dtype=mine[0][2].dtype) for t in model.tensors}
-        for shards in everyone:
-            for name, box, values in shards:
-                whole[name][tuple(slice(a, b) for a, b in box)] = values
+        given = [piece for shards in everyone for piece in shards]
+        whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
+        for name, box, values in given:
+            whole[name][tuple(slice(a, b) for a, b in box)] = values
         target = Path(folder)
         target.mkdir(parents=True)
         save_file(whole, target / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,75 @@
+"""pools: which states share which devices.
+
+Invariant: every state with weights is in one pool; pools are stretches of devices in the order of their first one. Where the devices do
+not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..layout import Layout
+from ..plan import Plan, Pool
+
+DEVICES, FUNCTIONS = "devices", "functions"
+
+
+def divide(plan: Plan) -> tuple[tuple[Pool, ...], str]:
+    """The pools, and for states that the deploy names nowhere what they were put beside ("" if it names all, or none)."""
+    graph, stated, every = plan.graph, list(plan.deploy.pools), plan.cluster.devices
+    states = [n.name for n in graph.nodes if n.verb != "source" and graph.worker(n.worker).kind != "function"]
+    named = {n for p in stated for n in p.nodes}
+    rest, beside = tuple(n for n in states if n not in named), ""
+    if not stated:
+        return (Pool(tuple(states), 0, every, DEVICES),), ""
+    if rest:
+        updates = next((p for p in stated if any(graph.node(n).verb == "update" for n in p.nodes)), None)
+        free = sum(p.devices for p in stated) < every
+        fixed = all(p.devices for p in stated)
+        if free and (updates is None or fixed):
+            stated.append(Pool(rest, span=plan.deploy.span))
+        else:
+            home = updates or stated[0]
+            beside = next((n for n in home.nodes if graph.node(n).verb == "update"), home.nodes[0])
+            stated[stated.index(home)] = replace(home, nodes=tuple(n for n in states if n in {*home.nodes, *rest}))
+    return tuple(sorted(_lay(_size(stated, plan.deploy.layouts, every), every), key=lambda p: p.first)), beside
+
+
+def _size(pools: list[Pool], layouts: Mapping[str, Layout], every: int) -> list[Pool]:
+    """Pools with their numbers of devices: stated, by a layout, or an even share of what is left; `first` -1 where it is open."""
+    sized = []
+    for pool in pools:
+        layout = next(((n, layouts[n].devices) for n in pool.nodes if n in layouts and layouts[n].dp), None)
+        if pool.devices:
+            pool = replace(pool, reason="as placed")
+        elif layout is not None:
+            pool = replace(pool, first=-1, devices=layout[1], reason=f"as the layout of {layout[0]} takes")
+        sized.append(pool)
+    open_, left = sum(not p.devices for p in sized), every - sum(p.devices for p in sized)
+    for i, pool in enumerate(sized):
+        if not pool.devices:
+            share = max(1, -(-left // open_))
+            sized[i] = replace(pool, first=-1, devices=share, reason="what is left" if open_ == 1 else "an even share")
+            left, open_ = left - share, open_ - 1
+    return sized
+
+
+def _lay(pools: list[Pool], every: int) -> list[Pool]:
+    """Each open pool on the first gap that is long enough, else beyond the last device."""
+    laid = [p for p in pools if p.first >= 0]
+    for pool in (p for p in pools if p.first < 0):
+        starts = sorted([0, *(p.first + p.devices for p in laid)])
+        fits = (s for s in starts if s + pool.devices <= every and not any(_meet(s, pool.devices, p) for p in laid))
+        laid.append(replace(pool, first=next(fits, every)))
+    return [replace(p, name=_name(p, every)) for p in laid]
+
+
+def _meet(first: int, number: int, pool: Pool) -> bool:
+    return first < pool.first + pool.devices and pool.first < first + number
+
+
+def _name(pool: Pool, every: int) -> str:
+    if (pool.first, pool.devices) == (0, every):
+        return DEVICES
+    return f"device {pool.first}" if pool.devices == 1 else f"devices {pool.first}..{pool.first + pool.devices - 1}"
