@@ -41,8 +41,8 @@ def lower_pools(
                 lowering.apart(statement)
     order = [n.name for n in graph.nodes]
     return tuple(
-        Pool(tuple(sorted(g.states, key=order.index)), *(g.stretch or (0, 0)), span=g.span)
-        for g in sorted(lowering.groups, key=lambda g: g.span)
+        Pool(tuple(sorted(g.states, key=order.index)), *(g.stretch or (0, 0)), span=(g.apart or g).span)
+        for g in sorted(lowering.groups, key=lambda g: (g.apart or g).span)
         if g.stretch or g.apart
     )
 

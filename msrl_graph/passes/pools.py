@@ -46,12 +46,13 @@ def _size(pools: list[Pool], layouts: Mapping[str, Layout], every: int) -> list[
         elif layout is not None:
             pool = replace(pool, first=-1, devices=layout[1], reason=f"as the layout of {layout[0]} takes")
         sized.append(pool)
-    open_, left = sum(not p.devices for p in sized), every - sum(p.devices for p in sized)
-    for i, pool in enumerate(sized):
-        if not pool.devices:
-            share = max(1, -(-left // open_))
-            sized[i] = replace(pool, first=-1, devices=share, reason="what is left" if open_ == 1 else "an even share")
-            left, open_ = left - share, open_ - 1
+    unsized = [i for i, p in enumerate(sized) if not p.devices]
+    left = every - sum(p.devices for p in sized)
+    reason = "what is left" if len(unsized) == 1 else "an even share"
+    for done, i in enumerate(unsized):
+        share = max(1, -(-left // (len(unsized) - done)))
+        sized[i] = replace(sized[i], first=-1, devices=share, reason=reason)
+        left -= share
     return sized
 
 

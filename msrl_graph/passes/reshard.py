@@ -6,13 +6,14 @@ two layouts are; in mode naive nothing does, nor in mode send, where generation 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, Figure, weakest
 from ..engine import BYTES, EngineSpec
 from ..graph import Edge
-from ..layout import block_boxes, elements, gather_group, left_behind, shard
+from ..layout import block_boxes, elements, gather_group, left_behind, replicas, shard
 from ..plan import Placement, Plan, Reshard, Step
 from . import holdings
 
@@ -34,7 +35,8 @@ class Resharding:
         return replace(plan, reshards=tuple((self._reshard if len(pools(e)) == 1 else self._send)(plan, e) for e in plan.graph.reshards()))
 
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
-        """Between two pools: bucket by bucket, each generation rank receives its box in exact overlaps from ranks that hold them."""
+        """Between two pools: bucket by bucket, on each host one generation rank of those that hold the same weights receives its box in
+        exact overlaps from ranks that have them, and hands it on to the others."""
         cluster, tensors = plan.cluster, plan.model(edge.src).tensors
         source, target = plan.placement(edge.src), plan.placement(edge.dst)
         divided = holdings.is_divided(plan, self.engines, edge.dst)
@@ -47,7 +49,7 @@ class Resharding:
         none = Figure(0.0, "derived", "the update weights stay where they are")
         steps = (
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated by message, at both ends")),
-            Step("send by bucket", received, _send_seconds(cluster, received, source, target)),
+            Step("send by bucket", received, _send_seconds(cluster, received, source, target, divided)),
             Step("place slices", generate, _copy_seconds(cluster, generate)),
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         )
@@ -161,15 +163,22 @@ def _copy_seconds(cluster: Cluster, amount: int) -> Figure:
     return _ratio(2 * amount, cluster.device.memory_bandwidth, "2 x bytes (read, write) / memory bandwidth")
 
 
-def _send_seconds(cluster: Cluster, received: int, source: Placement, target: Placement) -> Figure:
+def _send_seconds(cluster: Cluster, received: int, source: Placement, target: Placement, divided: bool) -> Figure:
     """The busier end's time. Where pools lie on several hosts, all that a host's devices send or receive goes through its link."""
-    sent = -(-received * target.layout.devices // source.layout.devices)
+    each = cluster.devices_per_node
+    alike = replicas(target.layout, divided, target.first, each)
+    sent = -(-received * len(alike) // source.layout.devices)
     hosts = {cluster.host(d) for p in (source, target) for d in (p.first, p.first + p.layout.devices - 1)}
     if len(hosts) == 1:
-        return _ratio(max(received, sent), cluster.device.device_link, "bytes at the busier end / device link")
-    each = cluster.devices_per_node
-    most = max(received * min(each, target.layout.devices), sent * min(each, source.layout.devices))
-    return _ratio(most, cluster.network, "bytes of the busier host / network link")
+        taken = _ratio(max(received, sent), cluster.device.device_link, "bytes at the busier end / device link")
+    else:
+        heads = Counter(cluster.host(target.first + ranks[0]) for ranks in alike)
+        most = max(received * max(heads.values()), sent * min(each, source.layout.devices))
+        taken = _ratio(most, cluster.network, "bytes of the busier host / network link")
+    if all(len(ranks) == 1 for ranks in alike):
+        return taken
+    handed = _ratio(received, cluster.device.device_link, "handed on within a host: bytes / device link")
+    return Figure(taken.value + handed.value, weakest(taken, handed), f"{taken.basis}; {handed.basis}")
 
 
 def _gather_seconds(cluster: Cluster, first: int, received: int, total: int, group: int) -> Figure:

@@ -1,52 +1,70 @@
 """Resharding between two pools: the update's weights are sent to the ranks that generate, and stay where they are.
 
 Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's. Every rank walks the same
-list of messages and takes part in its own, each of which both ends finish before their next: so no two ranks wait for each other.
+list of messages and takes part in its own, each of which all ends finish before their next: so no two ranks wait for each other.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from ..backends import transformer
 from ..engine import Shard
-from ..layout import Box, Tensor, transfers, within
-from ..plan import Model, Placement, Reshard
+from ..layout import Box, kinds, replicas, transfers, within
+from ..plan import Model, Plan, Reshard
 from . import memory
 from .reshard import Side, slices
 
-Message = tuple[int, int, list[tuple[str, Box]]]  # source rank, target rank, boxes of tensors
+
+@dataclass(frozen=True)
+class Message:
+    """Boxes of tensors, from a rank to the first of some that hold the same weights on one host (`group`), which hands them on."""
+
+    giver: int
+    takers: tuple[int, ...]
+    group: Any
+    boxes: list[tuple[str, Box]]
 
 
 class Sender:
     """One resharding edge on one rank, of those that count through all pools. `ends` are the update and the generation, `model` has the
-    update's type, `shards` are its weights, none on a rank that generates."""
+    update's type, `shards` are its weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
 
     def __init__(
-        self, plan: Reshard, model: Model, rank: int, ends: tuple[Placement, Placement], sides: Sequence[Side], shards: Sequence[Shard]
+        self,
+        plan: Plan,
+        edge: Reshard,
+        model: Model,
+        rank: int,
+        sides: tuple[Side, Side],
+        shards: Sequence[Shard],
     ) -> None:
-        self.plan, self.rank, self.shards = plan, rank, shards
+        self.rank, self.shards = rank, shards
+        (source, target), ends = sides, [plan.placement(n) for n in (edge.src, edge.dst)]
+        groups: dict[int, tuple[tuple[int, ...], Any]] = {}
+        for alike in replicas(target.layout, target.divided, ends[1].first, plan.cluster.devices_per_node):
+            members = tuple(ends[1].first + r for r in alike)
+            groups[alike[0]] = members, dist.new_group(list(members)) if len(members) > 1 else None
         tensors = {t.name: t for t in model.tensors}
-        alike: dict[Tensor, list[tuple[int, int, Box]]] = {}
-        source, target = sides
-        self.buckets: list[list[Message]] = []
-        for names in plan.buckets:
+        moves = {k: transfers(k, source.layout, source.divided, target.layout, target.divided, groups) for k in kinds(model.tensors)}
+        self.messages: list[Message] = []
+        for names in edge.buckets:
             found: dict[tuple[int, int], list[tuple[str, Box]]] = {}
             for name in names:
-                kind = Tensor("", tensors[name].shape, tensors[name].tp_dim)
-                if kind not in alike:
-                    alike[kind] = transfers(kind, source.layout, source.divided, target.layout, target.divided)
-                for giver, taker, box in alike[kind]:
+                for giver, taker, box in moves[replace(tensors[name], name="")]:
                     found.setdefault((giver, taker), []).append((name, box))
             # In a round each source rank has another target, so that messages of a round pass side by side.
             most = max(source.layout.devices, target.layout.devices)
-            order = sorted(found, key=lambda pair: ((pair[1] - pair[0]) % most, pair))
-            every = [(ends[0].first + giver, ends[1].first + taker, found[giver, taker]) for giver, taker in order]
-            self.buckets.append([message for message in every if rank in message[:2]])
+            for giver, taker in sorted(found, key=lambda pair: ((pair[1] - pair[0]) % most, pair)):
+                message = Message(ends[0].first + giver, *groups[taker], found[giver, taker])
+                if rank in (message.giver, *message.takers):
+                    self.messages.append(message)
         self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received in the last run
@@ -69,24 +87,27 @@ class Sender:
 
         held = {s.name: s for s in (*self.shards, *allocate())}
         with torch.no_grad():
-            for giver, taker, boxes in (message for bucket in self.buckets for message in bucket):
-                parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in boxes]
-                if self.rank == giver:
-                    self._send(parts, taker, timed)
+            for message in self.messages:
+                parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in message.boxes]
+                if self.rank == message.giver:
+                    self._send(message, parts, timed)
                 else:
-                    self._receive(parts, giver, timed)
+                    self._receive(message, parts, timed)
 
-    def _send(self, parts: list[torch.Tensor], taker: int, timed: Callable[[str], None]) -> None:
+    def _send(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
         buffer = torch.cat([part.reshape(-1) for part in parts])
         timed("buffer")
-        dist.send(buffer, taker)
+        dist.send(buffer, message.takers[0])
         timed("send")
 
-    def _receive(self, parts: list[torch.Tensor], giver: int, timed: Callable[[str], None]) -> None:
+    def _receive(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
         sizes = [part.numel() for part in parts]
         buffer = torch.empty(sum(sizes), dtype=self.dtype)
         timed("buffer")
-        dist.recv(buffer, giver)
+        if self.rank == message.takers[0]:
+            dist.recv(buffer, message.giver)
+        if message.group is not None:
+            dist.broadcast(buffer, group=message.group, group_src=0)
         self.moved += buffer.nbytes
         timed("send")
         for part, values in zip(parts, torch.split(buffer, sizes), strict=True):

@@ -120,28 +120,25 @@ class Rank:
         plan = self.plan
         edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
         worker = plan.graph.node(src).worker
-        source, target = ends = plan.placement(src), plan.placement(dst)
-        block = None
-        if edge.group > 1:
-            for first in range(source.first, source.first + source.layout.devices, edge.group):
-                members = list(range(first, first + edge.group))
-                group = dist.new_group(members)
-                if self.rank in members:
-                    block = group
-        if self.pool is None or self.pool.name not in (source.pool, target.pool):
-            return
+        source, model = plan.placement(src), plan.model(src)
+        shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
         sides = []
-        for placement in ends:
+        for placement in (source, plan.placement(dst)):
             spec = import_module(f"msrl_graph.backends.{placement.engine.name}").SPEC
             sides.append(Side(placement.layout, spec.divided(placement.layout)))
-        model = plan.model(src)
         if edge.mode == "send":
-            shards = self.trainers[worker].shards() if self.pool.name == source.pool else []
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
-            self.resharders[src, dst] = Sender(edge, model, self.rank, ends, sides, shards)
+            self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
             return
-        swap = self.swaps.setdefault(worker, Swap(self.trainers[worker].shards()))
-        self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
+        block = None
+        for first in range(source.first, source.first + source.layout.devices, edge.group):
+            members = list(range(first, first + edge.group))
+            group = dist.new_group(members) if edge.group > 1 else None
+            if self.rank in members:
+                block = group
+        if shards:
+            swap = self.swaps.setdefault(worker, Swap(shards))
+            self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
 
     # The instructions, by name.
 
