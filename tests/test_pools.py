@@ -154,8 +154,8 @@ def test_memory_of_each_pool_is_judged() -> None:
         APART[: APART.index(f"layout {n} {{ {size}")].count("\n") + 1 for n, size in (("actor.update", "dp = 2"), ("actor.generate", "tp"))
     ]
     assert [(d.message.split(" GB ", 1)[1], d.span.line) for d in told] == [
-        ("on devices 0..1, which has 1.0 GB", lines[0]),
-        ("on devices 2..3, which has 1.0 GB", lines[1]),
+        ("a device (devices 0..1), which has 1.0 GB", lines[0]),
+        ("a device (devices 2..3), which has 1.0 GB", lines[1]),
     ]
 
 

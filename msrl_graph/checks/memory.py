@@ -19,7 +19,7 @@ def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> li
         over = [m for m in phases if m.total > m.capacity.value]
         if over:
             worst = max(over, key=lambda m: m.total)
-            where = f"a {place}" if place == "host" or pool == "devices" else f"on {pool}"
+            where = f"a {place}" if place == "host" or pool == "devices" else f"a device ({pool})"
             message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB {where}, which has {worst.capacity.value / 1e9:.1f} GB"
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice that would move weights is empty words where the search has found that no layout helps.

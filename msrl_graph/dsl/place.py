@@ -93,6 +93,8 @@ class _Pools:
             function = node.verb == "source" or workers[node.worker].kind == "function"
         if function:
             raise mistake("bad-value", f"`{ref.text}` runs on the hosts' CPUs, so it takes no devices", ref.span, "leave it out")
+        if not found:
+            raise mistake("bad-place", f"`{ref.text}` has no state, so it takes no devices", ref.span, "leave it out")
         return {n.name for n in found}
 
     def _join(self, states: set[str], span: Span, stretch: tuple[int, int] | None) -> _Group:

@@ -47,6 +47,9 @@ class Resharding:
         buckets = _buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-received // FEW)))
         bucket = max(sum(sizes[n] for n in names) for names in buckets)
         none = Figure(0.0, "derived", "the update weights stay where they are")
+        reason = f"generation is on {target.pool}, so nothing needs to leave {source.pool}"
+        if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
+            reason += "; the stated mode and order are for states that share devices"
         steps = (
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated by message, at both ends")),
             Step("send by bucket", received, _send_seconds(cluster, received, source, target, divided)),
@@ -58,7 +61,7 @@ class Resharding:
             dst=edge.dst,
             mode="send",
             order="direct",
-            reason=f"generation has {target.pool} to itself, so nothing needs to leave {source.pool}",
+            reason=reason,
             group=1,
             bucket_bytes=bucket,
             buckets=buckets,
