@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msrl_graph import compile
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.cluster import Figure
+from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
@@ -38,6 +39,7 @@ GENERATE, UPDATE, REFERENCE = ("actor.generate",), ("actor.infer", "actor.update
 BOTH = ("actor.infer", "reference.infer", "actor.update")
 
 
+EVEN = "set prompts = 720720 set group = 1"  # rows that any number of 16 devices divides
 APARTED = "apart actor.generate, actor.update"
 ON = ["place actor.generate on nodes 0", "place actor.update on nodes 1"]
 CASES: list[tuple[list[str], dict[str, tuple[str, ...]]]] = [
@@ -66,8 +68,7 @@ CASES: list[tuple[list[str], dict[str, tuple[str, ...]]]] = [
 
 @pytest.mark.parametrize(("statements", "pools"), CASES)
 def test_who_shares_which_devices(statements: list[str], pools: dict[str, tuple[str, ...]]) -> None:
-    # 16 devices, and as many rows for any number of them.
-    found = plan(*statements, "set prompts = 5040")
+    found = plan(*statements, EVEN)
     order = [n.name for n in found.graph.nodes]
     assert {p.name: p.nodes for p in found.pools} == {k: tuple(sorted(v, key=order.index)) for k, v in pools.items()}
     for placement in found.placements:
@@ -88,6 +89,37 @@ def test_devices_that_no_pool_takes_are_told() -> None:
     found = plan("place actor on nodes 0", "place reference on nodes 1 devices 0..3")
     assert [n.text for n in found.notes if n.about == "place"] == ["4 of 16 devices are in no pool and stay idle"]
     assert not [n for n in plan("apart actor, reference").notes if n.about == "place"]
+
+
+NAMES = ("actor", "reference", "actor.generate", "actor.infer", "actor.update", "reference.infer")
+
+
+@st.composite
+def statements(draw: st.DrawFn) -> str:
+    names = ", ".join(draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)))
+    if draw(st.booleans()):
+        return f"apart {names}"
+    first = draw(st.integers(0, 7))
+    some = f" on nodes {first % 2} devices {first}..{draw(st.integers(first, 7))}"
+    return f"place {names} {draw(st.sampled_from(('together', 'together', some, f' on nodes {first % 2}')))}"
+
+
+@given(st.lists(statements(), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=60)
+def test_whatever_is_stated_every_state_is_in_one_pool_and_no_device_in_two(stated: list[str]) -> None:
+    try:
+        found = plan(*stated, EVEN)
+    except Fault as fault:
+        assert {d.code for d in fault.diagnostics} <= {"bad-place", "layout-size"}
+        return
+    states = [p.node for p in found.placements if p.pool != "functions"]
+    assert sorted(n for p in found.pools for n in p.nodes) == sorted(states)
+    taken = [d for p in found.pools for d in range(p.first, p.first + p.devices)]
+    assert len(taken) == len(set(taken)) and set(taken) <= set(range(16))
+    assert found.placement("actor.infer").pool == found.placement("actor.update").pool
+    for names in (s.removeprefix("apart ").split(", ") for s in stated if s.startswith("apart")):
+        of_names = [{found.placement(n).pool for n in states if n == name or n.startswith(f"{name}.")} for name in names]
+        assert all(a.isdisjoint(b) for i, a in enumerate(of_names) for b in of_names[:i])
 
 
 def of(name: str) -> Plan:
@@ -208,6 +240,13 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
     assert sum(sent.values()) == sum(received.values()) == len(alike) * r.generate_bytes_per_device
     assert (r.released_bytes_per_device, r.redundant_bytes) == (0, 0)
     assert from_json(found.to_json()) == found
+
+
+def test_a_plan_that_passes_have_not_finished_can_be_shown() -> None:
+    found = page.start(pools=(Pool(GENERATE), Pool(BOTH)))
+    for step in page.PASSES:
+        found = step(found)
+        assert plan_text(found)
 
 
 def test_every_edge_of_the_placed_graph_goes_through_a_send() -> None:

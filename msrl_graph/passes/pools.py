@@ -6,10 +6,8 @@ not suffice, a pool lies beyond the cluster's last device: checks/layout.py tell
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from ..layout import Layout
 from ..plan import Plan, Pool
 
 DEVICES, FUNCTIONS = "devices", "functions"
@@ -33,18 +31,20 @@ def divide(plan: Plan) -> tuple[tuple[Pool, ...], str]:
             home = updates or stated[0]
             beside = next((n for n in home.nodes if graph.node(n).verb == "update"), home.nodes[0])
             stated[stated.index(home)] = replace(home, nodes=tuple(n for n in states if n in {*home.nodes, *rest}))
-    return tuple(sorted(_lay(_size(stated, plan.deploy.layouts, every), every), key=lambda p: p.first)), beside
+    return tuple(sorted(_lay(_size(plan, stated), every), key=lambda p: p.first)), beside
 
 
-def _size(pools: list[Pool], layouts: Mapping[str, Layout], every: int) -> list[Pool]:
-    """Pools with their numbers of devices: stated, by a layout, or an even share of what is left; `first` -1 where it is open."""
-    sized = []
+def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
+    """Pools with their numbers of devices: stated, by a layout (an update's before others'), or an even share of what is left; `first`
+    is -1 where it is open."""
+    layouts, every, sized = plan.deploy.layouts, plan.cluster.devices, []
     for pool in pools:
-        layout = next(((n, layouts[n].devices) for n in pool.nodes if n in layouts and layouts[n].dp), None)
+        laid_out = [n for n in pool.nodes if n in layouts and layouts[n].dp]
         if pool.devices:
             pool = replace(pool, reason="as placed")
-        elif layout is not None:
-            pool = replace(pool, first=-1, devices=layout[1], reason=f"as the layout of {layout[0]} takes")
+        elif laid_out:
+            first = min(laid_out, key=lambda n: plan.graph.node(n).verb != "update")
+            pool = replace(pool, first=-1, devices=layouts[first].devices, reason=f"as the layout of {first} takes")
         sized.append(pool)
     unsized = [i for i, p in enumerate(sized) if not p.devices]
     left = every - sum(p.devices for p in sized)
