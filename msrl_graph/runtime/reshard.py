@@ -102,9 +102,7 @@ class Resharder:
         self.peak = {"device": 0, "host": 0}
 
     def run(self, allocate: Callable[[], list[Shard]], measure: bool = False) -> None:
-        """The five steps, once the weights of an earlier swap are back. With `measure`, the peak of live tensors is looked up at each
-        of them (slow)."""
-        self.swap.wait()
+        """The five steps. With `measure`, the peak of live tensors is looked up at each of them (slow)."""
         self.seconds, self.moved = {}, 0
         self.peak = {"device": 0, "host": 0}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"

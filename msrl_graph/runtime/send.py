@@ -33,18 +33,10 @@ class Message:
 
 
 class Sender:
-    """One resharding edge on one rank, of those that count through all pools. `ends` are the update and the generation, `model` has the
-    update's type, `shards` are its weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
+    """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the update's and the
+    generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        edge: Reshard,
-        model: Model,
-        rank: int,
-        sides: tuple[Side, Side],
-        shards: Sequence[Shard],
-    ) -> None:
+    def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
         self.rank, self.shards = rank, shards
         (source, target), ends = sides, [plan.placement(n) for n in (edge.src, edge.dst)]
         groups: dict[int, tuple[tuple[int, ...], Any]] = {}

@@ -159,8 +159,10 @@ class Rank:
         return report
 
     def _reshard(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
-        edge = self.resharders[instruction.node, instruction.other]
+        edge, worker = self.resharders[instruction.node, instruction.other], self.plan.graph.node(instruction.node).worker
         with report.phase("reshard"):
+            if worker in self.swaps:
+                self.swaps[worker].wait()
             # A rank of the pool that sends has nothing to fill.
             edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list, measure)
         report.seconds.update({f"reshard {step}": seconds for step, seconds in edge.seconds.items()})
