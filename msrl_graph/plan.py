@@ -122,6 +122,11 @@ class ReshardOptions:
     span: Span = NOWHERE
 
 
+def device_range(first: int, devices: int) -> str:
+    """A stretch of devices in words: `device 3`, `devices 0..7`."""
+    return f"device {first}" if devices == 1 else f"devices {first}..{first + devices - 1}"
+
+
 @dataclass(frozen=True)
 class Pool:
     """States that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 from ..diagnostics import Span, nearest
 from ..graph import Graph
-from ..plan import Pool
+from ..plan import Pool, device_range
 from . import ast
 from .expressions import TOLD, Problems, mistake
 
@@ -104,15 +104,15 @@ class _Pools:
         for other in old:
             if group.stretch and other.stretch and group.stretch != other.stretch:
                 shared = min(states & other.states)
-                message = f"`{shared}` cannot be on {devices(*group.stretch)} and on {devices(*other.stretch)}"
+                message = f"`{shared}` cannot be on {device_range(*group.stretch)} and on {device_range(*other.stretch)}"
                 raise mistake("bad-place", message, span, "a state is in one pool", ((other.span, "placed here first"),))
             group.states |= other.states
             group.stretch = group.stretch or other.stretch
         others = [g for g in self.groups if g not in old]
         for other in others:
             if stretch and other.stretch and stretch[0] < sum(other.stretch) and other.stretch[0] < sum(stretch):
-                message = f"{devices(*stretch)} and {devices(*other.stretch)} overlap"
-                related = ((other.span, f"{devices(*other.stretch)}"),)
+                message = f"{device_range(*stretch)} and {device_range(*other.stretch)} overlap"
+                related = ((other.span, device_range(*other.stretch)),)
                 raise mistake("bad-place", message, span, "pools have the same devices, or none in common", related)
         self.groups = [*others, group]
         return group
@@ -135,7 +135,3 @@ class _Pools:
             help = "take all devices of the nodes, or some of one node"
             raise mistake("not-yet", "some devices of several nodes cannot be a pool yet", statement.span, help)
         return hosts.first * each + first, (hosts.last - hosts.first) * each + last + 1 - first
-
-
-def devices(first: int, number: int) -> str:
-    return f"device {first}" if number == 1 else f"devices {first}..{first + number - 1}"

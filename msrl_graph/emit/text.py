@@ -185,7 +185,8 @@ def _pools(page: _Page, plan: Plan) -> None:
         what = "the hosts' CPUs"
         if pool in on_devices:
             found = on_devices[pool]
-            what = f"{many(found.devices, 'device')}, {found.reason + '; ' if found.reason else ''}shared by {_all(plan)} states in turn"
+            how = f"{found.reason}; shared by its" if found.reason else "shared by all"
+            what = f"{many(found.devices, 'device')}, {how} states in turn"
         page.heading(f"Pool {pool}", what)
         if pool in on_devices:
             rows = []
@@ -209,10 +210,6 @@ def _pools(page: _Page, plan: Plan) -> None:
                 page.line(f"engine of {p.node}: {_engine(p.engine, stated)}")
         else:
             page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in states], (1,))
-
-
-def _all(plan: Plan) -> str:
-    return "all" if len(plan.pools) == 1 else "its"
 
 
 def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..plan import Plan, Pool
+from ..plan import Plan, Pool, device_range
 
 DEVICES, FUNCTIONS = "devices", "functions"
 
@@ -71,6 +71,4 @@ def _meet(first: int, number: int, pool: Pool) -> bool:
 
 
 def _name(pool: Pool, every: int) -> str:
-    if (pool.first, pool.devices) == (0, every):
-        return DEVICES
-    return f"device {pool.first}" if pool.devices == 1 else f"devices {pool.first}..{pool.first + pool.devices - 1}"
+    return DEVICES if (pool.first, pool.devices) == (0, every) else device_range(pool.first, pool.devices)
