@@ -83,37 +83,36 @@ def _reshards(plan: Plan) -> list[tuple[str, str]]:
 
 def _nearest(plan: Plan, worst: Memory) -> str:
     """The nearest layout that fits, for the states whose phase needs most: the passes themselves try them."""
-    nodes = [
-        n.name for n in plan.graph.verb("generate" if worst.phase == "generate" else "update") if plan.placement(n.name).pool == "devices"
-    ]
+    verb = "generate" if worst.phase == "generate" else "update"
+    nodes = [n.name for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
     if not nodes:
         return ""
-    now, devices = plan.placement(nodes[0]).layout, plan.cluster.devices
+    now, devices = plan.placement(nodes[0]).layout, plan.pool(worst.pool).devices
     stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
     most = min(devices, plan.model(nodes[0]).heads)
     engine = plan.placement(nodes[0]).engine
     tried = [replace(now, tp=t, dp=devices // t, zero=z, inner=1) for t in range(1, most + 1) if devices % t == 0 for z in stages]
     for choice in sorted(tried, key=lambda c: (abs(math.log2(c.tp / now.tp)) + c.zero - now.zero, c.tp, c.zero)):
-        if _fits(replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}), plan):
+        if _fits(replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}), plan, worst.pool):
             zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
             return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
     if worst.phase == "update" and engine.options.get("recompute") != "full":
         # The passes choose the micro-batch again, for what recomputation leaves.
         stated = plan.deploy.engines.get(nodes[0], EngineChoice(engine.name))
         engines = {**plan.deploy.engines, nodes[0]: replace(stated, options={**stated.options, "recompute": "full"})}
-        if _fits(replace(plan.deploy, engines=engines), plan):
+        if _fits(replace(plan.deploy, engines=engines), plan, worst.pool):
             return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
     return f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
 
 
-def _fits(deploy: Deploy, plan: Plan) -> bool:
-    """Whether the program would fit with another deploy: the passes themselves try it."""
+def _fits(deploy: Deploy, plan: Plan, pool: str) -> bool:
+    """Whether a pool and the hosts would have the memory with another deploy: the passes themselves try it."""
     other = PASSES[0].apply(Plan(plan.graph, plan.cluster, deploy))
     if layout.check(other, ENGINES):
         return False
     for step in PASSES[1:-1]:
         other = step.apply(other)
-    return all(m.total <= m.capacity.value for m in other.memory)
+    return all(m.total <= m.capacity.value for m in other.memory if m.pool == pool or m.place == "host")
 
 
 @dataclass(frozen=True)

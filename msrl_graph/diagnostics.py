@@ -155,6 +155,10 @@ CODES: dict[str, str] = {
     "unknown-engine": "No engine has this name.",
     "unknown-unit": "The unit is not one that the language knows.",
     "bad-layout": "A layout's sizes do not fit each other, or the layout of another state that computes with the same weights.",
+    "bad-place": (
+        "`place` and `apart` contradict each other, the cluster, or the algorithm: a state is in one pool, states that share weights are "
+        "in the same one, and no device is in two."
+    ),
     "duplicate-name": "Two declarations share one name. Params, columns, states, workers and labels share one name space.",
     "two-writers": (
         "Two nodes write one column. A column has one writer, so that its value never depends on which came last; write a "

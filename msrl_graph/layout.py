@@ -166,6 +166,31 @@ def _covers(tensor: Tensor, source: Layout, source_divided: bool, target: Layout
     return all(sum(elements(o) for h in have if (o := overlap(box, h))) == elements(box) for box in want - have)
 
 
+def replicas(layout: Layout, divided: bool, first: int, per_host: int) -> list[list[int]]:
+    """The ranks of each host that hold the same boxes, together; rank 0 is on device `first`."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.devices):
+        tp, dp = layout.coordinates(rank)
+        found.setdefault(((first + rank) // per_host, tp, dp if divided else 0), []).append(rank)
+    return list(found.values())
+
+
+def transfers(
+    tensor: Tensor, source: Layout, source_divided: bool, target: Layout, target_divided: bool, takers: Iterable[int]
+) -> list[tuple[int, int, Box]]:
+    """What moves between two pools: (source rank, target rank, box). Each of the target ranks `takers` gets every element of its box once;
+    source ranks that hold the same box take turns."""
+    holders: dict[Box, list[int]] = {}
+    for rank in range(source.devices):
+        holders.setdefault(shard(tensor, source, rank, source_divided), []).append(rank)
+    wanted = [(rank, shard(tensor, target, rank, target_divided)) for rank in takers]
+    moves = []
+    for box, ranks in holders.items():
+        found = [(taker, common) for taker, want in wanted if (common := overlap(box, want)) is not None]
+        moves += [(ranks[i % len(ranks)], taker, common) for i, (taker, common) in enumerate(found)]
+    return moves
+
+
 def left_behind(tensors: Iterable[Tensor], source: Layout, source_divided: bool, target: Layout, target_divided: bool) -> int:
     """Elements, over all devices, that naive resharding leaves beside the generation weights (arXiv:2507.19017, figure 3 and eq. 3).
 

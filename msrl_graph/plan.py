@@ -122,6 +122,23 @@ class ReshardOptions:
     span: Span = NOWHERE
 
 
+def device_range(first: int, devices: int) -> str:
+    """A stretch of devices in words: `device 3`, `devices 0..7`."""
+    return f"device {first}" if devices == 1 else f"devices {first}..{first + devices - 1}"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """States that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
+
+    nodes: tuple[str, ...]
+    first: int = 0
+    devices: int = 0
+    name: str = ""
+    reason: str = ""
+    span: Span = NOWHERE
+
+
 @dataclass(frozen=True)
 class Deploy:
     """The where and how of a program, as the file states it."""
@@ -136,11 +153,12 @@ class Deploy:
     evaluations: tuple[Evaluation, ...] = ()
     run: Run = Run()
     span: Span = NOWHERE
+    pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A node-state on a stretch of devices of a pool (`first` to `first + layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+    """A node-state on the devices of a pool (`first` to `first + layout.devices`), or on the hosts' CPUs (pool `functions`)."""
 
     node: str
     pool: str
@@ -187,14 +205,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Reshard:
-    """An allgather-swap. Bytes are a device's, at its busiest."""
+    """An allgather-swap, or between two pools a send (mode `send`). Bytes are a device's, at its busiest."""
 
     src: str
     dst: str
     mode: str
     order: str
     reason: str
-    group: int  # ranks that gather together
+    group: int  # ranks that gather together; 1 where weights are sent
     bucket_bytes: int
     buckets: tuple[tuple[str, ...], ...]  # tensor names
     steps: tuple[Step, ...]
@@ -282,6 +300,7 @@ class Plan:
     cluster: Cluster
     deploy: Deploy
     format_version: int = FORMAT_VERSION
+    pools: tuple[Pool, ...] = ()  # of devices, none of which is in two
     placements: tuple[Placement, ...] = ()
     docks: Docks = Docks("distributed", (), (), 600.0)
     reshards: tuple[Reshard, ...] = ()
@@ -293,6 +312,9 @@ class Plan:
 
     def placement(self, node: str) -> Placement:
         return next(p for p in self.placements if p.node == node)
+
+    def pool(self, name: str) -> Pool:
+        return next(p for p in self.pools if p.name == name)
 
     def controller(self, node: str) -> Controller:
         return next(c for c in self.docks.controllers if c.node == node)
@@ -312,7 +334,10 @@ def from_json(text: str | bytes) -> Plan:
     """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none."""
     import msgspec
 
-    return msgspec.json.decode(text, type=Plan)
+    plan = msgspec.json.decode(text, type=Plan)
+    if not plan.pools:
+        raise msgspec.ValidationError("it does not say which devices its states share")
+    return plan
 
 
 __all__ = ["Expr", "Plan", "from_json"]

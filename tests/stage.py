@@ -11,6 +11,7 @@ from msrl_graph.runtime import wrong
 from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, ragged
 from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.engines import Engines
 from msrl_graph.runtime.report import Report
 from msrl_graph.runtime.worker import Rank
 
@@ -37,12 +38,10 @@ class Stage(Rank.__ray_metadata__.modified_class):
     """Needs a process group."""
 
     def __init__(self, plan, rank=0):
-        self.plan, self.rank, self.seed, self.watch = plan, rank, plan.deploy.run.seed, wrong.Watch(plan)
-        self.meshes, self.trainers, self.generators, self.steps, self.stepped = {}, {}, {}, {}, False
+        Engines.__init__(self, plan, rank)
+        self.seed, self.watch, self.stepped = plan.deploy.run.seed, wrong.Watch(plan), False
         self.told = Report("rank")
-        for placement in plan.placements:
-            if placement.pool != "functions":
-                self._build(plan.graph.node(placement.node))
+        self.build()
         (self.generator,) = self.generators.values()
         model = plan.model("actor.generate")
         shards, tensors = self.generator.allocate(), {t.name: t for t in model.tensors}

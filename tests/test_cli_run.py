@@ -1,5 +1,6 @@
 """`msrl-run` before anything runs: usage, plans that are none, machines that lack what is asked for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_a_plan_of_another_version(tmp_path, capsys):
     plan.write_text(plan.read_text().replace('"format_version": 1', '"format_version": 99'))
     assert run_main([str(plan)]) == 1
     assert "is not a plan of this version: its format is 99, this version reads 1" in capsys.readouterr().err
+
+
+def test_a_plan_without_pools_is_of_another_version(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    assert compile_main([str(EXAMPLE / "grpo.rlg"), "--format", "json", "-o", str(plan)]) == 0
+    plan.write_text(json.dumps({k: v for k, v in json.loads(plan.read_text()).items() if k != "pools"}))
+    assert run_main([str(plan)]) == 1
+    assert "is not a plan of this version: it does not say which devices its states share" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

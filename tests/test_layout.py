@@ -21,7 +21,9 @@ from msrl_graph.layout import (
     left_behind,
     overlap,
     period,
+    replicas,
     shard,
+    transfers,
     within,
 )
 
@@ -108,6 +110,28 @@ def test_left_behind_is_what_naive_resharding_cannot_reuse(tensor: Tensor, pair:
         old, new = points(shard(tensor, source, rank, divided)), points(shard(tensor, target, rank, False))
         expected += len(old) - len(new) if new <= old else len(old)
     assert left_behind([tensor], source, divided, target, False) == expected
+
+
+@settings(max_examples=200)
+@given(TENSORS, layouts(), layouts(), st.booleans(), st.booleans(), st.integers(1, 6))
+def test_between_pools_every_target_byte_comes_once_from_a_rank_that_has_it(
+    tensor: Tensor, source: Layout, target: Layout, divided: bool, target_divided: bool, per_host: int
+) -> None:
+    alike = replicas(target, target_divided, 3, per_host)
+    assert sorted(r for ranks in alike for r in ranks) == list(range(target.devices))
+    for ranks in alike:
+        assert len({(3 + r) // per_host for r in ranks}) == len({shard(tensor, target, r, target_divided) for r in ranks}) == 1
+    heads = [ranks[0] for ranks in alike]
+    moves = transfers(tensor, source, divided, target, target_divided, heads)
+    for head in heads:
+        got = Counter(p for _, taker, box in moves if taker == head for p in points(box))
+        assert got == Counter(points(shard(tensor, target, head, target_divided)))
+    assert all(points(box) <= points(shard(tensor, source, giver, divided)) for giver, _, box in moves)
+    # Ranks that hold the same take turns: none gives to two more than another.
+    for box in {shard(tensor, source, r, divided) for r in range(source.devices)}:
+        same = [r for r in range(source.devices) if shard(tensor, source, r, divided) == box]
+        given = [sum(g == r for g, _, _ in moves) for r in same]
+        assert max(given) - min(given) <= 1
 
 
 @given(TENSORS, layouts(), st.booleans())

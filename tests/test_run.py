@@ -138,6 +138,40 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place):
         assert abs(generating - before) < 20_000  # generation weights in, update weights out: of the same size here
 
 
+TWO_POOLS = [
+    ("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update"),
+    ("layout actor.generate { tp = 2 }", "actor.generate -> reference.infer { stream = 8 }"),
+]
+
+
+@pytest.mark.slow
+def test_generation_on_devices_of_its_own_trains_alike(place):
+    from safetensors.numpy import load_file
+
+    lines, weights = {}, {}
+    for name, changes in (("one", ONE_RANK), ("apart", TWO_POOLS)):
+        place.write(*changes, ("samples = 1, temperature", "samples = 2, temperature"))
+        code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", name, "--measure-memory")
+        assert code == 0, err
+        place.assert_clean()
+        lines[name] = metrics(place.folder / name)
+        weights[name] = load_file(place.folder / name / "weights" / "actor" / "model.safetensors")
+    for a, b in zip(lines["one"], lines["apart"], strict=True):
+        for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl"):
+            if key in a:
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
+    assert all(abs(value - weights["apart"][tensor]).max() < 1e-5 for tensor, value in weights["one"].items())
+    plan = json.loads((place.folder / "apart" / "plan.json").read_text())
+    (edge,) = plan["reshards"]
+    assert (edge["mode"], edge["released_bytes_per_device"]) == ("send", 0)
+    assert all(x["reshard_bytes"] == edge["generate_bytes_per_device"] for x in lines["apart"] if "iteration" in x)
+    # The generation's device holds its weights and nothing of the update's, the update's never lets go of its own.
+    generating, updating = (json.loads((place.folder / "apart" / "memory.json").read_text())[f"rank {r}"] for r in range(2))
+    assert abs(generating["before RELEASE actor.generate, device"] - edge["generate_bytes_per_device"]) < 20_000
+    assert generating["before RELEASE actor.generate, host"] == updating["before RUN actor.infer, host"] == 0
+    assert generating["after, device"] < 20_000 < edge["update_bytes_per_device"] < updating["before RUN reference.infer, device"]
+
+
 # The second half of a program in other words: none of it may change a result.
 HOW = {
     "central": "dock { mode = central }\n  reshard { mode = naive }\n  actor.generate -> actor.infer { stream = 8 }",

@@ -14,36 +14,47 @@ from msrl_graph.checks.columns import sample_flow
 from msrl_graph.graph import Column, Edge, Graph, Node, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.passes.schedule import Schedule
-from msrl_graph.plan import EngineChoice, Evaluation, Placement, Plan, Stream
+from msrl_graph.plan import EngineChoice, Evaluation, Placement, Plan, Pool, Stream
 
 WORKERS = (Worker("actor", "policy", model="policy"), Worker("reference", "policy", True, "policy"), Worker("host", "function"))
 
 
-def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]]) -> Plan:
+def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]], pools: dict[str, str] | None = None) -> Plan:
+    """`pools` are those of states on devices, by node; all share one where it is not given."""
+    pools = {n.name: (pools or {}).get(n.name, "devices") for n in nodes if n.worker != "host"}
     columns = tuple(Column(c, "f32") for n in nodes for c in n.writes)
     reshards = [Edge("reshard", u.name, g.name) for u in nodes for g in nodes if u.verb == "update" and g.verb == "generate"]
     samples = [Edge("sample", a, b) for a, b in edges]
     graph = Graph("any", {}, columns, WORKERS, tuple(nodes), (*samples, *reshards), (1, 1))
     placements = tuple(
-        Placement(n.name, "functions" if n.worker == "host" else "devices", Layout(), 0, EngineChoice("any"), "") for n in nodes
+        Placement(n.name, "functions" if n.worker == "host" else pools[n.name], Layout(), 0, EngineChoice("any"), "") for n in nodes
     )
     deploy = replace(page.DEPLOY, evaluations=tuple(Evaluation(f"data{i}", 1, r, 1, 0.0) for i, r in enumerate(reports)))
-    return Schedule()(replace(Plan(graph, page.CLUSTER, deploy), placements=placements))
+    names = ("devices", *sorted(set(pools.values()) - {"devices"}))
+    made = tuple(Pool(tuple(n for n in pools if pools[n] == p), i, 1, p) for i, p in enumerate(names))
+    return Schedule()(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
 
 
 def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
-    """The nodes that never run when each pool walks its stream and waits for all that comes before a node."""
+    """What is never done when each pool walks its stream, waits for all that comes before a node, and meets another to reshard."""
     flow = sample_flow(graph)
-    runs = [[i.node for i in s.instructions if i.op == "RUN"] for s in streams]
-    task, done = {n for stream in runs for n in stream}, set[str]()
+    left = [[i for i in s.instructions if i.op in ("RUN", "RESHARD")] for s in streams]
+    task, done = {i.node for stream in left for i in stream if i.op == "RUN"}, set[str]()
     moved = True
     while moved:
         moved = False
-        for stream in runs:
-            while stream and nx.ancestors(flow, stream[0]) & task <= done:
-                done.add(stream.pop(0))
+        for stream in left:
+            while stream:
+                step = stream[0]
+                meeting = [s for s in left if step in s]
+                ready = nx.ancestors(flow, step.node) & task <= done if step.op == "RUN" else all(s[0] == step for s in meeting)
+                if not ready:
+                    break
+                done |= {step.node} if step.op == "RUN" else set()
+                for other in meeting:
+                    other.pop(0)
                 moved = True
-    return [n for stream in runs for n in stream]
+    return [i.node for stream in left for i in stream]
 
 
 def test_a_function_that_a_device_waits_for_comes_before_one_that_waits_for_a_device() -> None:
@@ -91,7 +102,10 @@ def plans(draw: st.DrawFn) -> Plan:
         edges += [(nodes[b].name, nodes[i].name) for b in sorted(before)]
     ready = list(nx.lexicographical_topological_sort(nx.DiGraph(edges), key=lambda n: (n != "source", n)))
     reports = draw(st.lists(st.sets(st.sampled_from([f"c{i}" for i in range(size)]), min_size=1), max_size=2))
-    return plan(sorted(nodes, key=lambda n: ready.index(n.name)), edges, [tuple(sorted(r)) for r in reports])
+    pools = {n.name: draw(st.sampled_from(("devices", "more"))) for n in nodes if n.verb == "generate"}
+    shared = draw(st.sampled_from(("devices", "more", "most")))
+    pools |= {n.name: shared for n in nodes if n.worker == "reference"}
+    return plan(sorted(nodes, key=lambda n: ready.index(n.name)), edges, [tuple(sorted(r)) for r in reports], pools)
 
 
 @given(plans())

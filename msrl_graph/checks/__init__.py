@@ -38,6 +38,7 @@ STURDY: tuple[Check, ...] = (columns.two_writers, edges.cycle, edges.unknown_ver
 # Mistakes in values, which take no name, node or edge out of the graph.
 VALUES = {
     "bad-layout",
+    "bad-place",
     "bad-unit",
     "bad-value",
     "division-by-zero",

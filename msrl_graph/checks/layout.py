@@ -1,4 +1,4 @@
-"""Layouts: their sizes against the cluster, the model and the engine.
+"""Layouts: their sizes against their pool, the model and the engine; and the pools' against the cluster.
 
 Invariant: one diagnostic a layout statement, the first that makes the others moot; the help names the nearest layout that works.
 """
@@ -8,25 +8,53 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ..diagnostics import Diagnostic
+from ..diagnostics import Diagnostic, Span
 from ..engine import EngineSpec
 from ..graph import Graph, Node
 from ..layout import Layout
-from ..plan import Placement, Plan
+from ..plan import Placement, Plan, Pool
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     """What is wrong with the layouts of a plan whose states are placed."""
-    found: list[Diagnostic] = []
+    found = list(_pools(plan))
+    if found:
+        return found  # what the states of a pool say of its size follows from it
     for placement in plan.placements:
-        if placement.pool == "devices":
+        if placement.pool != "functions":
             first = next(_wrong(plan, placement, engines), None)
             # States that share a layout statement share its fault.
             if first is not None and not any(d.span == first.span and d.code == first.code for d in found):
                 found.append(first)
     return found
+
+
+def _pools(plan: Plan) -> Iterator[Diagnostic]:
+    """Pools for which there are too few devices, and devices that no pool takes though no `place` says so."""
+    every, taken = plan.cluster.devices, sum(p.devices for p in plan.pools)
+    table = "\n".join(f"{_devices(p)} for {', '.join(p.nodes)}: {p.reason}" for p in plan.pools)
+    beyond = [p for p in plan.pools if p.first + p.devices > every]
+    span = _span(plan, [*plan.pools, *beyond][-1])
+    if taken > every or (taken < every and not any(p.devices for p in plan.deploy.pools)):
+        help = f"{table}\nwhere no layout says how many, a pool takes an even share of what is left"
+        yield Diagnostic("layout-size", f"the pools take {taken} devices; {_cluster(plan)}", span, help)
+    elif beyond:
+        yield Diagnostic("layout-size", f"no {_devices(beyond[-1])} in a row are left for a pool; {_cluster(plan)}", span, table)
+
+
+def _span(plan: Plan, pool: Pool) -> Span:
+    """The layout that sizes a pool, else what parts it."""
+    return next((plan.deploy.layouts[n].span for n in pool.nodes if n in plan.deploy.layouts), pool.span)
+
+
+def _devices(pool: Pool) -> str:
+    return f"{pool.devices} device{'s' * (pool.devices > 1)}"
+
+
+def _cluster(plan: Plan) -> str:
+    return f"cluster `{plan.cluster.name}` has {plan.cluster.devices} ({plan.cluster.nodes} x {plan.cluster.devices_per_node})"
 
 
 def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
@@ -45,7 +73,8 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
             )
         return
     model = plan.graph.worker(state.worker).model
-    if stated is None and state.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in plan.graph.verb("update")):
+    near = [n for n in plan.graph.verb("update") if plan.placement(n.name).pool == placement.pool]
+    if stated is None and state.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in near):
         return  # so has a state that took the layout of an update of the same model
     if stated is None and state.verb == "infer" and any(n.name in plan.deploy.layouts for n in plan.graph.sharing(state.worker)):
         return  # and one that took the layout of another state of the same weights
@@ -59,12 +88,13 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
             else:
                 help = f"these can: {', '.join(others)}"
                 yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help)
-    devices = plan.cluster.devices
+    pool = plan.pool(placement.pool)
+    devices = pool.devices
     if layout.devices != devices:
         width = layout.tp * layout.cp * layout.pp
         sizes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp"))
         help = f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
-        where = f"cluster `{plan.cluster.name}` has {devices} ({plan.cluster.nodes} x {plan.cluster.devices_per_node})"
+        where = _cluster(plan) if pool.name == "devices" else f"its pool has {devices}, {pool.reason}"
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     uneven = _uneven(plan, placement, spec, layout.tp)
     if uneven:
@@ -96,7 +126,7 @@ def _uneven(plan: Plan, placement: Placement, spec: EngineSpec, tp: int) -> list
 
 
 def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    devices, layout = plan.cluster.devices, placement.layout
+    devices, layout = plan.pool(placement.pool).devices, placement.layout
     rest = layout.cp * layout.pp
     works = [t for t in range(1, devices + 1) if devices % (t * rest) == 0 and not _uneven(plan, placement, spec, t)]
     if not works:

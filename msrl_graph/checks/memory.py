@@ -1,6 +1,6 @@
 """Memory: no phase may need more than a device or a host has.
 
-Invariant: all phases that do not fit are told in one diagnostic a place (device, host), with what takes how much.
+Invariant: all phases that do not fit are told in one diagnostic a place (a device of a pool, a host), with what takes how much.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from ..plan import Memory, Plan
 def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> list[Diagnostic]:
     """What does not fit in a plan whose memory is counted; `nearest` finds a layout that fits in place of the one of a phase."""
     found = []
-    for place in ("device", "host"):
-        phases = [m for m in plan.memory if m.place == place]
+    for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
+        phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
         over = [m for m in phases if m.total > m.capacity.value]
         if over:
             worst = max(over, key=lambda m: m.total)
-            message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB a {place}, which has {worst.capacity.value / 1e9:.1f} GB"
+            where = f"a {place}" if place == "host" or pool == "devices" else f"a device ({pool})"
+            message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB {where}, which has {worst.capacity.value / 1e9:.1f} GB"
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice that would move weights is empty words where the search has found that no layout helps.
             layout = nearest(worst) if place == "device" else ""
@@ -39,9 +40,12 @@ def table(phases: list[Memory]) -> str:
 
 
 def _span(plan: Plan, worst: Memory) -> Span:
-    """The layout statement of a state of the phase; the reshard's is that of its source."""
-    verb = "update" if worst.phase in ("load", "reshard") else worst.phase
-    spans = [plan.deploy.layouts[n.name].span for n in plan.graph.verb(verb) if n.name in plan.deploy.layouts]
+    """The layout statement of a state of the phase, in the pool; the reshard's is that of its source, where that is there."""
+    here = [n for n in plan.graph.nodes if plan.placement(n.name).pool == worst.pool]
+    verb = worst.phase
+    if verb in ("load", "reshard"):
+        verb = "update" if any(n.verb == "update" for n in here) else "generate"
+    spans = [plan.deploy.layouts[n.name].span for n in here if n.verb == verb and n.name in plan.deploy.layouts]
     return next((s for s in spans if s != NOWHERE), plan.deploy.span)
 
 

@@ -20,6 +20,7 @@ from . import ast
 from .algorithm import unknown_node
 from .attributes import COUNT, TABLE, Number, String, Type, Words, read
 from .expressions import TOLD, Names, Problems, mistake
+from .place import lower_pools
 
 LoadModel = Callable[[str, Path, str | None, Span], Model]
 # Engines of the language that this version has no file for.
@@ -68,12 +69,15 @@ def lower_deploy(
     load_model: LoadModel,
     folder: Path,
     model: str | None,
+    cluster: Cluster | None,
     problems: Problems,
 ) -> tuple[Deploy, Graph]:
     """The deploy, and the graph with the attributes of sample edges that the deploy states.
 
     `nodes` are those that the algorithm declares, also those whose mistakes keep them out of the graph."""
-    return _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
+    lowered, graph = _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
+    parting = [s for s in deploy.body if isinstance(s, ast.Place | ast.Apart)]
+    return replace(lowered, pools=lower_pools(parting, graph, nodes, cluster, problems)), graph
 
 
 @dataclass
@@ -139,10 +143,6 @@ class _Deploy:
                 self._evaluate(statement)
             case ast.Edge():
                 self._edge(statement)
-            case ast.Place():
-                raise mistake("not-yet", "`place` cannot be compiled yet", statement.span, "leave it out: all workers share all devices")
-            case ast.Apart():
-                raise mistake("not-yet", "`apart` cannot be compiled yet", statement.span, "leave it out: all workers share all devices")
 
     def _once(self, what: str, span: Span) -> None:
         if what in self.stated:

@@ -104,8 +104,8 @@ def _lower(file: ast.File, context: Context) -> Lowered:
             lowered_clusters[found.name.text] = lower_cluster(found, problems)
         cluster = lowered_clusters.get(deploy.cluster.text)
         if lowering and graph and any(n.verb == "source" for n in graph.nodes):
-            args = (deploy, graph, lowering.nodes, context.engines, context.load_model, context.folder, context.model, problems)
-            deployed, graph = lower_deploy(*args)
+            outside = (context.engines, context.load_model, context.folder, context.model)
+            deployed, graph = lower_deploy(deploy, graph, lowering.nodes, *outside, cluster, problems)
     elif graph and context.model is not None:
         with problems.catching():
             cluster, deployed = bare_deploy(graph, context.model, context.load_model, context.folder)

@@ -32,7 +32,7 @@ def graph_json(graph: Graph) -> str:
 def placed_json(plan: Plan) -> str:
     """Nodes (states, docks, allgather_swaps) and edges, beside the parts of the plan that they are drawn from."""
     nodes, edges = placed(plan)
-    parts = {"placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
+    parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
     return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
 
 

@@ -1,7 +1,7 @@
 """The placed graph: an algorithm's graph with what the passes put in, as nodes and edges.
 
-Invariant: every sample edge goes through the `dock` node of the state that it leads to, every resharding edge through an
-`allgather_swap` node of its own.
+Invariant: every sample edge goes through the `dock` node of the state that it leads to, every resharding edge through a node of its
+own, an `allgather_swap` or between two pools a `send`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..plan import Plan
 @dataclass(frozen=True)
 class Vertex:
     name: str
-    kind: str  # state, dock or allgather_swap
+    kind: str  # state, dock, allgather_swap or send
     where: str
     facts: dict[str, str] = field(default_factory=dict)
 
@@ -30,16 +30,18 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
     """The vertices and arcs of a plan with placements, docks and reshards."""
     vertices, arcs = [], []
     for p in plan.placements:
-        facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool == "devices" else {}
+        facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool != "functions" else {}
         vertices.append(Vertex(p.node, "state", p.pool, facts))
     for c in plan.docks.controllers:
         where = f"host {c.host}; rows on {'host' if len(plan.docks.hosts) == 1 else 'hosts'} {', '.join(map(str, plan.docks.hosts))}"
         vertices.append(Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)}))
         arcs.append(Arc(f"dock {c.node}", c.node, "sample"))
     for r in plan.reshards:
-        name = f"allgather_swap {r.src} => {r.dst}"
+        kind = "send" if r.mode == "send" else "allgather_swap"
+        name = f"{kind} {r.src} => {r.dst}"
         facts = {"mode": r.mode, "order": r.order, "group": str(r.group)}
-        vertices.append(Vertex(name, "allgather_swap", "devices", facts))
+        where = " to ".join(dict.fromkeys(plan.placement(n).pool for n in (r.src, r.dst)))
+        vertices.append(Vertex(name, kind, where, {"buckets": str(len(r.buckets))} if kind == "send" else facts))
         arcs += [Arc(r.src, name, "reshard"), Arc(name, r.dst, "reshard")]
     arcs += [Arc(e.src, f"dock {e.dst}", "sample") for e in plan.graph.samples()]
     return tuple(vertices), tuple(sorted(arcs, key=lambda a: (a.kind, a.src, a.dst)))

@@ -18,11 +18,12 @@ def ray_script(plan: Plan) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
-    pools = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in sorted({p.pool for p in plan.placements})]
+    pools = dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)])
+    states = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
     # Two quotes in a row end no JSON string but an empty one, so three never meet, and no backslash stands last.
     data = msgspec.json.encode(plan).decode()
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
-    return template.render(plan=plan, pools=pools, data=_lines(data), title=title, name=plan.graph.name, size=_size)
+    return template.render(plan=plan, pools=states, data=_lines(data), title=title, name=plan.graph.name, size=_size)
 
 
 def _lines(data: str) -> str:

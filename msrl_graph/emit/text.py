@@ -179,12 +179,16 @@ def _rows(graph: Graph) -> str:
 
 def _pools(page: _Page, plan: Plan) -> None:
     seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
-    for pool in sorted({p.pool for p in plan.placements}):
+    on_devices = {p.name: p for p in plan.pools}
+    for pool in dict.fromkeys([*on_devices, *(p.pool for p in plan.placements)]):
         states = [p for p in plan.placements if p.pool == pool]
-        on_devices = pool == "devices"
-        what = f"{many(plan.cluster.devices, 'device')}, shared by all states in turn" if on_devices else "the hosts' CPUs"
+        what = "the hosts' CPUs"
+        if pool in on_devices:
+            found = on_devices[pool]
+            how = f"{found.reason}; shared by its" if found.reason else "shared by all"
+            what = f"{many(found.devices, 'device')}, {how} states in turn"
         page.heading(f"Pool {pool}", what)
-        if on_devices:
+        if pool in on_devices:
             rows = []
             for p in states:
                 time = seconds.get(p.node)
@@ -249,12 +253,11 @@ def _traffic(page: _Page, plan: Plan) -> None:
 def _reshards(page: _Page, plan: Plan) -> None:
     for r in plan.reshards:
         page.heading(f"Reshard {r.src} => {r.dst}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
+        sends = r.mode == "send"
         page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
         largest = "as large as the largest bucket"
-        page.line(
-            f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; ranks gather in groups of {r.group}; "
-            f"the buffer is {largest}"
-        )
+        how = "each rank receives from ranks that hold its slices" if sends else f"ranks gather in groups of {r.group}"
+        page.line(f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; {how}; the buffer is {largest}")
         steps = [
             (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis) for i, s in enumerate(r.steps, 1)
         ]
@@ -262,6 +265,10 @@ def _reshards(page: _Page, plan: Plan) -> None:
         if s.bytes:
             steps.append(("", s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, "after the generation, behind inference"))
         page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
+        if sends:
+            page.line(f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are (derived)")
+            page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak('staged')} (derived)")
+            continue
         page.line(f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; derived)")
         page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
         devices = many(plan.cluster.devices, "device")
@@ -283,12 +290,11 @@ def _instruction(i: Instruction) -> str:
 
 
 def _memory(page: _Page, plan: Plan) -> None:
-    for place in ("device", "host"):
-        phases = [m for m in plan.memory if m.place == place]
-        if not phases:
-            continue
+    for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
+        phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
         has = phases[0].capacity
-        page.heading(f"Memory a {place}", f"{size(has.value)} ({has.source}); the sums are derived")
+        of = f", pool {pool}" if place == "device" and len(plan.pools) > 1 else ""
+        page.heading(f"Memory a {place}{of}", f"{size(has.value)} ({has.source}); the sums are derived")
         rows = []
         for m in phases:
             items = ", ".join(f"{k} {size(v)}" for k, v in sorted(m.items.items(), key=lambda i: (-i[1], i[0])))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..engine import EngineSpec
 from ..graph import Graph
 from ..plan import Controller, Docks, Placement, Plan
-from .place import FUNCTIONS
+from .pools import FUNCTIONS
 
 
 @dataclass(frozen=True)

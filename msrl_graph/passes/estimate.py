@@ -15,7 +15,7 @@ from ..engine import BYTES, EngineSpec
 from ..graph import Node
 from ..plan import Estimate, Note, Phase, Plan
 from . import holdings
-from .place import DEVICES
+from .pools import FUNCTIONS
 
 UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s")
 KERNELS = Figure(12, "assumed", "12 kernels a layer")
@@ -33,22 +33,26 @@ class EstimateTime:
         phases: list[Phase] = []
         for r in plan.reshards:
             total = sum(s.seconds.value for s in r.steps)
-            seconds["RESHARD", r.dst] = Figure(total, weakest(*(s.seconds for s in r.steps)), "the sum of the five steps")
+            count = "four" if r.mode == "send" else "five"
+            seconds["RESHARD", r.dst] = Figure(total, weakest(*(s.seconds for s in r.steps)), f"the sum of the {count} steps")
             if r.swap_in.bytes:
                 seconds["SWAP_IN", r.src] = r.swap_in.seconds
         for name, op in (("reshard", "RESHARD"), ("swap in (H2D)", "SWAP_IN")):
-            if found := [f for (o, _), f in seconds.items() if o == op]:
+            if keys := [k for k in seconds if k[0] == op]:
+                found = [seconds[k] for k in keys]
                 basis = found[0].basis if len(found) == 1 else "the sum of all resharding edges'"
-                phases.append(Phase(name, DEVICES, Figure(sum(f.value for f in found), weakest(*found), basis)))
+                pool = plan.placement(keys[0][1]).pool
+                phases.append(Phase(name, pool, Figure(sum(f.value for f in found), weakest(*found), basis)))
         for node in plan.graph.nodes:
-            if plan.placement(node.name).pool != DEVICES:
+            pool = plan.placement(node.name).pool
+            if pool == FUNCTIONS:
                 continue
             figure = self._state(plan, node)
-            phases.append(Phase(node.name, DEVICES, figure))
+            phases.append(Phase(node.name, pool, figure))
             seconds["RUN", node.name] = figure
             exchange = self._exchange(plan, node)
             if exchange.value:
-                phases.append(Phase(f"{EXCHANGE} of {node.name}", DEVICES, exchange))
+                phases.append(Phase(f"{EXCHANGE} of {node.name}", pool, exchange))
                 seconds["RUN", node.name] = Figure(figure.value + exchange.value, weakest(figure, exchange), "compute, then exchange")
         dispatch = [t.seconds for t in plan.traffic if t.bytes]
         if dispatch:
@@ -58,7 +62,7 @@ class EstimateTime:
         source = weakest(*seconds.values(), *dispatch) if seconds else "derived"
         iteration = Figure(length, source, f"critical path: {path}")
         notes = plan.notes
-        if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool != DEVICES and n.verb != "source"]:
+        if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:
             notes += (Note("estimate", f"Python functions count as 0 seconds until a run measures them: {', '.join(names)}"),)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
 
@@ -71,7 +75,7 @@ class EstimateTime:
         if node.verb == "update":
             factor = 8 if plan.placement(node.name).engine.options.get("recompute") == "full" else 6
         tokens = holdings.row_count(plan, node.name) * holdings.row_tokens(plan, node.name)
-        compute = factor * model.parameters * tokens / (plan.cluster.devices * flops.value * UTILISATION.value)
+        compute = factor * model.parameters * tokens / (plan.placement(node.name).layout.devices * flops.value * UTILISATION.value)
         batches = -(-holdings.group_rows(plan, node.name) // holdings.micro_batch(plan, node.name))
         overhead = batches * model.layers * KERNELS.value * device.launch.value * factor / 2
         basis = f"{factor} x parameters x tokens / (devices x {UTILISATION.value} x FLOP/s) + micro-batches x layers x 12 x launch"
@@ -102,14 +106,14 @@ class EstimateTime:
 
     def _exchange(self, plan: Plan, node: Node) -> Figure:
         """The gradients' ring all-reduce over dp (2 x bytes x (dp - 1) / dp a rank), once an optimizer step."""
-        cluster, layout = plan.cluster, plan.placement(node.name).layout
+        cluster, first, layout = plan.cluster, plan.placement(node.name).first, plan.placement(node.name).layout
         if node.verb != "update" or layout.dp == 1:
             return Figure(0.0, "derived", "one data-parallel group")
         rows = holdings.row_count(plan, node.name)
         steps = max(1, rows // int(node.number("mini_batch", rows))) * int(node.number("epochs", 1))
         whole = plan.model(node.name).parameters * BYTES[holdings.dtype(plan, node.name)] // layout.tp
         ring = 2 * whole * (layout.dp - 1) / layout.dp * steps
-        if layout.devices <= cluster.devices_per_node:
+        if cluster.host(first) == cluster.host(first + layout.devices - 1):
             return Figure(
                 ring / cluster.device.device_link.value, cluster.device.device_link.source, "2 x gradients x (dp - 1) / dp / device link"
             )
@@ -122,8 +126,7 @@ def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[flo
     """When the last of an iteration is done, and the chain that leads there: streams run side by side, rows come by the edges."""
     done: dict[str, float] = {}
     cause: dict[str, str] = {}
-    devices = next((s.instructions for s in plan.schedule if s.task == "train" and s.pool == DEVICES), ())
-    steps = iter(devices)
+    streams = {s.pool: list(s.instructions) for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
     edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
     order = {n.name: n for n in plan.graph.nodes}
 
@@ -133,23 +136,47 @@ def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[flo
 
     def finish(name: str) -> float:
         # A function starts when its rows are there; a state on devices has its turn in the stream, which is walked in order.
-        if name not in done and plan.placement(name).pool != DEVICES:
+        if name not in done and plan.placement(name).pool == FUNCTIONS:
             done[name], cause[name] = arrival(name)
         return done.get(name, 0.0)
 
-    clock, before, back = 0.0, "", {}
-    for step in steps:
+    def known(name: str) -> bool:
+        """Whether all that a state's rows come from is done."""
+        sources = [e.src for e in plan.graph.samples() if e.dst == name]
+        return all(s in done or (plan.placement(s).pool == FUNCTIONS and known(s)) for s in sources)
+
+    clock, before, back = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, ""), dict[str, float]()
+
+    def advance(pool: str) -> bool:
+        """Takes the pool's next step, if what it needs is done."""
+        if not streams[pool]:
+            return False
+        step = streams[pool][0]
         if step.op == "RESHARD":
-            clock += seconds.get((step.op, step.other), 0.0)
+            ends = {plan.placement(step.node).pool, plan.placement(step.other).pool}
+            if any(streams[p][:1] != [step] for p in ends):
+                return False
+            slowest = max(sorted(ends), key=lambda p: clock[p])
+            clock.update(dict.fromkeys(ends, clock[slowest] + seconds.get((step.op, step.other), 0.0)))
+            before.update(dict.fromkeys(ends, before[slowest]))
+            for other in ends - {pool}:
+                streams[other].pop(0)
         elif step.op == "SWAP_IN":
-            back[step.node] = clock + seconds.get((step.op, step.node), 0.0)
+            back[step.node] = clock[pool] + seconds.get((step.op, step.node), 0.0)
         elif step.op == "WAIT":
-            clock = max(clock, back.get(step.node, 0.0))
+            clock[pool] = max(clock[pool], back.get(step.node, 0.0))
         elif step.op == "RUN":
+            if not known(step.node):
+                return False
             ready, by = arrival(step.node)
-            cause[step.node] = by if ready > clock else before
-            clock = max(clock, ready) + seconds.get((step.op, step.node), 0.0)
-            done[step.node], before = clock, step.node
+            cause[step.node] = by if ready > clock[pool] else before[pool]
+            clock[pool] = max(clock[pool], ready) + seconds.get((step.op, step.node), 0.0)
+            done[step.node], before[pool] = clock[pool], step.node
+        streams[pool].pop(0)
+        return True
+
+    while any(advance(pool) for pool in streams):
+        pass
     for name in order:
         finish(name)
     last = max(done, key=lambda n: (done[n], n), default="")

@@ -161,35 +161,37 @@ def kv_sequence(plan: Plan, node: str) -> int:
     return row_tokens(plan, node) * token
 
 
-def resident(plan: Plan, engines: Engines) -> dict[str, int]:
-    """What stays on a device of the pool for the whole iteration, unless swapped: weights and optimizer states, by item."""
+def resident(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """What stays on a device of a pool for the whole iteration, unless swapped: weights and optimizer states, by item."""
     items: dict[str, int] = {}
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
         update = update_of(plan, worker.name)
         if update is not None:
+            if plan.placement(update.name).pool != pool:
+                continue
             items[f"{worker.name} weights"] = weights(plan, engines, update.name)
             items[f"{worker.name} optimizer"] = optimizer(plan, engines, update.name)
             continue
-        for node in _own(plan, worker):
+        for node in _own(plan, worker, pool):
             items[node] = weights(plan, engines, node.removesuffix(" weights"))
     return items
 
 
-def _own(plan: Plan, worker: Worker) -> list[str]:
-    """The weights that a worker without update keeps: one copy a layout and type, named by the first state that uses it."""
+def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
+    """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first state that uses it."""
     fed = {e.dst for e in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.nodes:
-        if node.worker == worker.name and node.name not in fed:
+        if node.worker == worker.name and node.name not in fed and plan.placement(node.name).pool == pool:
             seen.setdefault((str(plan.placement(node.name).layout), dtype(plan, node.name)), f"{node.name} weights")
     return list(seen.values())
 
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
     """What a device holds while `node` generates, but for the KV cache."""
-    items = resident(plan, engines)
+    items = resident(plan, engines, plan.placement(node).pool)
     edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
     if edge is not None:
         if plan.deploy.reshard.mode == "swap":

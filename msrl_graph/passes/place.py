@@ -1,7 +1,7 @@
 """place: every node-state gets devices, a layout and an engine, each with its reason.
 
-Invariant: states that share weights share their layout; all workers share all devices (one pool, each process hosts their states in
-turn); functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges it.
+Invariant: states that share weights share their layout; the states of a pool share its devices (each process hosts them in turn);
+functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from ..engine import BYTES, EngineSpec
 from ..graph import Node
 from ..layout import Layout, gather_group, held
-from ..plan import EngineChoice, Model, Placement, Plan
+from ..plan import EngineChoice, Model, Note, Placement, Plan, Pool
 from . import holdings
+from .pools import FUNCTIONS, divide
 
-DEVICES, FUNCTIONS = "devices", "functions"
 # A micro-batch where none is stated: rows of at most this many tokens together.
 MICRO_BATCH_TOKENS = 16384
 # Prompts generated at once where memory holds more than an iteration has: an evaluation may bring more.
@@ -30,17 +30,26 @@ class Place:
     defaults: Mapping[str, str]
 
     def __call__(self, plan: Plan) -> Plan:
+        pools, beside = divide(plan)
+        plan = replace(plan, pools=pools)
+        pool_of = {n: p for p in pools for n in p.nodes}
+        named = {n for p in plan.deploy.pools for n in p.nodes}
         found: dict[str, Placement] = {}
         # Updates first, since other states take their layouts.
         for verb in ("update", "generate", "infer"):
             for node in plan.graph.verb(verb):
                 if plan.graph.worker(node.worker).kind != "function":
-                    found[node.name] = self._on_devices(plan, node, found)
+                    placed = self._on_devices(plan, node, pool_of[node.name], found)
+                    if beside and node.name not in named:
+                        placed = replace(placed, reason=f"{placed.reason}; unnamed, so beside {beside}")
+                    found[node.name] = placed
         for node in plan.graph.nodes:
             if node.name not in found:
                 found[node.name] = self._on_hosts(plan, node)
-        placed = replace(plan, placements=tuple(found[n.name] for n in plan.graph.nodes))
-        return replace(placed, placements=tuple(self._complete(placed, p) for p in placed.placements))
+        whole = replace(plan, placements=tuple(found[n.name] for n in plan.graph.nodes))
+        idle = plan.cluster.devices - sum(p.devices for p in pools)
+        notes = (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),) if idle > 0 else ()
+        return replace(whole, placements=tuple(self._complete(whole, p) for p in whole.placements), notes=(*plan.notes, *notes))
 
     def _on_hosts(self, plan: Plan, node: Node) -> Placement:
         reason = (
@@ -49,7 +58,7 @@ class Place:
         layout = Layout(dp=1 if node.verb == "source" else plan.cluster.nodes)
         return Placement(node.name, FUNCTIONS, layout, 0, EngineChoice("python", chosen="default"), reason)
 
-    def _on_devices(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> Placement:
+    def _on_devices(self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement]) -> Placement:
         engine = self._engine(plan, node, found)
         update = holdings.update_of(plan, node.worker)
         stated = plan.deploy.layouts.get(node.name)
@@ -57,18 +66,18 @@ class Place:
         if node.verb == "infer" and update is not None:
             layout, reason = found[update.name].layout, f"has the weights of {update.name}"
         elif stated is None and owner is not None:
-            layout, reason = resolve(plan.deploy.layouts[owner], plan.cluster.devices)[0], f"has the weights of {owner}"
+            layout, reason = resolve(plan.deploy.layouts[owner], pool.devices)[0], f"has the weights of {owner}"
         elif stated is not None:
-            layout, reason = resolve(stated, plan.cluster.devices)
+            layout, reason = resolve(stated, pool.devices)
             if node.verb == "generate":
-                layout, reason = self._inner(plan, node, found, engine, layout, reason)
-        elif twin := self._twin(plan, node, found):
+                layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
+        elif twin := self._twin(plan, node, pool, found):
             layout, reason = replace(found[twin].layout), f"as {twin}, which has the same model"
         else:
-            layout, reason = self._planned(plan, node, engine)
+            layout, reason = self._planned(plan, node, pool, engine)
             if node.verb == "generate":
-                layout, reason = self._inner(plan, node, found, engine, layout, reason)
-        return Placement(node.name, DEVICES, layout, 0, engine, reason)
+                layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
+        return Placement(node.name, pool.name, layout, pool.first, engine, reason)
 
     def _engine(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)
@@ -83,15 +92,15 @@ class Place:
         own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
-    def _twin(self, plan: Plan, node: Node, found: Mapping[str, Placement]) -> str | None:
-        """The update of the same model, whose layout a frozen state takes: its micro-batches then go to the same ranks."""
+    def _twin(self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement]) -> str | None:
+        """The update of the same model and pool, whose layout a frozen state takes: its micro-batches then go to the same ranks."""
         model = plan.graph.worker(node.worker).model
         updates = (n.name for n in plan.graph.verb("update") if plan.graph.worker(n.worker).model == model)
-        return next((n for n in updates if n in found), None) if node.verb == "infer" else None
+        return next((n for n in updates if n in found and n in pool.nodes), None) if node.verb == "infer" else None
 
-    def _planned(self, plan: Plan, node: Node, engine: EngineChoice) -> tuple[Layout, str]:
+    def _planned(self, plan: Plan, node: Node, pool: Pool, engine: EngineChoice) -> tuple[Layout, str]:
         """The smallest power of two for tp that divides the heads and whose weights fit; dp takes the rest."""
-        model, devices = plan.model(node.name), plan.cluster.devices
+        model, devices = plan.model(node.name), pool.devices
         room = holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE if node.verb == "update" else 0.5)
         choice = Layout(dp=devices)
         tp = 1
@@ -101,7 +110,7 @@ class Place:
                 choice = layout
                 need = self._need(model, layout, node.verb, engine)
                 if node.verb == "update":
-                    need += self._row(plan, Placement(node.name, DEVICES, layout, 0, engine, ""))
+                    need += self._row(plan, Placement(node.name, pool.name, layout, pool.first, engine, ""))
                 if need <= room:
                     part = "weights, gradients, optimizer and one row" if node.verb == "update" else "weights"
                     fits = f"{part} of {holdings.gigabytes(need)} fit a device"
@@ -119,11 +128,11 @@ class Place:
         return need
 
     def _inner(
-        self, plan: Plan, node: Node, found: Mapping[str, Placement], engine: EngineChoice, layout: Layout, reason: str
+        self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement], engine: EngineChoice, layout: Layout, reason: str
     ) -> tuple[Layout, str]:
         """Numbers the ranks of a generation such that resharding gathers among the fewest neighbours."""
-        source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in found), None)
-        if source is None or source.layout.devices != layout.devices or layout.devices != plan.cluster.devices:
+        source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
+        if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
             return layout, reason
         tensors = plan.model(node.name).tensors
         divided = self.engines[source.engine.name].divided(source.layout), self.engines[engine.name].divided(layout)
@@ -167,7 +176,7 @@ class Place:
     def _room(self, plan: Plan, placement: Placement) -> int:
         """Bytes that an infer or update leaves for its micro-batch."""
         node = placement.node
-        taken = sum(holdings.resident(plan, self.engines).values()) + holdings.gathered(plan, self.engines, node)
+        taken = sum(holdings.resident(plan, self.engines, placement.pool).values()) + holdings.gathered(plan, self.engines, node)
         if plan.graph.node(node).verb == "update":
             taken += holdings.gradients(plan, self.engines, node)
         return int(holdings.capacity(plan.cluster).value) - taken

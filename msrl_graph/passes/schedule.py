@@ -1,19 +1,19 @@
 """schedule: what the processes of each pool do, in order.
 
 Invariant: every node-state of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the whole graph,
-so that two pools never wait for each other; update weights are on the device whenever a state uses them: RESHARD takes them away, WAIT
-ends their return.
+so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's turn); update weights are on the
+device whenever a state uses them: RESHARD takes them away, WAIT ends their return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
 from ..plan import Evaluation, Instruction, Plan, Stream
 from .holdings import update_of
-from .place import DEVICES, FUNCTIONS
+from .pools import FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,22 @@ def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
     return needed
 
 
-def _streams(plan: Plan, task: str, order: Sequence[Node]) -> tuple[Stream, Stream]:
-    on_hosts = {n.name for n in order if plan.placement(n.name).pool == FUNCTIONS}
-    functions = tuple(Instruction("RUN", n.name) for n in order if n.name in on_hosts)
-    devices = _devices(plan, [n for n in order if n.name not in on_hosts])
-    return Stream(DEVICES, task, devices), Stream(FUNCTIONS, task, functions)
+def _streams(plan: Plan, task: str, order: Sequence[Node]) -> list[Stream]:
+    functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
+    return [*(Stream(p.name, task, _devices(plan, order, p.name)) for p in plan.pools), Stream(FUNCTIONS, task, functions)]
 
 
-def _devices(plan: Plan, order: Sequence[Node]) -> tuple[Instruction, ...]:
-    swap = plan.deploy.reshard.mode == "swap"
+def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
     source = {e.dst: e.src for e in plan.graph.reshards()}
-    last = {source[n.name]: n.name for n in order if n.name in source}  # an update's last generation
+    swapped = {n.name for n in order if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}}
+    last = {source[n.name]: n.name for n in order if n.name in swapped}  # an update's last generation
     out: list[Instruction] = []
     returning: list[str] = []
     for node in order:
-        if node.name in source:
+        if node.name in source and pool in _pools(plan, source, node):
             out.append(Instruction("RESHARD", source[node.name], node.name))
+        if plan.placement(node.name).pool != pool:
+            continue
         update = update_of(plan, node.worker)
         if update is not None and node.verb != "generate" and update.name in returning:
             out.append(Instruction("WAIT", update.name))
@@ -65,11 +65,16 @@ def _devices(plan: Plan, order: Sequence[Node]) -> tuple[Instruction, ...]:
         out.append(Instruction("RUN", node.name))
         if node.name in source:
             out.append(Instruction("RELEASE", node.name))
-            if swap and last[source[node.name]] == node.name:
+            if last.get(source[node.name]) == node.name:
                 out.append(Instruction("SWAP_IN", source[node.name]))
                 returning.append(source[node.name])
     # A task without an update still ends with the weights where the next one expects them.
     return (*out, *(Instruction("WAIT", u) for u in returning))
+
+
+def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
+    """The pools at the two ends of the edge that reshards into a node."""
+    return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
 def _order(plan: Plan) -> list[Node]:

@@ -13,7 +13,7 @@ import networkx as nx
 from ..cluster import Figure
 from ..graph import Graph, Node
 from ..plan import Note, Plan, Traffic
-from .place import FUNCTIONS
+from .pools import FUNCTIONS
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class Recorder:
         whole = plan.estimate.iteration_seconds
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
         for edge in plan.reshards:
-            gathered = next((s.bytes for s in edge.steps if "gather" in s.name), 0)
+            gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
             received = statistics.median(x["reshard_bytes"] for x in lines)
             rows.append((f"{edge.src} => {edge.dst}, received a device", "B", gathered, received, "derived"))
         predicted: dict[str, float] = {}
@@ -187,23 +187,26 @@ class Recorder:
         the generation, so it is left out on both sides."""
         if not self.held:
             return []
-        planned = {m.phase: m for m in self.plan.memory if m.place == "device"}
-        instant, generate = planned["reshard"].items, planned["generate"].items
-        settled = sum(v for k, v in instant.items() if k not in ("generation weights", "bucket"))
-        generating = sum(v for k, v in generate.items() if k != "KV cache")
-        name = f"{edge.src} => {edge.dst}"
-        wanted = (
-            ("device, before", f"before RESHARD {edge.src}, device", settled),
-            ("device, peak", "peak of RESHARD, device", sum(instant.values())),
-            ("device, after", f"before RELEASE {edge.dst}, device", generating),
-            ("host buffers, after", f"before RELEASE {edge.dst}, host", edge.released_bytes_per_device),
-            ("device, weights back", f"before RUN {edge.src}, device", settled),
-        )
         found = []
-        for what, key, predicted in wanted:
-            measured = [held[key] for held in self.held.values() if key in held]
-            if measured:
-                found.append((f"{name}: {what}", "B", float(predicted), float(max(measured)), "derived"))
+        ends = dict.fromkeys(self.plan.placement(n).pool for n in (edge.src, edge.dst))
+        for pool in map(self.plan.pool, ends):
+            planned = {m.phase: m.items for m in self.plan.memory if m.pool == pool.name}
+            instant, generate = planned["reshard"], planned.get("generate", {})
+            settled = sum(v for k, v in instant.items() if k not in ("generation weights", "bucket"))
+            generating = sum(v for k, v in generate.items() if k != "KV cache")
+            name = f"{edge.src} => {edge.dst}{f', {pool.name}' if len(ends) > 1 else ''}"
+            wanted = (
+                ("device, before", f"before RESHARD {edge.src}, device", settled),
+                ("device, peak", "peak of RESHARD, device", sum(instant.values())),
+                ("device, after", f"before RELEASE {edge.dst}, device", generating),
+                ("host buffers, after", f"before RELEASE {edge.dst}, host", edge.released_bytes_per_device),
+                ("device, weights back", f"before RUN {edge.src}, device", settled),
+            )
+            ranks = [self.held.get(f"rank {r}", {}) for r in range(pool.first, pool.first + pool.devices)]
+            for what, key, predicted in wanted:
+                measured = [held[key] for held in ranks if key in held]
+                if measured:
+                    found.append((f"{name}: {what}", "B", float(predicted), float(max(measured)), "derived"))
         return found
 
 

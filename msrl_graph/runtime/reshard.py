@@ -168,8 +168,8 @@ class Resharder:
                 start[index] += elements(box)
                 common = overlap(box, wanted)
                 if common is not None:
-                    goal[name][_slices(within(common, wanted))].copy_(piece[_slices(within(common, box))])
+                    goal[name][slices(within(common, wanted))].copy_(piece[slices(within(common, box))])
 
 
-def _slices(box: Box) -> tuple[slice, ...]:
+def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)

@@ -1,54 +1,45 @@
-"""A rank: one process on one device, hosting in turn the states of all workers that are placed on it.
+"""A rank: one process on one device, hosting in turn the states of its pool.
 
 Invariant: a rank does what its pool's instruction stream says and nothing else; all ranks of a collective make the same calls in the
-same order, since they walk the same stream and share every answer of the dock.
+same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and share every answer of the dock.
+Layouts number the ranks of a pool, torch.distributed those of all pools: `first` lies between.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.device_mesh import DeviceMesh
 
-from ..backends import transformer
-from ..engine import EngineSpec, Generator, Sampling, Trainer
+from ..engine import Sampling
 from ..graph import Node
-from ..layout import Layout, owns
-from ..plan import Instruction, Plan, from_json
-from . import checkpoint, loss, memory, wrong
+from ..plan import Instruction, from_json
+from . import loss, memory, wrong
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
+from .engines import Engines
 from .packing import flat, pack
 from .report import Report
-from .reshard import Resharder, Side, Swap
 
 
 @ray.remote
-class Rank:
-    """A rank of the pool `devices`."""
+class Rank(Engines):
+    """A rank of one of the pools of devices."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, log: str) -> None:
         settle(folder, log)
         # gloo and torch would otherwise each take a thread for every core of the machine.
         torch.set_num_threads(threads)
-        self.plan: Plan = from_json(plan)
-        self.rank = rank
+        super().__init__(from_json(plan), rank)
         self.seed = self.plan.deploy.run.seed
         self.watch = wrong.Watch(self.plan)
         self.store: Any = None
@@ -68,69 +59,8 @@ class Rank:
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
-        self.meshes: dict[tuple[int, int, int], DeviceMesh] = {}
-        self.trainers: dict[str, Trainer] = {}  # by worker
-        self.generators: dict[str, Generator] = {}  # by node
-        self.swaps: dict[str, Swap] = {}  # by worker
-        self.resharders: dict[tuple[str, str], Resharder] = {}
-        self.steps: dict[str, int] = {}  # optimizer steps taken, by update
-        for placement in plan.placements:
-            if placement.pool != "functions":
-                self._build(plan.graph.node(placement.node))
-        for edge in plan.reshards:
-            self._build_reshard(edge.src, edge.dst)
+        self.build()
         return os.getpid()
-
-    def _mesh(self, layout: Layout) -> DeviceMesh:
-        key = (layout.tp, layout.dp, layout.inner)
-        if key not in self.meshes:
-            ranks = [[layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)]
-            self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
-        return self.meshes[key]
-
-    def _build(self, node: Node) -> None:
-        plan, placement = self.plan, self.plan.placement(node.name)
-        engine = import_module(f"msrl_graph.backends.{placement.engine.name}").Engine
-        layout, options = placement.layout, placement.engine.options
-        model = plan.model(node.name)
-        model = replace(model, dtype=str(options.get("dtype") or model.dtype))
-        mesh = self._mesh(layout)
-        if node.verb == "generate":
-            self.generators[node.name] = engine(model, layout, self.rank, mesh, int(options.get("micro_batch") or 0))
-            if not any(edge.dst == node.name for edge in plan.reshards):
-                # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
-                shards = self.generators[node.name].allocate()
-                tensors = {t.name: t for t in model.tensors}
-                found = transformer.read(model, {s.name: (tensors[s.name], s.box) for s in shards})
-                for piece in shards:
-                    piece.tensor.copy_(found[piece.name])
-        elif node.worker not in self.trainers:
-            update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
-            if update is not None and update.name != node.name:
-                return self._build(update)  # what an update states holds for the weights that its other states share
-            recompute = options.get("recompute") == "full"
-            self.trainers[node.worker] = engine(model, layout, self.rank, mesh, recompute, _optimizer(node) if update else None)
-
-    def _spec(self, node: str) -> EngineSpec:
-        spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
-        return spec
-
-    def _build_reshard(self, src: str, dst: str) -> None:
-        plan = self.plan
-        edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
-        worker = plan.graph.node(src).worker
-        swap = self.swaps.setdefault(worker, Swap(self.trainers[worker].shards()))
-        block = None
-        for first in range(0, plan.cluster.devices, edge.group):
-            members = list(range(first, first + edge.group))
-            group = dist.new_group(members) if edge.group > 1 else None
-            if self.rank in members:
-                block = group
-        sides = []
-        for node in (src, dst):
-            placement = plan.placement(node)
-            sides.append(Side(placement.layout, self._spec(node).divided(placement.layout)))
-        self.resharders[src, dst] = Resharder(edge, plan.model(src), self.rank, sides[0], sides[1], block, swap)
 
     # The instructions, by name.
 
@@ -139,8 +69,9 @@ class Rank:
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
         self.stepped = False  # whether weights have changed since the task began
-        stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
-        for instruction in stream.instructions:
+        here = self.pool.name if self.pool else ""
+        instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
+        for instruction in instructions:
             self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
             if measure:
                 _note(report, f"before {instruction.op} {instruction.node}")
@@ -152,10 +83,12 @@ class Rank:
         return report
 
     def _reshard(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
-        edge = self.resharders[instruction.node, instruction.other]
+        edge, worker = self.resharders[instruction.node, instruction.other], self.plan.graph.node(instruction.node).worker
         with report.phase("reshard"):
-            edge.swap.wait()
-            edge.run(self.generators[instruction.other].allocate, measure)
+            if worker in self.swaps:
+                self.swaps[worker].wait()
+            # A rank of the pool that sends has nothing to fill.
+            edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list, measure)
         report.seconds.update({f"reshard {step}": seconds for step, seconds in edge.seconds.items()})
         report.bytes[f"{instruction.node} => {instruction.other}"] = edge.moved
         if measure:
@@ -185,20 +118,20 @@ class Rank:
 
     def _first(self, node: Node) -> bool:
         """Whether this rank speaks for its data-parallel group."""
-        return self.plan.placement(node.name).layout.coordinates(self.rank)[0] == 0
+        return self.plan.placement(node.name).layout.coordinates(self.local)[0] == 0
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer."""
-        layout = self.plan.placement(node.name).layout
-        group = layout.coordinates(self.rank)[1]
+        placement = self.plan.placement(node.name)
+        group = placement.layout.coordinates(self.local)[1]
         last = False
         while not last:
             answer: list[Any] = [None]
             with report.phase("dock"):
                 if self._first(node):
                     answer = [self.client.take(node.name, task, group)]
-                if layout.tp > 1:
-                    dist.broadcast_object_list(answer, group=self._mesh(layout)["tp"].get_group(), group_src=0)
+                if placement.layout.tp > 1:
+                    dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
             last = answer[0].share.last
             yield answer[0]
 
@@ -306,84 +239,22 @@ class Rank:
             self.steps[node.name], self.stepped = step, True
             for name, value, weight in sums:
                 report.count(name, value, weight)
-        if self.rank == 0:
+        if self.local == 0:
             if taken:
                 report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
                 report.count("grad_norm", norm, 1)
             report.count("updates", taken, 0)
             report.count("skipped", not taken, 0)
-        if not taken and (self.rank == 0 or self.watch.stops):
+        if not taken and (self.local == 0 or self.watch.stops):
             what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
             self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
         return {}
-
-    def checkpoint(self, folder: str) -> tuple[list[checkpoint.File], dict[str, int], str]:
-        """Writes the weights and moments of which this rank is the first holder: the files, optimizer steps by update, and what went
-        wrong."""
-        files, failed = [], ""
-        for node in self.plan.graph.verb("update"):
-            if node.worker in self.swaps:
-                self.swaps[node.worker].wait()
-            trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
-            divided = self._spec(node.name).divided(placement.layout)
-            owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, placement.layout, self.rank, divided)}
-            kinds = {"weights": trainer.shards(), **trainer.moments()}
-            pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
-            try:
-                files.append(checkpoint.write(Path(folder), f"{node.worker}-rank-{self.rank:05d}.safetensors", pieces))
-            except (OSError, SafetensorError) as error:
-                failed = str(error)  # not raised: the other ranks are on their way to the next collective
-        return files, self.steps, failed
-
-    def resume(self, folder: str, steps: dict[str, int]) -> None:
-        """Takes weights and moments from a checkpoint."""
-        source = checkpoint.Source(Path(folder))
-        self.steps = dict(steps)
-        for node in self.plan.graph.verb("update"):
-            trainer, name = self.trainers[node.worker], node.worker
-            with torch.no_grad():
-                for s in trainer.shards():
-                    s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
-                moments = {
-                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards()}
-                    for kind in source.kinds(name) - {"weights"}
-                }
-                trainer.restore(moments, self.steps.get(node.name, 0))
-
-    def save(self, worker: str, folder: str) -> None:
-        """Writes the worker's weights as a Hugging Face folder: rank 0 lays the shards of all ranks together."""
-        if worker in self.swaps:
-            self.swaps[worker].wait()
-        mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()]
-        everyone: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(mine, everyone, dst=0)
-        if everyone is None:
-            return
-        model = self.plan.deploy.models[self.plan.graph.worker(worker).model]
-        whole = {t.name: torch.empty(t.shape, dtype=mine[0][2].dtype) for t in model.tensors}
-        for shards in everyone:
-            for name, box, values in shards:
-                whole[name][tuple(slice(a, b) for a, b in box)] = values
-        target = Path(folder).with_suffix(".partial")
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        save_file(whole, target / "model.safetensors", metadata={"format": "pt"})
-        for file in Path(model.path).iterdir():
-            if file.suffix == ".json" and not file.name.endswith(".index.json"):
-                shutil.copy(file, target)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
-        target.rename(folder)
 
 
 def _total(contexts: list[Column], response: Column) -> Array:
     """Tokens of each row."""
     lengths: Array = np.sum([c.lengths for c in (*contexts, response)], axis=0)
     return lengths
-
-
-def _optimizer(node: Node) -> dict[str, Any]:
-    """The options of torch's AdamW as the node states them; the learning rate comes with each step."""
-    return {k: v for k, v in node.attributes["optimizer"].options().items() if k in ("betas", "eps", "weight_decay")}
 
 
 def _learning_rate(node: Node, step: int) -> float:

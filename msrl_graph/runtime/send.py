@@ -1,0 +1,107 @@
+"""Resharding between two pools: the update's weights are sent to the ranks that generate, and stay where they are.
+
+Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's. Every rank walks the same
+list of messages and takes part in its own, each of which all ends finish before their next: so no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ..backends import transformer
+from ..engine import Shard
+from ..layout import Box, kinds, replicas, transfers, within
+from ..plan import Model, Plan, Reshard
+from . import memory
+from .reshard import Side, slices
+
+
+@dataclass(frozen=True)
+class Message:
+    """Boxes of tensors, from a rank to the first of some that hold the same weights on one host (`group`), which hands them on."""
+
+    giver: int
+    takers: tuple[int, ...]
+    group: Any
+    boxes: list[tuple[str, Box]]
+
+
+class Sender:
+    """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the update's and the
+    generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
+
+    def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
+        self.rank, self.shards = rank, shards
+        (source, target), ends = sides, [plan.placement(n) for n in (edge.src, edge.dst)]
+        groups: dict[int, tuple[tuple[int, ...], Any]] = {}
+        for alike in replicas(target.layout, target.divided, ends[1].first, plan.cluster.devices_per_node):
+            members = tuple(ends[1].first + r for r in alike)
+            groups[alike[0]] = members, dist.new_group(list(members)) if len(members) > 1 else None
+        tensors = {t.name: t for t in model.tensors}
+        moves = {k: transfers(k, source.layout, source.divided, target.layout, target.divided, groups) for k in kinds(model.tensors)}
+        self.messages: list[Message] = []
+        for names in edge.buckets:
+            found: dict[tuple[int, int], list[tuple[str, Box]]] = {}
+            for name in names:
+                for giver, taker, box in moves[replace(tensors[name], name="")]:
+                    found.setdefault((giver, taker), []).append((name, box))
+            # In a round each source rank has another target, so that messages of a round pass side by side.
+            most = max(source.layout.devices, target.layout.devices)
+            for giver, taker in sorted(found, key=lambda pair: ((pair[1] - pair[0]) % most, pair)):
+                message = Message(ends[0].first + giver, *groups[taker], found[giver, taker])
+                if rank in (message.giver, *message.takers):
+                    self.messages.append(message)
+        self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
+        self.seconds: dict[str, float] = {}
+        self.moved = 0  # bytes received in the last run
+        self.peak = {"device": 0, "host": 0}
+
+    def run(self, allocate: Callable[[], list[Shard]], measure: bool = False) -> None:
+        """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends. With `measure`, the peak of live
+        tensors is looked up at each step of a message (slow)."""
+        self.seconds, self.moved = {}, 0
+        self.peak = {"device": 0, "host": 0}
+        since = time.perf_counter()
+
+        def timed(name: str) -> None:
+            nonlocal since
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
+            if measure:
+                now = memory.held()
+                self.peak = {k: max(self.peak[k], now[k]) for k in now}
+            since = time.perf_counter()
+
+        held = {s.name: s for s in (*self.shards, *allocate())}
+        with torch.no_grad():
+            for message in self.messages:
+                parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in message.boxes]
+                if self.rank == message.giver:
+                    self._send(message, parts, timed)
+                else:
+                    self._receive(message, parts, timed)
+
+    def _send(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
+        buffer = torch.cat([part.reshape(-1) for part in parts])
+        timed("buffer")
+        dist.send(buffer, message.takers[0])
+        timed("send")
+
+    def _receive(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
+        sizes = [part.numel() for part in parts]
+        buffer = torch.empty(sum(sizes), dtype=self.dtype)
+        timed("buffer")
+        if self.rank == message.takers[0]:
+            dist.recv(buffer, message.giver)
+        if message.group is not None:
+            dist.broadcast(buffer, group=message.group, group_src=0)
+        self.moved += buffer.nbytes
+        timed("send")
+        for part, values in zip(parts, torch.split(buffer, sizes), strict=True):
+            part.copy_(values.view(part.shape))
+        timed("select")

@@ -1,0 +1,101 @@
+"""Resharding between pools on real ranks: whatever the two layouts, every generation rank gets its boxes, and the update keeps its own."""
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import page
+import pytest
+import ranks
+import torch
+from test_ranks import model
+
+from msrl_graph.engine import Shard
+from msrl_graph.layout import Layout, elements, shard
+from msrl_graph.plan import Pool
+from msrl_graph.runtime.reshard import Side
+from msrl_graph.runtime.send import Sender
+
+
+def planned(source, target, first, hosts, bucket):
+    """A plan of two pools, the generation's on device 0 or after the update's."""
+    names = (("actor.infer", "reference.infer", "actor.update"), ("actor.generate",))
+    pools = [Pool(names[0], 0, source.devices), Pool(names[1], source.devices, target.devices)]
+    if first == "generate":
+        pools = [Pool(names[0], target.devices, source.devices), Pool(names[1], 0, target.devices)]
+    start = page.start(
+        models={"policy": model()},
+        layouts={"actor.update": source, "actor.generate": target},
+        pools=tuple(pools),
+        reshard=replace(page.DEPLOY.reshard, bucket=bucket),
+    )
+    devices = source.devices + target.devices
+    return page.plan(replace(start, cluster=replace(start.cluster, nodes=hosts, devices_per_node=devices // hosts)))
+
+
+def send(rank, folder, cases):
+    m = model()
+    whole = {t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)}
+
+    def part(box, name):
+        return whole[name][tuple(slice(a, b) for a, b in box)].clone()
+
+    for case in cases:
+        plan = planned(*case)
+        (edge,) = plan.reshards
+        ends = [plan.placement(n) for n in (edge.src, edge.dst)]
+        source, target = sides = Side(ends[0].layout, case[0].dp > 1 and case[0].zero >= 2), Side(ends[1].layout, False)
+        local = [rank - end.first for end in ends]
+        given, wanted = [], []
+        if 0 <= local[0] < source.layout.devices:
+            boxes = [(t.name, shard(t, source.layout, local[0], source.divided)) for t in m.tensors]
+            given = [Shard(name, box, part(box, name)) for name, box in boxes]
+        if 0 <= local[1] < target.layout.devices:
+            boxes = [(t.name, shard(t, target.layout, local[1], target.divided)) for t in m.tensors]
+            wanted = [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes]
+        sender = Sender(plan, edge, m, rank, sides, given)
+        for _ in range(2):
+            sender.run(lambda w=wanted: w)
+            for piece in (*given, *wanted):
+                assert torch.equal(piece.tensor, part(piece.box, piece.name)), (case, piece.name)
+            assert sender.moved == sum(4 * elements(p.box) for p in wanted)
+            assert sender.moved <= edge.generate_bytes_per_device
+            for piece in wanted:
+                piece.tensor.zero_()
+
+
+def pairs(world):
+    """Layouts of two pools that the model's 4 heads and 2 key-value heads allow, and what makes up `world` ranks."""
+    for devices in range(1, world):
+        sources = [Layout(tp=tp, dp=devices // tp, zero=z) for tp in (1, 2) if devices % tp == 0 for z in (1, 3)]
+        rest = world - devices
+        targets = [Layout(tp=tp, dp=rest // tp) for tp in (1, 2) if rest % tp == 0]
+        hosts = [n for n in (1, 2) if world % n == 0]
+        yield from product(sources, targets, ("update", "generate"), hosts, (0, 50_000))
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+def test_any_layout_to_any_layout_of_another_pool(world):
+    cases = list(pairs(world))
+    random.Random(world).shuffle(cases)
+    ranks.run(world, send, cases[:12])
+
+
+def half(rank, folder):
+    """An update in bf16, a generation in f32: what arrives are the update's values."""
+    m = model()
+    plan = planned(Layout(), Layout(), "update", 1, 0)
+    (edge,) = plan.reshards
+    torch.manual_seed(0)
+    whole = {t.name: torch.randn(t.shape, dtype=torch.bfloat16) for t in m.tensors}
+    boxes = {t.name: shard(t, Layout(), 0, False) for t in m.tensors}
+    given = [Shard(n, boxes[n], whole[n]) for n in whole] if rank == 0 else []
+    wanted = [Shard(n, boxes[n], torch.zeros(whole[n].shape)) for n in whole] if rank == 1 else []
+    sender = Sender(plan, edge, replace(m, dtype="bf16"), rank, (Side(Layout(), False), Side(Layout(), False)), given)
+    sender.run(lambda: wanted)
+    assert all(torch.equal(piece.tensor, whole[piece.name].float()) for piece in wanted)
+    assert sender.moved == sum(2 * v.numel() for v in whole.values()) * rank
+
+
+def test_bytes_go_in_the_updates_type():
+    ranks.run(2, half)
