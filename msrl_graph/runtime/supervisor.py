@@ -326,7 +326,7 @@ def end(folder: str, session: int = 0) -> None:
         left = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                ours = os.getsid(process.pid) == session or process.environ().get(MARK) == folder
+                ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
                 if ours and process.pid != os.getpid() and alive(process.pid):
                     process.kill()
                     left.append(process)
