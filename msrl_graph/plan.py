@@ -17,7 +17,7 @@ FORMAT_VERSION = 1
 # What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
 METRICS = frozenset(
     {
-        *("iteration", "seconds", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
+        *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes"),
         *("skipped", "logp_drift", "logp_drift_max", "evaluation", "after_iterations"),
     }

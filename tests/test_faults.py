@@ -45,9 +45,9 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):  # noqa: F811
     assert code == 0, err
     other, third = compared(place.folder / "other")
     for a, b in zip(whole, other, strict=True):
-        assert {k: v for k, v in b.items() if k != "reshard_bytes"} == pytest.approx(
-            {k: v for k, v in a.items() if k != "reshard_bytes"}, rel=1e-4, abs=1e-7
-        )
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"evaluation", "reshard_bytes", "logp_drift", "logp_drift_max"}:  # bytes and rounding are the layout's
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
     assert other[:4] == whole[:4]
     # The true gradient of a bias of the keys is zero, and Adam makes steps of what rounding leaves of it.
     assert max(abs(weights[t] - third[t]).max() for t in weights if not t.endswith("k_proj.bias")) < 1e-6
@@ -119,7 +119,7 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_end_saves_and_one_that_is_asked_twice_ends_at_once(place, number):  # noqa: F811
+def test_a_run_that_is_asked_to_end_saves(place, number):  # noqa: F811
     program(place, iterations=300, save=100)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 3)
@@ -130,15 +130,26 @@ def test_a_run_that_is_asked_to_end_saves_and_one_that_is_asked_twice_ends_at_on
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
     assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]
     place.assert_clean()
-    if number == signal.SIGTERM:
-        return
-    process = place.start("p.rlg", *SMALL, "--resume", "results")
-    place.wait_for_lines("results", done + 4)
-    process.send_signal(number)
-    time.sleep(0.05)
-    process.send_signal(number)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_twice_ends_at_once(place):  # noqa: F811
+    (place.folder / "mine.py").write_text(
+        "import time\n\ndef score(response: str, answer: str) -> float:\n    time.sleep(0.3)\n    return 0.0\n"
+    )
+    program(place, iterations=300)
+    text = (place.folder / "p.rlg").read_text().replace("call = exact_match()", 'call = "mine.py:score"')  # an iteration of ten seconds
+    (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    place.wait_for_lines("results", 1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted; the files of the run so far are in results" in err, err
+    assert process.returncode == 130 and time.monotonic() - begin < 8
+    assert "ask once more to end at once" in err and "interrupted; the files of the run so far are in results" in err, err
     place.assert_clean()
 
 

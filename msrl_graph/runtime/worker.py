@@ -231,6 +231,7 @@ class Rank(Engines):
             own, cost = (Column(torch.cat(pieces).numpy(), offsets) for pieces in (logps, losses))
             known = self.watch.logp(node, task, report, numbers, own, self._as_drawn(node, batch, order), known[order])
             known = self.watch.finite(node, task, report, "loss", "a token's loss is {}", numbers, cost, known)
+        report.count("rows", len(batch.rows), 0)
         step = self.steps.get(node.name, 0) + 1
         sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
         norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound)
