@@ -168,6 +168,7 @@ def main() -> None:
             bf16=False,
             gradient_checkpointing=False,
             dataloader_pin_memory=False,
+            ddp_find_unused_parameters=False,
             model_init_kwargs={"dtype": "float32"},
             logging_strategy="no",
             save_strategy="no",
