@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,8 @@ class Rank:
         self.swaps: dict[str, Swap] = {}  # by worker
         self.resharders: dict[tuple[str, str], Resharder] = {}
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update
+        self.asking = ThreadPoolExecutor(1)
+        self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         for placement in plan.placements:
             if placement.pool != "functions":
                 self._build(plan.graph.node(placement.node))
@@ -133,6 +137,8 @@ class Rank:
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
         stream = next(s for s in self.plan.schedule if s.pool == "devices" and s.task == task.name)
+        nodes = [self.plan.graph.node(i.node) for i in stream.instructions if i.op == "RUN"]
+        self.following = {a.name: b for a, b in pairwise(nodes)}
         for instruction in stream.instructions:
             if measure:
                 _note(report, f"before {instruction.op} {instruction.node}")
@@ -178,19 +184,29 @@ class Rank:
         return self.plan.placement(node.name).layout.coordinates(self.rank)[0] == 0
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer."""
+        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer. While
+        it computes a batch the next is asked for, the next node's after the last."""
         layout = self.plan.placement(node.name).layout
-        group = layout.coordinates(self.rank)[1]
         last = False
         while not last:
             answer: list[Any] = [None]
             with report.phase("dock"):
                 if self._first(node):
-                    answer = [self.client.take(node.name, task, group)]
+                    self._ask(node, task)
+                    answer = [self.asked.pop(node.name).result()]
                 if layout.tp > 1:
                     dist.broadcast_object_list(answer, group=self._mesh(layout)["tp"].get_group(), group_src=0)
             last = answer[0].share.last
+            following = self.following.get(node.name) if last else node
+            if following is not None and self._first(following):
+                self._ask(following, task)
             yield answer[0]
+
+    def _ask(self, node: Node, task: Task) -> None:
+        """Asks the dock for the node's next share, unless that is under way."""
+        if node.name not in self.asked:
+            group = self.plan.placement(node.name).layout.coordinates(self.rank)[1]
+            self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
     # The verbs: a batch in, the written columns out.
 
