@@ -27,6 +27,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -140,13 +141,16 @@ def speed(rounds: int, iterations: int) -> None:
     rows = compile(PROGRAMS[1]).graph.rows[-1]
     sides = {"ours": ours, "trl": theirs}
     found: dict[int, dict[str, list[Line]]] = {r: {s: [] for s in sides} for r in PROGRAMS}
-    for _ in range(rounds):
+    for number in range(rounds):
         for ranks in PROGRAMS:
             for side, measure in sides.items():
-                found[ranks][side] += measure(ranks, iterations)
+                lines = measure(ranks, iterations)
+                found[ranks][side] += lines
+                middle = statistics.median(x["iteration"] for x in lines)
+                print(f"round {number + 1}, {ranks} ranks, {side}: {middle:.3f} s an iteration", file=sys.stderr)
     figures: dict[str, Any] = {}
     for ranks, by_side in found.items():
-        middle = {s: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for s, xs in by_side.items()}
+        medians = {s: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for s, xs in by_side.items()}
         quiet = {s: statistics.quantiles([x["iteration"] for x in xs], n=4)[0] for s, xs in by_side.items()}
         table = Table(title=f"{ranks} rank{'s' * (ranks > 1)} with {THREADS[ranks]} thread{'s' * (THREADS[ranks] > 1)}")
         table.title_justify, table.box = "left", None
@@ -154,8 +158,8 @@ def speed(rounds: int, iterations: int) -> None:
         for side in sides:
             table.add_column(side, justify="right")
         for name in (*(p[0] for p in PHASES), "reward", "reshard", "dock", "outside", "iteration", "cpu"):
-            table.add_row(name, *(f"{middle[s][name]:.4f}" if name in middle[s] else "" for s in sides))
-        speeds = {s: rows / middle[s]["iteration"] for s in sides}
+            table.add_row(name, *(f"{medians[s][name]:.4f}" if name in medians[s] else "" for s in sides))
+        speeds = {s: rows / medians[s]["iteration"] for s in sides}
         table.add_row("responses/s", *(f"{speeds[s]:,.0f}" for s in sides))
         table.add_row("iterations measured", *(str(len(by_side[s])) for s in sides))
         Console().print(table)
@@ -163,8 +167,8 @@ def speed(rounds: int, iterations: int) -> None:
         figures |= {f"{s}_responses_per_s{tail}": round(speed, 1) for s, speed in speeds.items()} | {
             f"ratio{tail}": round(speeds["ours"] / speeds["trl"], 3),
             f"ratio_quiet{tail}": round(quiet["trl"] / quiet["ours"], 3),
-            f"cpu_ratio{tail}": round(middle["trl"]["cpu"] / middle["ours"]["cpu"], 3),
-            f"overhead_share{tail}": round(middle["ours"]["overhead_share"], 4),
+            f"cpu_ratio{tail}": round(medians["trl"]["cpu"] / medians["ours"]["cpu"], 3),
+            f"overhead_share{tail}": round(medians["ours"]["overhead_share"], 4),
         }
     print(json.dumps(figures))
 
@@ -208,6 +212,7 @@ def curves(seeds: int, iterations: int, every: int, out: Path) -> None:
         for side, measure in sides.items():
             curve = measure(seed, iterations, every)
             found[side].append(curve)
+            print(f"seed {seed}, {side}: {curve}", file=sys.stderr)
             cells += [f"{curve[0][2]:.3f}", f"{curve[-1][2]:.3f}", f"{curve[-1][1]:.1f}"]
         table.add_row(str(seed), *cells)
     Console().print(table)
