@@ -1,10 +1,11 @@
 # `make demo` trains the example, `make test` checks everything; both set up .venv first.
 PYTHON ?= python3
 VENV := .venv
+VENV_TRL := .venv-trl
 BIN := $(VENV)/bin
 SEED ?= 0
 
-.PHONY: demo control test lint bench-compile bench-phases clean
+.PHONY: demo control test lint bench-compile bench-phases bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -35,5 +36,17 @@ bench-compile: $(VENV)/ready
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
 
+$(VENV_TRL)/ready: constraints/trl.txt
+	$(PYTHON) -m venv $(VENV_TRL)
+	$(VENV_TRL)/bin/pip install --quiet --constraint constraints/trl.txt torch
+	$(VENV_TRL)/bin/pip install --quiet --constraint constraints/trl.txt trl
+	touch $@
+
+bench-trl: $(VENV)/ready $(VENV_TRL)/ready
+	$(BIN)/python bench/trl.py
+
+bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
+	$(BIN)/python bench/trl.py --curves
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV_TRL)

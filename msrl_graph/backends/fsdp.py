@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import EngineSpec, Packed, Shard
 from ..layout import Layout, shard
 from ..plan import Model
-from . import transformer
+from . import prefixes, transformer
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +44,7 @@ class Engine:
         if recompute:
             module.gradient_checkpointing_enable()
         module.requires_grad_(optimizer is not None)
+        prefixes.prepare(module)
         if layout.tp > 1:
             _divide_tensors(module, mesh["tp"])
             self._tie(module)
@@ -86,7 +87,7 @@ class Engine:
     def logp(self, packed: Packed, temperature: float) -> torch.Tensor:
         import torch
 
-        values: torch.Tensor = self.module(packed.ids, packed.row, packed.position, packed.token, temperature)
+        values: torch.Tensor = self.module(prefixes.tree(packed), packed.token, temperature)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
             for part in (*self.module.model.layers, self.module):
@@ -128,16 +129,13 @@ def _divide_tensors(module: Any, mesh: DeviceMesh) -> None:
     parallelize_module(module, mesh, ends)
 
 
-def _token_logp(
-    module: Any, ids: torch.Tensor, row: torch.Tensor, position: torch.Tensor, token: torch.Tensor, temperature: float
-) -> torch.Tensor:
-    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Padding is at the right, so
-    causal attention alone keeps it out; logits are made only where a response token is predicted, and in float32."""
+def _token_logp(module: Any, found: prefixes.Tree, token: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are made only where a
+    response token is predicted, and in float32."""
     import torch
 
-    hidden = module.model(input_ids=ids, use_cache=False).last_hidden_state
-    logits = module.lm_head(hidden[row, position]).float() / temperature
-    return -torch.nn.functional.cross_entropy(logits, token, reduction="none")
+    hidden = prefixes.states(module.model, found).index_select(0, found.before)
+    return -torch.nn.functional.cross_entropy(module.lm_head(hidden).float() / temperature, token, reduction="none")
 
 
 def _local(parameter: Any) -> torch.Tensor:

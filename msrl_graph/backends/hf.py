@@ -86,7 +86,8 @@ class Engine:
     def _wave(
         self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """Prefills each prompt once, left-padded, then decodes all its samples; finished rows leave the batch when half have finished."""
+        """Prefills each prompt once, left-padded, then decodes; rows that have drawn alike so far are one in the batch, and what has
+        finished leaves it when half has."""
         import numpy as np
         import torch
         from transformers.cache_utils import DynamicCache
@@ -99,31 +100,34 @@ class Engine:
             mask[i, width - len(prompt) :] = 1
         cache = DynamicCache(config=self.module.config)
         logits = self._logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
-        n = sampling.samples
-        logits, mask = logits.repeat_interleave(n, 0), mask.repeat_interleave(n, 0)
-        if n > 1:
-            cache.batch_repeat_interleave(n)
         out = np.zeros((len(rows), sampling.max_tokens), np.int32)
         logps = np.zeros((len(rows), sampling.max_tokens), np.float32)
         lengths = np.zeros(len(rows), np.int64)
-        alive = np.arange(len(rows))  # the rows in the batch, finished ones among them
-        running = np.ones(len(rows), bool)
+        running = np.arange(len(rows))
+        place = np.repeat(np.arange(len(prompts)), sampling.samples)  # where in the batch each running row is
         for step in range(sampling.max_tokens):
-            token, logp = self._draw(logits, rows[alive], step, sampling)
-            going = running[alive]
-            out[alive[going], step] = token[going]
-            logps[alive[going], step] = logp[going]
-            lengths[alive[going]] = step + 1
-            running[alive[going & np.isin(token, self.ends)]] = False
-            if step + 1 == sampling.max_tokens or not running.any():
+            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], step, sampling)
+            out[running, step] = token
+            logps[running, step] = logp
+            lengths[running] = step + 1
+            going = ~np.isin(token, self.ends)
+            running, place, token = running[going], place[going], token[going]
+            if step + 1 == sampling.max_tokens or not len(running):
                 break
-            if running[alive].sum() * 2 <= len(alive):
-                keep = np.flatnonzero(running[alive])
-                cache.batch_select_indices(torch.from_numpy(keep))
-                alive, mask, token = alive[keep], mask[torch.from_numpy(keep)], token[keep]
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
+            vocabulary = logits.shape[-1]
+            distinct, which = np.unique(place * vocabulary + token, return_inverse=True)
+            parent, token = np.divmod(distinct, vocabulary)
+            if len(np.unique(parent)) == len(parent) and len(parent) * 2 > len(logits):
+                # Nothing parts, and little has finished: to carry that along takes less than to copy the cache.
+                fed = np.zeros(len(logits), np.int64)
+                fed[parent] = token
+            else:
+                fed, place = token, which
+                cache.batch_select_indices(torch.from_numpy(parent))
+                mask = mask[torch.from_numpy(parent)]
+            mask = torch.cat([mask, mask.new_ones(len(fed), 1)], 1)
             position = mask.sum(1, keepdim=True) - 1
-            logits = self._logits(torch.from_numpy(token)[:, None], mask, position, cache)
+            logits = self._logits(torch.from_numpy(fed)[:, None], mask, position, cache)
         ends = list(enumerate(lengths))
         return [out[i, :n].copy() for i, n in ends], [logps[i, :n].copy() for i, n in ends]
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,8 @@ class Rank(Engines):
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
+        self.asking = ThreadPoolExecutor(1)
+        self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
         return os.getpid()
 
@@ -71,6 +75,8 @@ class Rank(Engines):
         self.stepped = False  # whether weights have changed since the task began
         here = self.pool.name if self.pool else ""
         instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
+        nodes = [self.plan.graph.node(i.node) for i in instructions if i.op == "RUN"]
+        self.following = {a.name: b for a, b in pairwise(nodes)}
         for instruction in instructions:
             self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
             if measure:
@@ -121,19 +127,29 @@ class Rank(Engines):
         return self.plan.placement(node.name).layout.coordinates(self.local)[0] == 0
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer."""
+        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer. While
+        it computes a batch the next is asked for, the next node's after the last."""
         placement = self.plan.placement(node.name)
-        group = placement.layout.coordinates(self.local)[1]
         last = False
         while not last:
             answer: list[Any] = [None]
             with report.phase("dock"):
                 if self._first(node):
-                    answer = [self.client.take(node.name, task, group)]
+                    self._ask(node, task)
+                    answer = [self.asked.pop(node.name).result()]
                 if placement.layout.tp > 1:
                     dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
             last = answer[0].share.last
+            following = self.following.get(node.name) if last else node
+            if following is not None and self._first(following):
+                self._ask(following, task)
             yield answer[0]
+
+    def _ask(self, node: Node, task: Task) -> None:
+        """Asks the dock for the node's next share, unless that is under way."""
+        if node.name not in self.asked:
+            group = self.plan.placement(node.name).layout.coordinates(self.local)[1]
+            self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
     # The verbs: a batch in, the written columns out.
 
