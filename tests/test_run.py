@@ -339,9 +339,7 @@ def test_a_wait_that_passes_its_deadline_says_who_waited_for_what(place):
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
-    waited = (
-        "`actor.update` (group 0) waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, 3, 4, ...)"
-    )
+    waited = "`actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, 3, 4, ...)"
     assert waited in err, err
     place.assert_clean()
 
@@ -356,7 +354,7 @@ def test_a_deadline_is_told_by_the_dock_under_tensor_parallelism_too_and_work_th
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
     (stale := place.temporary / "msrl-999999999-x").mkdir()  # as a run leaves it that was killed: the next one removes it
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
-    assert code == 3 and "waited 3 s in train/0 for `advantage` from `host.advantage`" in err, err
+    assert code == 3 and "has waited 3 s in train/0 for `advantage` from `host.advantage`" in err, err
     assert not stale.exists()
     place.write(*changes)  # nobody waits for the reward of an evaluation
     begin = time.monotonic()

@@ -242,9 +242,9 @@ class _Supervisor:
             if result.kind == "failed" or restarts > limit:
                 kept = f"; go on from its last checkpoint with --resume {out}" if known else ""
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
-                raise RunFailed(f"{result.message}{tired}; the files of the run so far are in {out}{kept}")
+                raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {out}{kept}"))
             where = f"from the checkpoint of iteration {known[1].iteration}" if known else "from the beginning, for want of a checkpoint"
-            self.console.print(f"{result.message}; starting anew {where} ({restarts} of {limit})")
+            self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"), markup=False)
         raise AssertionError
 
     def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
@@ -317,6 +317,12 @@ class _Supervisor:
                 last[name] = {c: line[c] for c in columns[name] if c in line}
                 first.setdefault(name, last[name])
         return Outcome(out, first, last, {e.data: e.label for e in evaluations})
+
+
+def _first(message: str, more: str) -> str:
+    """The message with more at the end of its first line: what follows is the wait-for graph."""
+    head, newline, rest = message.partition("\n")
+    return head + more + newline + rest
 
 
 def end(folder: str, session: int = 0) -> None:

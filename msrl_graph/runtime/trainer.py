@@ -22,7 +22,7 @@ from rich.console import Console
 from ..diagnostics import Fault
 from ..plan import Evaluation, Plan
 from . import checkpoint
-from .actors import Picture, Task
+from .actors import DockTimeout, Picture, Task
 from .display import Display, Tail, comparison
 from .pool import Pool, alive
 from .record import Recorder
@@ -90,22 +90,25 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         return driver.whole()
     except KeyboardInterrupt:
         return Result("interrupted", status=128 + signals.last)
-    except Fault as fault:
-        return Result("fault", diagnostics=list(fault.diagnostics))
-    except (RunError, OSError) as error:
-        return Result("failed", str(error))
+    # First: what a process of Ray's raised is also of the class of its cause.
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, Fault):
             return Result("fault", diagnostics=list(cause.diagnostics))
-        words = driver.words() if driver is not None else ""
-        if isinstance(cause, RunError):
+        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout):
+            return Result("failed", str(cause))
+        words = driver.words(str(cause)) if driver is not None else ""
+        if isinstance(cause, DockTimeout):
             return Result("failed", f"{cause}{words}")
         dead = pool.dead()
         if dead or isinstance(error, ray.exceptions.RayActorError):
             return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead) if driver else ''}{words}")
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{words}")
+    except Fault as fault:
+        return Result("fault", diagnostics=list(fault.diagnostics))
+    except (RunError, OSError) as error:
+        return Result("failed", str(error))
 
 
 def _tell(folder: str, result: Result) -> None:
@@ -276,11 +279,11 @@ class Driver:
         told = [f"in {doing[name]}" for name in names if name in doing]
         return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
 
-    def words(self) -> str:
-        """Who waits for what: the wait-for graph in lines."""
+    def words(self, told: str = "") -> str:
+        """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
         with suppress(self.ray.exceptions.RayError):
             self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
-        lines = [str(wait) for p in self.pictures for wait in p.waits]
+        lines = [str(wait) for p in self.pictures for wait in p.waits if str(wait).split(" has waited ")[0] not in told]
         lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
         return "".join(f"\n  {line}" for line in lines)
 
