@@ -4,8 +4,9 @@ VENV := .venv
 VENV_TRL := .venv-trl
 BIN := $(VENV)/bin
 SEED ?= 0
+KILLS ?= 200
 
-.PHONY: demo control test lint bench-compile bench-phases bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos bench-compile bench-phases bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -29,6 +30,10 @@ lint: $(VENV)/ready
 
 test: lint
 	$(BIN)/pytest
+
+# Kills processes of runs and counts what that costs; 200 take about an hour.
+chaos: $(VENV)/ready
+	$(BIN)/python bench/chaos.py --kills $(KILLS)
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py

@@ -40,6 +40,8 @@ TARGETS = {
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
 }
+# Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
+RESTARTS = TARGETS.keys() - {"controllers", "functions"}
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")  # the rest of a line never differs
 
 
@@ -95,6 +97,9 @@ class Place:
                 continue
         return found
 
+    def drivers(self) -> set[int]:
+        return {pid for pid, command in self.processes().items() if TARGETS["driver"] in command}
+
     def result(self, out: str) -> tuple[list[dict[str, object]], dict[str, bytes]]:
         lines = [json.loads(x) for x in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
         lines = [{k: v for k, v in x.items() if k not in TIMES} for x in lines]
@@ -137,7 +142,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     names = options.only or list(TARGETS)
     count.runs += 1
     process = place.start(out)
-    pending: tuple[str, float, int] | None = None  # the last kill, when, and how many lines there were
+    pending: tuple[str, float, int, set[int]] | None = None  # the last kill, when, how many lines there were, and the driver's id
     due = 0.0
     seen, changed = -1, time.monotonic()
     while True:
@@ -145,8 +150,8 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
         now, lines = time.monotonic(), place.lines(out)
         if lines != seen:
             seen, changed = lines, now
-            if pending is not None and lines > pending[2]:  # further than it was
-                name, since, _ = pending
+            if pending is not None and lines > pending[2] and not (pending[0] in RESTARTS and pending[3] & place.drivers()):
+                name, since = pending[:2]  # it is further than it was
                 count.recover.setdefault(name, []).append(now - since)
                 pending = None
             if due == 0.0 and lines > 0 and kills:
@@ -176,13 +181,14 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
             if not victims:
                 due = now + 0.2
                 continue
+            drivers = place.drivers()
             try:
                 os.kill(chance.choice(victims), signal.SIGKILL)
             except ProcessLookupError:
                 continue
             kills -= 1
             count.kills[name] = count.kills.get(name, 0) + 1
-            pending = (name, time.monotonic(), lines)
+            pending = (name, time.monotonic(), lines, drivers)
             seen = lines
     clean(place, count, out)
     if process.returncode != 0:
