@@ -339,8 +339,10 @@ def test_a_wait_that_passes_its_deadline_says_who_waited_for_what(place):
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
-    assert "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32" in err, (
-        err
+    head = "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows"
+    assert head in err, err
+    graph = "\n  functions of host 0 has been in host.reward in train/0 for 3 s\n  rank 0 has been in RUN actor.update in train/0"
+    assert graph in err, err
     )
     assert "\n  functions of host 0 has been in host.reward in train/0 for 3 s\n  rank 0 has been in RUN actor.update in train/0" in err, (
         err
