@@ -306,6 +306,37 @@ def test_a_ray_that_lacks_the_devices_is_refused_with_what_there_is(place):
 
 
 @pytest.mark.slow
+def test_three_hosts_train_as_one(place):
+    """Three raylets on this machine: a warehouse, a function host and a rank on each, controllers on the first."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    place.write(*ONE_RANK, ("every = 40", "every = 1"))
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "one")
+    assert code == 0, err
+    three = [("nodes = 1, devices_per_node = 2", "nodes = 3, devices_per_node = 1"), ("{ dp = 2, zero = 3 }", "{ dp = 3, zero = 3 }")]
+    place.write(*three, ("{ tp = 2 }", "{ dp = 3 }"), ("mini_batch = 256", "mini_batch = 96"), ("every = 40", "every = 1"))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1)
+        code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "three", "--verbose", RAY_ADDRESS=cluster.address)
+        assert code == 0, err
+    finally:
+        cluster.shutdown()
+        ray.shutdown()
+    for a, b in zip(metrics(place.folder / "one"), metrics(place.folder / "three"), strict=True):
+        for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "rows"):
+            if key in a:
+                assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
+    moved = metrics(place.folder / "three")[1]["dock_bytes"]
+    assert moved["actor.update get away"] > 0
+    logs = {p.name for p in (place.folder / "three" / "logs").iterdir()}
+    assert {"rank-0.log", "rank-2.log", "functions-of-host-1.log", "driver.log"} <= logs
+    place.assert_clean()
+
+
+@pytest.mark.slow
 def test_prompts_that_are_all_too_long_are_refused(place):
     place.write(("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
     code, _, err = place.run("p.rlg", "--out", "results")

@@ -251,6 +251,8 @@ class _Deploy:
         elif statement.kind == "reshard":
             self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
         else:
+            if "resume" in values:
+                values["resume"] = str(self.folder / str(values["resume"]))
             self.run = replace(self.run, span=span, **values)  # type: ignore[arg-type]
 
     def _evaluate(self, statement: ast.Evaluate) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,28 +18,22 @@ from typing import Any
 import numpy as np
 import ray
 
+from . import log
 from .columns import Array, Column, concatenate
 from .dock import Batch, Controller, Reader, Round, Share, Warehouse, assemble, rows_of, split
 from .report import RunError
 
 
-def settle(folder: str, log: str) -> None:
+def settle(folder: str, logs: str, process: str) -> None:
     """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.
 
-    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind. What is printed, by
-    whatever code, goes to the file `log` (empty: where Ray puts it).
+    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind; what is printed goes
+    to a file in `logs`.
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-    if log:
-        with suppress(OSError):  # a full disk, or a host that does not see the folder: Ray's own files remain
-            Path(log).parent.mkdir(parents=True, exist_ok=True)
-            with Path(log).open("ab") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)
 
 
 class DockTimeout(RunError):
@@ -247,6 +239,7 @@ class Client:
 
     def at(self, what: str) -> None:
         """Tells what this process begins to do; nobody waits for it."""
+        log.at(what)
         self._at.remote(self.process, what)
 
     def take(self, node: str, task: Task, group: int) -> Batch:

@@ -66,7 +66,7 @@ class Display:
 
 
 class Tail:
-    """Shows what the processes of a run print into their logs, each line with its process in front, until it is closed."""
+    """Shows what the processes of a run print into their logs, until it is closed."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
@@ -88,7 +88,7 @@ class Tail:
             whole = text[: text.rfind(b"\n") + 1]
             self.places[path] = self.places.get(path, 0) + len(whole)
             for line in whole.decode("utf-8", "replace").splitlines():
-                self.say(f"{path.stem} | {line}")
+                self.say(line)
 
     def close(self) -> None:
         self.over.set()

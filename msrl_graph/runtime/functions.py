@@ -33,8 +33,8 @@ from .wrong import Watch, not_finite, vocabulary
 class FunctionHost:
     """The function nodes of one host; host 0 also runs the source."""
 
-    def __init__(self, plan: bytes, host: int, folder: str, log: str, controllers: dict[str, str], warehouses: list[str]) -> None:
-        settle(folder, log)
+    def __init__(self, plan: bytes, host: int, folder: str, logs: str, controllers: dict[str, str], warehouses: list[str]) -> None:
+        settle(folder, logs, f"functions of host {host}")
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
         self.client = Client(f"functions of host {host}", readers(self.plan), controllers, warehouses, host, home(self.plan, host, 0))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,9 +91,6 @@ class Pool:
             self.names[handle._actor_id.hex()] = name
             return handle
 
-        def log(name: str) -> str:
-            return str(Path(self.logs) / f"{name.replace(' ', '-')}.log") if self.logs else ""
-
         self.warehouses = [
             start(actors.WarehouseHost, name, h, i, h) for i, (name, h) in enumerate(zip(stores, plan.docks.warehouses, strict=True))
         ]
@@ -118,10 +114,10 @@ class Pool:
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
         for r in range(cluster.devices):
             name = f"rank {r}"
-            self.ranks.append(start(worker.Rank, name, cluster.host(r), text, r, threads, self.folder, log(name), **resource))
+            self.ranks.append(start(worker.Rank, name, cluster.host(r), text, r, threads, self.folder, self.logs, **resource))
         for h in range(cluster.nodes):
             name = f"functions of host {h}"
-            arguments = (zlib.compress(text.encode()), h, self.folder, log(name), controllers, stores)
+            arguments = (zlib.compress(text.encode()), h, self.folder, self.logs, controllers, stores)
             self.functions.append(start(functions.FunctionHost, name, h, *arguments, **again))
         self.started = [f.start.remote() for f in self.functions]
         ray.get(connected)

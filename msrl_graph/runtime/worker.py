@@ -37,8 +37,8 @@ from .report import Report
 class Rank(Engines):
     """A rank of one of the pools of devices."""
 
-    def __init__(self, plan: str, rank: int, threads: int, folder: str, log: str) -> None:
-        settle(folder, log)
+    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
+        settle(folder, logs, f"rank {rank}")
         # gloo and torch would otherwise each take a thread for every core of the machine.
         torch.set_num_threads(threads)
         super().__init__(from_json(plan), rank)
