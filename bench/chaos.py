@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=150.0)
     parser.add_argument("--only", choices=TARGETS, action="append")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     count = Count()
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), options.iterations)

@@ -34,7 +34,7 @@ def one_rank(*changes):
     return compile(EXAMPLE / "grpo.rlg", text=text, sets={"prompts": "4", "group": "2"})
 
 
-class Stage(Rank.__ray_metadata__.modified_class):
+class Stage(Rank):
     """Needs a process group."""
 
     def __init__(self, plan, rank=0):

@@ -21,7 +21,7 @@ import ray
 from . import log
 from .columns import Array, Column, concatenate
 from .dock import Batch, Controller, Reader, Round, Share, Warehouse, assemble, rows_of, split
-from .report import RunError
+from .report import Report, RunError
 
 
 def settle(folder: str, logs: str, process: str) -> None:
@@ -173,6 +173,34 @@ class ControllerHost:
         now = time.monotonic()
         waits = tuple(self._wait(node, group) for node, group in sorted(self.waits))
         return Picture(self.last, self.moves, waits, {p: (what, now - since) for p, (what, since) in self.doing.items()})
+
+
+@ray.remote
+class RankHost:
+    """The process of a worker.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without torch."""
+
+    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
+        from .worker import Rank
+
+        self.rank = Rank(plan, rank, threads, folder, logs)
+
+    def address(self) -> tuple[str, int]:
+        return self.rank.address()
+
+    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> None:
+        self.rank.start(address, controllers, warehouses)
+
+    def run(self, task: Task, measure: bool) -> Report:
+        return self.rank.run(task, measure)
+
+    def checkpoint(self, folder: str) -> tuple[list[Any], dict[str, int], str]:
+        return self.rank.checkpoint(folder)
+
+    def resume(self, folder: str, steps: dict[str, int]) -> None:
+        self.rank.resume(folder, steps)
+
+    def save(self, worker: str, folder: str) -> None:
+        self.rank.save(worker, folder)
 
 
 @ray.remote(num_cpus=0, max_concurrency=1000)

@@ -72,7 +72,7 @@ class Pool:
         self._place(asked)
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as OnHost
 
-        from . import actors, functions, worker
+        from . import actors, functions
 
         def on(host: int) -> Any:
             return OnHost(self.group, placement_group_bundle_index=host)
@@ -114,7 +114,7 @@ class Pool:
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
         for r in range(cluster.devices):
             name = f"rank {r}"
-            self.ranks.append(start(worker.Rank, name, cluster.host(r), text, r, threads, self.folder, self.logs, **resource))
+            self.ranks.append(start(actors.RankHost, name, cluster.host(r), text, r, threads, self.folder, self.logs, **resource))
         for h in range(cluster.nodes):
             name = f"functions of host {h}"
             arguments = (zlib.compress(text.encode()), h, self.folder, self.logs, controllers, stores)

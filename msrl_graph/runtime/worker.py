@@ -8,7 +8,6 @@ Layouts number the ranks of a pool, torch.distributed those of all pools: `first
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -33,7 +32,6 @@ from .packing import flat, pack
 from .report import Report
 
 
-@ray.remote
 class Rank(Engines):
     """A rank of one of the pools of devices."""
 
@@ -52,8 +50,8 @@ class Rank(Engines):
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> int:
-        """Joins the other ranks and builds the engines; this process's id."""
+    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> None:
+        """Joins the other ranks and builds the engines."""
         plan = self.plan
         host = plan.cluster.host(self.rank)
         self.client = Client(f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
@@ -64,11 +62,10 @@ class Rank(Engines):
         self.asking = ThreadPoolExecutor(1)
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
-        return os.getpid()
 
     # The instructions, by name.
 
-    def run(self, task: Task, measure: bool = False) -> Report:
+    def run(self, task: Task, measure: bool) -> Report:
         """Walks the stream of this pool for one task."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
