@@ -16,6 +16,7 @@ from stage import EXAMPLE, Stage, one_rank, same
 from test_ranks import mesh, model
 from torch import distributed as dist
 
+from msrl_graph import compile
 from msrl_graph.backends import fsdp
 from msrl_graph.layout import Layout
 from msrl_graph.runtime import wrong
@@ -60,6 +61,9 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
     reads = {r.node: [c for c, _, _ in r.reads] for r in readers(plan)}
     assert reads["actor.infer"] == ["prompt", "response", "response.logp"] and reads["reference.infer"] == ["prompt", "response"]
     assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == ("response.logp", 1, "actor.generate")
+    text = (EXAMPLE / "grpo.rlg").read_text().replace("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update")
+    apart = compile(EXAMPLE / "grpo.rlg", text=text.replace("  layout actor.generate { tp = 2 }\n", ""))
+    assert len(apart.pools) == 2 and wrong.comparison(apart) == wrong.comparison(plan)
     assert wrong.comparison(one_rank(*NO_INFER)).node == "actor.update"
     assert wrong.comparison(one_rank(("temperature = 1.0", "temperature = 0.5"))).tolerance == 2e-3
     half = one_rank(("run {", "engine actor.generate = hf { dtype = bf16 }\n  run {"))

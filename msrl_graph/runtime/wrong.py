@@ -48,7 +48,8 @@ def drawn(graph: Graph, node: Node) -> tuple[str, str]:
 def comparison(plan: Plan) -> Comparison | None:
     """Who compares: the first state after the generation that computes the response's log-probabilities with the generator's weights."""
     graph = plan.graph
-    order = [graph.node(i.node) for s in plan.schedule if (s.pool, s.task) == ("devices", "train") for i in s.instructions if i.op == "RUN"]
+    # The states of one worker are in one pool, so the order of the pools does not matter.
+    order = [graph.node(i.node) for s in plan.schedule if s.task == "train" for i in s.instructions if i.op == "RUN"]
     for node in graph.verb("generate"):
         response, column = drawn(graph, node)
         edges = [e for e in graph.reshards() if e.dst == node.name]
