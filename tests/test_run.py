@@ -340,7 +340,7 @@ def test_a_wait_that_passes_its_deadline_says_who_waited_for_what(place):
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
     waited = (
-        "`actor.update` (group 0) waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, 3, 4, ...)"
+        "`actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, 3, 4, ...)"
     )
     assert waited in err, err
     place.assert_clean()

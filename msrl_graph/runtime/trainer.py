@@ -90,11 +90,7 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         return driver.whole()
     except KeyboardInterrupt:
         return Result("interrupted", status=128 + signals.last)
-    except Fault as fault:
-        return Result("fault", diagnostics=list(fault.diagnostics))
-    except (RunError, OSError) as error:
-        return Result("failed", str(error))
-    except ray.exceptions.RayError as error:
+    except ray.exceptions.RayError as error:  # first: what Ray raises for a process's Fault or RunError is one too, in Ray's words
         cause = getattr(error, "cause", None)
         if isinstance(cause, Fault):
             return Result("fault", diagnostics=list(cause.diagnostics))
@@ -106,6 +102,10 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead) if driver else ''}{words}")
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{words}")
+    except Fault as fault:
+        return Result("fault", diagnostics=list(fault.diagnostics))
+    except (RunError, OSError) as error:
+        return Result("failed", str(error))
 
 
 def _tell(folder: str, result: Result) -> None:
