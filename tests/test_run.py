@@ -339,9 +339,7 @@ def test_a_wait_that_passes_its_deadline_says_who_waited_for_what(place):
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
-    waited = (
-        "`actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, 3, 4, ...)"
-    )
+    waited = "`actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows missing: 0, 1, 2, "
     assert waited in err, err
     place.assert_clean()
 
