@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
-from . import checkpoint, data
+from . import checkpoint, data, rows
 from .pool import alive, check_machine
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
@@ -75,6 +75,8 @@ class Options:
 
     measure: bool = False  # memory, at each instruction of an iteration
     verbose: bool = False  # what the processes print, as they print it
+    record: bool = False  # the rows of each iteration are written into the run's folder
+    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
 
 
 @dataclass(frozen=True)
@@ -166,21 +168,23 @@ class Prepared:
         ]
 
 
-def prepare(plan: Plan, out: Path | str | None = None, resume: str = "") -> Prepared:
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
     """Everything that can be checked without starting a process; `Fault` for what is wrong."""
-    rows = check(plan)
+    sizes = check(plan)
     plan = _absolute(plan)
     target = resume or plan.deploy.run.resume
     if not target:
-        return Prepared(plan, rows, _folder(plan, out), out is not None, None, None, [])
+        rows.check(plan, options.record, options.replay, 0)
+        return Prepared(plan, sizes, _folder(plan, out), out is not None, None, None, [])
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     begin, manifest, warnings = checkpoint.resumed(plan, target, span)
     home = begin.parent.parent
     if out is None and begin != checkpoint.found(home)[-1]:
         what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
         raise Fault(Diagnostic("bad-checkpoint", what, span, "name another folder for the results with --out"))
+    rows.check(plan, options.record, options.replay, manifest.iteration)
     folder = home if out is None else _folder(plan, out)
-    return Prepared(plan, rows, folder, True, begin, manifest, warnings)
+    return Prepared(plan, sizes, folder, True, begin, manifest, warnings)
 
 
 def run(
@@ -193,13 +197,15 @@ def run(
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
     often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
-    made = prepare(plan, out, resume)
+    made = prepare(plan, out, resume, options)
     return _Supervisor(made, options, stderr).whole()
 
 
 class _Supervisor:
-    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None) -> None:
-        self.plan, self.made, self.options, self.stderr = made.plan, made, options, stderr
+    def __init__(
+        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = ("-m", "msrl_graph.runtime.trainer")
+    ) -> None:
+        self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Console(file=stderr or sys.stderr, highlight=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.asked = 0  # signals so far
@@ -255,9 +261,10 @@ class _Supervisor:
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             attempt = Attempt(self.plan, str(out), str(folder), os.getpid(), resume, lines, self.options)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
-            command = [sys.executable, "-m", "msrl_graph.runtime.trainer", str(folder)]
+            command = [sys.executable, *self.driver, str(folder)]
             # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
-            environment = {**os.environ, MARK: str(folder)}
+            # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
+            environment = {**os.environ, MARK: str(folder), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
             logs = out / "logs"
             logs.mkdir(exist_ok=True)
             with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results

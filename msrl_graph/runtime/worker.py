@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from .dock import Batch, expand, home, readers
 from .engines import Engines
 from .packing import flat, pack
 from .report import Report
+from .rows import Recording
 
 
 @ray.remote
@@ -43,6 +45,7 @@ class Rank(Engines):
         self.seed = self.plan.deploy.run.seed
         self.watch = wrong.Watch(self.plan)
         self.store: Any = None
+        self.recording: Recording | None = None  # where responses of training come from, if not from the generator
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
@@ -61,6 +64,10 @@ class Rank(Engines):
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
         self.build()
         return os.getpid()
+
+    def replay(self, folder: str) -> None:
+        """Takes the responses of training from a recorded run from now on."""
+        self.recording = Recording(Path(folder))
 
     # The instructions, by name.
 
@@ -154,7 +161,10 @@ class Rank(Engines):
         rows = expand(batch.rows, 0, 1, task.fan)
         if not len(rows):
             return {}
-        tokens, logps = self.generators[node.name].generate(context, rows, sampling)
+        if self.recording is not None and task.name == "train":
+            tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, task.fan)
+        else:
+            tokens, logps = self.generators[node.name].generate(context, rows, sampling)
         column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
         self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
         report.count("response_length", float(len(column.values)), len(column))
