@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 
-.PHONY: demo control test lint bench-compile bench-phases clean
+.PHONY: demo control test lint bench-compile bench-phases invariance clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -34,6 +34,10 @@ bench-compile: $(VENV)/ready
 
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
+
+# What no layout, dock or order changes: the same numbers but for rounding, about 10 minutes.
+invariance: $(VENV)/ready
+	$(BIN)/python bench/invariance.py
 
 clean:
 	rm -rf $(VENV)

@@ -35,6 +35,7 @@ from . import checkpoint, data, rows
 from .pool import alive, check_machine
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
+DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
 
@@ -198,13 +199,13 @@ def run(
     often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
     made = prepare(plan, out, resume, options)
-    return _Supervisor(made, options, stderr).whole()
+    return Supervisor(made, options, stderr).whole()
 
 
-class _Supervisor:
-    def __init__(
-        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = ("-m", "msrl_graph.runtime.trainer")
-    ) -> None:
+class Supervisor:
+    """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
+
+    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER) -> None:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Console(file=stderr or sys.stderr, highlight=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
