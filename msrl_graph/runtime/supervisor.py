@@ -7,7 +7,6 @@ drives it when its servers are lost; it may be killed at any moment, and so may 
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
 from . import checkpoint, data, rows
+from .folder import choose, lock, make
 from .pool import alive, check_machine
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
@@ -176,7 +176,7 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
-        return Prepared(plan, sizes, _folder(plan, out), out is not None, None, None, [])
+        return Prepared(plan, sizes, choose(plan, out), out is not None, None, None, [])
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     begin, manifest, warnings = checkpoint.resumed(plan, target, span)
     home = begin.parent.parent
@@ -184,7 +184,7 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
         what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
         raise Fault(Diagnostic("bad-checkpoint", what, span, "name another folder for the results with --out"))
     rows.check(plan, options.record, options.replay, manifest.iteration)
-    folder = home if out is None else _folder(plan, out)
+    folder = home if out is None else choose(plan, out)
     return Prepared(plan, sizes, folder, True, begin, manifest, warnings)
 
 
@@ -214,10 +214,10 @@ class Supervisor:
 
     def whole(self) -> Outcome:
         fresh = not self.made.folder.exists()
-        out = self.made.folder if self.made.goes_on else _make(self.plan, self.made.folder, self.made.stated)
+        out = self.made.folder if self.made.goes_on else make(self.plan, self.made.folder, self.made.stated)
         for warning in self.made.warnings:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
-        with _lock(out), self._signals():
+        with lock(out), self._signals():
             try:
                 self._begin(out)
                 return self._attempts(out)
@@ -352,21 +352,6 @@ def _sweep() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Two runs never write into one folder. The lock goes with the process, however it ends."""
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            what = f"another run is writing into {out}"
-            raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
-        yield
-    finally:
-        os.close(handle)
-
-
 def _absolute(plan: Plan) -> Plan:
     """The plan with absolute paths: Ray's processes have a working directory of their own."""
 
@@ -381,34 +366,6 @@ def _absolute(plan: Plan) -> Plan:
     models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
     return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
-
-
-def _folder(plan: Plan, out: Path | str | None) -> Path:
-    """The folder of this run; never one that holds another's results."""
-    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
-    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what = ""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is there already and is not empty"
-    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = f"cannot be made: {nearest} is not a folder that can be written to"
-    if what:
-        help = "name another with --out"
-        if folder.is_dir() and checkpoint.found(folder):
-            help += f", or go on with the run in it: --resume {folder}"
-        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
-    return folder
-
-
-def _make(plan: Plan, folder: Path, stated: bool) -> Path:
-    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=stated)
-            return folder
-        except FileExistsError:
-            folder = _folder(plan, None)
 
 
 __all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]
