@@ -64,7 +64,7 @@ CONFIGURATIONS = {
     "two pools": How("apart actor.generate, actor.update", update="dp = 1", generate="dp = 1"),
     "dp 4, 3 warehouses": How("dock { replicas = 3 }", devices=4, update="dp = 4, zero = 3", generate="dp = 4"),
     "central dock": How("dock { mode = central }"),
-    "stream": How(STREAM),
+    "stream": How(STREAM, generate="dp = 2"),
     "balance tokens": How("host.advantage -> actor.update { balance = tokens }\n  actor.generate -> actor.infer { balance = tokens }"),
     "micro-batches": How("engine actor.update = fsdp { micro_batch = 3 }\n  engine actor.generate = hf { micro_batch = 3 }"),
     "shuffled arrival": How(f"dock {{ replicas = 3 }}{STREAM}", generate="dp = 2", shuffled=True),

@@ -63,6 +63,12 @@ def pair(request):
     team.close()
 
 
+def test_a_share_of_no_prompts_generates_nothing(alone):
+    stage, none = Stage(one_rank()), np.zeros(0, np.int64)
+    batch = Batch(Share(none, {}, 1, 1, {"prompt": 6}, 0, True), none, {})
+    assert stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told) == {}
+
+
 # Which rank gets each row; None: another mini-batch has it.
 PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(lambda places: any(p is not None for p in places))
 

@@ -145,6 +145,8 @@ class Rank(Engines):
     # The verbs: a batch in, the written columns out.
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+        if not len(batch.rows):  # a last chunk smaller than the groups are many
+            return {}
         greedy = next((e.temperature for e in self.plan.deploy.evaluations if e.data == task.name), None)
         response, as_drawn = wrong.drawn(self.plan.graph, node)
         sampling = Sampling(
@@ -159,8 +161,6 @@ class Rank(Engines):
         prompts = [batch.columns[c] for c in node.reads]
         context = [np.concatenate([c[i] for c in prompts]) for i in range(len(batch.rows))]
         rows = expand(batch.rows, 0, 1, task.fan)
-        if not len(rows):
-            return {}
         if self.recording is not None and task.name == "train":
             tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, task.fan)
         else:
