@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos bench-compile bench-phases bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-phases bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -52,6 +52,10 @@ bench-trl: $(VENV)/ready $(VENV_TRL)/ready
 
 bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
 	$(BIN)/python bench/trl.py --curves
+
+# What no layout, dock or order changes: the same numbers but for rounding, about 10 minutes.
+invariance: $(VENV)/ready
+	$(BIN)/python bench/invariance.py
 
 clean:
 	rm -rf $(VENV) $(VENV_TRL)

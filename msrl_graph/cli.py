@@ -196,6 +196,8 @@ def _run(argv: Sequence[str]) -> int:
     p.add_argument("--seed", metavar="N", type=_natural, help="override the seed")
     p.add_argument("--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)")
     p.add_argument("--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder")
+    p.add_argument("--record", action="store_true", help="write the rows of each iteration into the run's folder, as rows/*.parquet")
+    p.add_argument("--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones")
     p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
     p.add_argument("--verbose", action="store_true", help="show what the processes print, each line with its process in front")
     p.add_argument("--measure-memory", action="store_true", help="measure what a rank's tensors take, at each instruction of an iteration")
@@ -235,7 +237,15 @@ def run_plan(text: str, out: str | None) -> int:
         from .plan import from_json
 
         options = argparse.Namespace(
-            diagnostics="full", color="auto", out=out, resume=None, dry_run=False, verbose=False, measure_memory=False
+            diagnostics="full",
+            color="auto",
+            out=out,
+            resume=None,
+            record=False,
+            replay=None,
+            dry_run=False,
+            verbose=False,
+            measure_memory=False,
         )
         try:
             return _execute(from_json(text), options)
@@ -253,13 +263,13 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
     resume = options.resume or ""
+    watched = supervisor.Options(options.measure_memory, options.verbose, options.record, options.replay or "")
     if options.dry_run:
-        made = supervisor.prepare(plan, options.out, resume)
+        made = supervisor.prepare(plan, options.out, resume, watched)
         _tell(made.warnings, None, options)
         print("\n".join(made.lines()))
         return 0
     try:
-        watched = supervisor.Options(measure=options.measure_memory, verbose=options.verbose)
         outcome = supervisor.run(plan, options.out, resume, watched)
     except supervisor.RunFailed as error:
         _tell([Diagnostic("run-failed", str(error))], None, options)

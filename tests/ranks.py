@@ -1,6 +1,9 @@
-"""Runs a function on N real processes joined by torch.distributed over gloo."""
+"""Runs a function on N real processes joined by torch.distributed over gloo: once, or case after case."""
 
 import tempfile
+import time
+import traceback
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
@@ -23,3 +26,68 @@ def _rank(rank, world, folder, function, arguments):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+class Team:
+    """Ranks that stay: `function(rank, *arguments)` makes on each what then answers to every case."""
+
+    PATIENCE = 60.0  # seconds for an answer, many times what it takes
+
+    def __init__(self, world, function, *arguments):
+        self.world, self.function, self.arguments = world, function, arguments
+        self.pipes = []
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        ends = [context.Pipe() for _ in range(self.world)]
+        self.pipes = [ours for ours, _ in ends]
+        self.processes = [
+            context.Process(target=_stay, args=(rank, self.world, self.folder.name, self.function, self.arguments, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self.processes:
+            process.start()
+        self.answers(4 * self.PATIENCE)
+
+    def ask(self, *case):
+        """What each rank answers; fails where one raises, and where one has not answered in time."""
+        if not self.pipes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send(case)
+        return self.answers(self.PATIENCE)
+
+    def answers(self, patience):
+        found, until = {}, time.monotonic() + patience
+        while len(found) < self.world:
+            ready = connection.wait([p for p in self.pipes if p not in found], max(0, until - time.monotonic()))
+            found |= {pipe: pipe.recv() for pipe in ready}
+            wrong = [words for _, words in found.values() if words]
+            if wrong or not ready:
+                hanging = [rank for rank, pipe in enumerate(self.pipes) if pipe not in found]
+                self.close()
+                raise AssertionError("\n".join(wrong) or f"ranks {hanging} hang")
+        return [found[pipe][0] for pipe in self.pipes]
+
+    def close(self):
+        """Ends the ranks; the next case starts new ones."""
+        if self.pipes:
+            for process in self.processes:
+                process.kill()
+                process.join()
+            self.pipes = []
+            self.folder.cleanup()
+
+
+def _stay(rank, world, folder, function, arguments, pipe):
+    def serve(rank, _):
+        act = function(rank, *arguments)
+        pipe.send((None, ""))
+        while True:
+            pipe.send((act(*pipe.recv()), ""))
+
+    try:
+        _rank(rank, world, folder, serve, ())
+    except Exception:
+        pipe.send((None, traceback.format_exc()))

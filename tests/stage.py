@@ -39,7 +39,7 @@ class Stage(Rank):
 
     def __init__(self, plan, rank=0):
         Engines.__init__(self, plan, rank)
-        self.seed, self.watch, self.stepped = plan.deploy.run.seed, wrong.Watch(plan), False
+        self.seed, self.watch, self.stepped, self.recording = plan.deploy.run.seed, wrong.Watch(plan), False, None
         self.told = Report("rank")
         self.build()
         (self.generator,) = self.generators.values()

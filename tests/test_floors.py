@@ -16,7 +16,7 @@ FLOORS = (
 )
 # Within the ground floor, who may stand on whom.
 GROUND = ("models", "plan", "engine", "graph", "layout", "cluster", "functions", "closed_forms", "noise")
-HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy"}
+HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

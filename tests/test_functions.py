@@ -9,7 +9,7 @@ import pytest
 from msrl_graph import models
 from msrl_graph.graph import Column, Dim, Expr, Graph, Node, Worker
 from msrl_graph.plan import Deploy, Plan, Run
-from msrl_graph.runtime import columns, supervisor
+from msrl_graph.runtime import columns, folder
 from msrl_graph.runtime.dock import Batch, Share
 from msrl_graph.runtime.functions import _Function, _tokenizer
 from msrl_graph.runtime.report import RunError
@@ -141,6 +141,6 @@ def test_prompts_are_neither_padded_nor_cut_whatever_the_tokenizers_file_says(tm
 def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deploy("d", {}, {}, {}, {}))
-    one = supervisor._folder(plan, None)
+    one = folder.choose(plan, None)
     (one).mkdir(parents=True)
-    assert supervisor._make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
+    assert folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()

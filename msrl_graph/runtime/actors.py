@@ -237,6 +237,9 @@ class WarehouseHost:
         """For a controller to be rebuilt: of each open task, the task and what Warehouse.known tells."""
         return {key: (task, *self.warehouse.known(key)) for key, task in self.tasks.items()}
 
+    async def whole(self, key: str) -> dict[str, tuple[Array, Column]]:
+        return self.warehouse.whole(key)
+
     async def drop(self, key: str) -> dict[str, int]:
         """Forgets an iteration; raises what went wrong in telling the controllers of its rows."""
         told, self.told = self.told, []
@@ -301,6 +304,16 @@ class Client:
         batch = assemble(share, reader, task.fan, task.prompts, fetched) if len(share.units) else Batch(share, share.units, {})
         self.moving += time.perf_counter() - taken
         return batch
+
+    def whole(self, task: Task) -> dict[str, Column]:
+        """Every column of a task, its rows in the order of their numbers."""
+        parts = ray.get([w.whole.remote(task.key) for w in self.warehouses])
+        found = {}
+        for name in {n for part in parts for n in part}:
+            pieces = [part[name] for part in parts if name in part]
+            numbers = np.concatenate([rows for rows, _ in pieces])
+            found[name] = concatenate([column for _, column in pieces]).take(np.argsort(numbers))
+        return found
 
     def put(self, node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
         """Sends rows to the home warehouse; does not wait for it."""

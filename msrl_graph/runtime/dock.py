@@ -297,6 +297,15 @@ class Warehouse:
             self._count(key, f"{node} get" if host == self.host else f"{node} get away", out[name].nbytes)
         return out
 
+    def whole(self, key: str) -> dict[str, tuple[Array, Column]]:
+        """All rows of an iteration: for each column the row numbers and the data."""
+        found = {}
+        for name in [n for k, n in self._segments if k == key]:
+            position, column = self._merge(key, name)
+            rows = np.flatnonzero(position >= 0)
+            found[name] = (rows, column.take(position[rows]))
+        return found
+
     def drop(self, key: str) -> dict[str, int]:
         """Forgets an iteration; what it moved, in bytes."""
         for pair in [p for p in self._segments if p[0] == key]:

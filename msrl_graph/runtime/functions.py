@@ -21,6 +21,7 @@ from .. import algorithms, noise
 from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan, from_json
+from . import rows
 from .actors import Client, Task, settle
 from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
@@ -43,7 +44,7 @@ class FunctionHost:
     def start(self) -> dict[str, tuple[int, int]]:
         """Loads functions and data; (usable rows, rows left out) of each data file."""
         plan = self.plan
-        tokenizer = _tokenizer(plan)
+        tokenizer = self.tokenizer = _tokenizer(plan)
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan, tokenizer) for n, d in files.items()}
         self.watch = Watch(plan)
@@ -69,12 +70,23 @@ class FunctionHost:
         self.client.flush()
         return report
 
+    def record(self, task: Task, folder: str) -> str:
+        """Writes the rows of a task that has ended into a run's folder; what went wrong."""
+        if self.functions is None:
+            self.start()
+        path = rows.file(Path(folder), task.number)
+        try:
+            rows.write(path, self.plan, self.client.whole(task), task.fan, self.tokenizer)
+        except OSError as error:
+            return f"the rows of iteration {task.number} could not be recorded: {error}"
+        return ""
+
     def _source(self, task: Task) -> None:
         training = task.name == "train"
         dataset = self.data["source" if training else task.name]
-        rows = dataset.rows(task.number, task.prompts) if training else dataset.all()
+        columns = dataset.rows(task.number, task.prompts) if training else dataset.all()
         numbers = np.arange(task.prompts)
-        self.client.put("source", task, {name: (numbers, column) for name, column in rows.items()})
+        self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
 
     def _function(self, function: _Function, task: Task, report: Report) -> None:
         last = False

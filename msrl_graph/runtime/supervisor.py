@@ -7,7 +7,6 @@ drives it when its servers are lost; it may be killed at any moment, and so may 
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,10 +30,12 @@ from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
-from . import checkpoint, data
+from . import checkpoint, data, rows
+from .folder import choose, lock, make
 from .pool import alive, check_machine
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
+DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
 
@@ -75,6 +76,8 @@ class Options:
 
     measure: bool = False  # memory, at each instruction of an iteration
     verbose: bool = False  # what the processes print, as they print it
+    record: bool = False  # the rows of each iteration are written into the run's folder
+    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
 
 
 @dataclass(frozen=True)
@@ -166,21 +169,23 @@ class Prepared:
         ]
 
 
-def prepare(plan: Plan, out: Path | str | None = None, resume: str = "") -> Prepared:
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
     """Everything that can be checked without starting a process; `Fault` for what is wrong."""
-    rows = check(plan)
+    sizes = check(plan)
     plan = _absolute(plan)
     target = resume or plan.deploy.run.resume
     if not target:
-        return Prepared(plan, rows, _folder(plan, out), out is not None, None, None, [])
+        rows.check(plan, options.record, options.replay, 0)
+        return Prepared(plan, sizes, choose(plan, out), out is not None, None, None, [])
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     begin, manifest, warnings = checkpoint.resumed(plan, target, span)
     home = begin.parent.parent
     if out is None and begin != checkpoint.found(home)[-1]:
         what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
         raise Fault(Diagnostic("bad-checkpoint", what, span, "name another folder for the results with --out"))
-    folder = home if out is None else _folder(plan, out)
-    return Prepared(plan, rows, folder, True, begin, manifest, warnings)
+    rows.check(plan, options.record, options.replay, manifest.iteration)
+    folder = home if out is None else choose(plan, out)
+    return Prepared(plan, sizes, folder, True, begin, manifest, warnings)
 
 
 def run(
@@ -193,13 +198,15 @@ def run(
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
     often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
-    made = prepare(plan, out, resume)
-    return _Supervisor(made, options, stderr).whole()
+    made = prepare(plan, out, resume, options)
+    return Supervisor(made, options, stderr).whole()
 
 
-class _Supervisor:
-    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None) -> None:
-        self.plan, self.made, self.options, self.stderr = made.plan, made, options, stderr
+class Supervisor:
+    """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
+
+    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER) -> None:
+        self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Console(file=stderr or sys.stderr, highlight=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.asked = 0  # signals so far
@@ -207,10 +214,10 @@ class _Supervisor:
 
     def whole(self) -> Outcome:
         fresh = not self.made.folder.exists()
-        out = self.made.folder if self.made.goes_on else _make(self.plan, self.made.folder, self.made.stated)
+        out = self.made.folder if self.made.goes_on else make(self.plan, self.made.folder, self.made.stated)
         for warning in self.made.warnings:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
-        with _lock(out), self._signals():
+        with lock(out), self._signals():
             try:
                 self._begin(out)
                 return self._attempts(out)
@@ -255,9 +262,10 @@ class _Supervisor:
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             attempt = Attempt(self.plan, str(out), str(folder), os.getpid(), resume, lines, self.options)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
-            command = [sys.executable, "-m", "msrl_graph.runtime.trainer", str(folder)]
+            command = [sys.executable, *self.driver, str(folder)]
             # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
-            environment = {**os.environ, MARK: str(folder)}
+            # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
+            environment = {**os.environ, MARK: str(folder), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
             logs = out / "logs"
             logs.mkdir(exist_ok=True)
             with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
@@ -350,21 +358,6 @@ def _sweep() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _lock(out: Path) -> Iterator[None]:
-    """Two runs never write into one folder. The lock goes with the process, however it ends."""
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            what = f"another run is writing into {out}"
-            raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
-        yield
-    finally:
-        os.close(handle)
-
-
 def _absolute(plan: Plan) -> Plan:
     """The plan with absolute paths: Ray's processes have a working directory of their own."""
 
@@ -379,34 +372,6 @@ def _absolute(plan: Plan) -> Plan:
     models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
     return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
-
-
-def _folder(plan: Plan, out: Path | str | None) -> Path:
-    """The folder of this run; never one that holds another's results."""
-    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
-    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what = ""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is there already and is not empty"
-    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = f"cannot be made: {nearest} is not a folder that can be written to"
-    if what:
-        help = "name another with --out"
-        if folder.is_dir() and checkpoint.found(folder):
-            help += f", or go on with the run in it: --resume {folder}"
-        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
-    return folder
-
-
-def _make(plan: Plan, folder: Path, stated: bool) -> Path:
-    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=stated)
-            return folder
-        except FileExistsError:
-            folder = _folder(plan, None)
 
 
 __all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]

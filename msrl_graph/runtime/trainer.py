@@ -90,7 +90,7 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         return driver.whole()
     except KeyboardInterrupt:
         return Result("interrupted", status=128 + signals.last)
-    # First: what a process of Ray's raised is also of the class of its cause.
+    # First: what Ray raises for a process's Fault or RunError is one too, in Ray's words.
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, Fault):
@@ -180,6 +180,8 @@ class Driver:
             begin = manifest.iteration
             self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks])
             self.display.resume(begin)
+        if self.attempt.options.replay:
+            self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
         if not self.attempt.lines:
             for evaluation in plan.deploy.evaluations:
                 self._evaluate(evaluation, 0, sizes)
@@ -236,6 +238,9 @@ class Driver:
         seconds = time.perf_counter() - start
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
+        if name == "train" and self.attempt.options.record:
+            for words in filter(None, self._wait([pool.functions[0].record.remote(task, str(Path(self.attempt.out).absolute()))])):
+                self.display.say(words)
         for board in pool.boards:
             board.close.remote(task.key)
         moved: dict[str, int] = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .dock import Batch, expand, home, readers
 from .engines import Engines
 from .packing import flat, pack
 from .report import Report
+from .rows import Recording
 
 
 class Rank(Engines):
@@ -43,6 +45,7 @@ class Rank(Engines):
         self.seed = self.plan.deploy.run.seed
         self.watch = wrong.Watch(self.plan)
         self.store: Any = None
+        self.recording: Recording | None = None  # where responses of training come from, if not from the generator
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
@@ -62,6 +65,10 @@ class Rank(Engines):
         self.asking = ThreadPoolExecutor(1)
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
+
+    def replay(self, folder: str) -> None:
+        """Takes the responses of training from a recorded run from now on."""
+        self.recording = Recording(Path(folder))
 
     # The instructions, by name.
 
@@ -151,6 +158,8 @@ class Rank(Engines):
     # The verbs: a batch in, the written columns out.
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+        if not len(batch.rows):  # a last chunk smaller than the groups are many
+            return {}
         greedy = next((e.temperature for e in self.plan.deploy.evaluations if e.data == task.name), None)
         response, as_drawn = wrong.drawn(self.plan.graph, node)
         sampling = Sampling(
@@ -165,9 +174,10 @@ class Rank(Engines):
         prompts = [batch.columns[c] for c in node.reads]
         context = [np.concatenate([c[i] for c in prompts]) for i in range(len(batch.rows))]
         rows = expand(batch.rows, 0, 1, task.fan)
-        if not len(rows):
-            return {}
-        tokens, logps = self.generators[node.name].generate(context, rows, sampling)
+        if self.recording is not None and task.name == "train":
+            tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, task.fan)
+        else:
+            tokens, logps = self.generators[node.name].generate(context, rows, sampling)
         column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
         self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
         report.count("response_length", float(len(column.values)), len(column))

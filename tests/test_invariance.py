@@ -1,0 +1,22 @@
+"""`make invariance` in short: four ranks, two pools, and rows that arrive in any order compute what one rank does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_run import ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_configurations_compute_what_one_rank_does():
+    names = ["dp 2 x tp 2", "two pools", "shuffled arrival"]
+    only = [word for name in names for word in ("--only", name)]
+    command = [sys.executable, str(ROOT / "bench" / "invariance.py"), "--iterations", "3", *only]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert list(figures) == names
+    for name, row in figures.items():
+        assert row["tokens"] and max(row[k] for k in ("loss", "reward", "grad_norm", "weights")) < 1e-4, (name, row)

@@ -1,0 +1,147 @@
+"""Rows that were trained on: what a file of them holds, and that a run takes them in place of generated ones."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from stage import EXAMPLE, PROMPTS, one_rank
+from test_run import ONE_RANK, SMALL, metrics, place  # noqa: F401 (a fixture)
+from tokenizers import Tokenizer
+
+from msrl_graph.cli import run_main
+from msrl_graph.runtime import rows
+from msrl_graph.runtime.columns import Column, ragged, texts
+from msrl_graph.runtime.report import RunError
+
+TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
+RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]
+
+
+def written(folder, iteration=0, responses=RESPONSES):
+    """A file of four prompts with two responses each."""
+    plan = one_rank()
+    logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
+    columns = {
+        "prompt": ragged(PROMPTS, np.int32),
+        "answer": texts(["21", "ä", "", "1"]),
+        "response": ragged(responses, np.int32),
+        "reward": Column(np.arange(8, dtype=np.float32) / 2),
+        "response.logp": logp,
+    }
+    path = rows.file(folder, iteration)
+    rows.write(path, plan, columns, 2, TOKENIZER)
+    return path
+
+
+def replayed(folder, numbers, prompts=None, iteration=0):
+    node = one_rank().graph.node("actor.generate")
+    prompts = [PROMPTS[n // 2] for n in numbers[::2]] if prompts is None else prompts
+    return rows.Recording(folder).responses(node, ("response", "response.logp"), iteration, prompts, np.array(numbers), 2)
+
+
+def test_a_file_holds_every_column_by_response(tmp_path):
+    path = written(tmp_path)
+    assert [p.name for p in path.parent.iterdir()] == ["000000.parquet"]
+    table = parquet.read_table(path).to_pydict()
+    own = ["row", "prompt_row", "prompt", "answer", "response", "reward", "response_logp", "prompt_text", "response_text"]
+    assert list(table) == own
+    assert table["row"] == list(range(8)) and table["prompt_row"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert table["prompt"][4:6] == [PROMPTS[2].tolist()] * 2 and table["answer"] == ["21", "21", "ä", "ä", "", "", "1", "1"]
+    assert table["response"] == [r.tolist() for r in RESPONSES] and table["reward"][3] == 1.5
+    assert table["response_logp"][1] == [-0.5] * 4
+    assert table["response_text"] == [TOKENIZER.decode(r.tolist(), skip_special_tokens=False) for r in RESPONSES]
+    assert table["prompt_text"][2] == TOKENIZER.decode(PROMPTS[1].tolist(), skip_special_tokens=False)
+
+
+def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
+    path = written(tmp_path)
+    table = parquet.read_table(path)
+    parquet.write_table(table.take(np.random.default_rng(0).permutation(8)), path, row_group_size=3)
+    tokens, logps = replayed(tmp_path, [6, 7, 2, 3])
+    assert [t.tolist() for t in tokens] == [RESPONSES[r].tolist() for r in (6, 7, 2, 3)]
+    assert [x.tolist() for x in logps] == [[-len(t) / 8] * len(t) for t in tokens]
+    assert tokens[0].dtype == np.int32 and logps[0].dtype == np.float32
+
+
+def test_what_a_recording_does_not_hold(tmp_path):
+    path = written(tmp_path)
+    with pytest.raises(RunError, match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23\) is to take from it"):
+        replayed(tmp_path, [6, 7, 8, 9], [PROMPTS[3], PROMPTS[0]])
+    with pytest.raises(RunError, match=r"^row 2 of .*000000.parquet is a response to another prompt than this run's"):
+        replayed(tmp_path, [0, 1, 2, 3], [PROMPTS[0], PROMPTS[2]])
+    with pytest.raises(RunError, match=r"000001.parquet cannot be read"):
+        replayed(tmp_path, [0, 1], iteration=1)
+    parquet.write_table(parquet.read_table(path).drop_columns("response"), path)
+    with pytest.raises(RunError, match=r"has no column `response`: it is the recording of another program"):
+        replayed(tmp_path, [0, 1])
+    path.write_text("PAR1, it says")
+    with pytest.raises(RunError, match=r"000000.parquet cannot be read"):
+        replayed(tmp_path, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("folder", "told"),
+    [
+        ("nowhere", "there is no recording in nowhere: it has no folder `rows`"),
+        ("there", "the recording in there has no iteration 1: there is no file there/rows/000001.parquet"),
+    ],
+)
+def test_a_recording_that_is_not_there_is_told_before_anything_starts(tmp_path, monkeypatch, capsys, folder, told):
+    (tmp_path / "there").mkdir()
+    written(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    assert run_main([str(EXAMPLE / "grpo.rlg"), "--iterations", "2", "--out", "results", "--replay", folder]) == 1
+    assert f"error[missing-file]: {told}" in capsys.readouterr().err and not Path("results").exists()
+
+
+def test_a_column_that_has_the_name_of_one_of_the_recordings(tmp_path, monkeypatch, capsys):
+    for item in ("train.jsonl", "test.jsonl", "model"):
+        (tmp_path / item).symlink_to(EXAMPLE / item)
+    monkeypatch.chdir(tmp_path)
+    text = (EXAMPLE / "grpo.rlg").read_text().replace("answer", "prompt_text").replace('"prompt_text"', '"answer"')
+    Path("p.rlg").write_text(text.replace("exact_match()", "exact_match(answer = prompt_text)"))
+    assert run_main(["p.rlg", "--record", "--dry-run"]) == 1
+    err = capsys.readouterr().err
+    assert "error[bad-value]: `prompt_text` is the name of a column that every recording has" in err and "--> p.rlg:9:" in err, err
+
+
+@pytest.mark.slow
+def test_a_run_is_recorded_and_replayed_elsewhere(place):  # noqa: F811
+    greedy = ("samples = 1, temperature", "samples = 2, temperature")
+    changes = [("mini_batch = 256", "mini_batch = 12"), ("every = 40", "every = 1"), greedy]
+    place.write(*ONE_RANK, *changes)
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "3", "--out", "one", "--record")
+    assert code == 0, err
+    first, lines = place.folder / "one", [x for x in metrics(place.folder / "one") if "iteration" in x]
+    assert sorted(p.name for p in (first / "rows").iterdir()) == ["000000.parquet", "000001.parquet", "000002.parquet"]
+    source = {json.loads(x)["prompt"]: json.loads(x)["answer"] for x in (EXAMPLE / "train.jsonl").read_text().splitlines()}
+    for line in lines:
+        table = parquet.read_table(rows.file(first, line["iteration"])).to_pydict()
+        assert table["row"] == list(range(32)) and set(table) >= {"old_logp", "ref_logp", "advantage", "response_logp"}
+        assert sum(map(len, table["response"])) == line["response_tokens"]
+        assert np.mean(table["reward"]) == pytest.approx(line["reward"])
+        for prompt, answer, response, reward in zip(*(table[c] for c in ("prompt_text", "answer", "response_text", "reward")), strict=True):
+            assert source[prompt] == answer and reward == float(response.removesuffix("<eos>") == answer)
+        drift = [abs(a - b) for c, d in zip(table["old_logp"], table["response_logp"], strict=True) for a, b in zip(c, d, strict=True)]
+        assert np.mean(drift) == pytest.approx(line["logp_drift"], rel=1e-3)
+    # On two pools with three warehouses, in two parts, recorded again.
+    pools = ("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update\n  dock { replicas = 3 }")
+    small = ("layout actor.generate { tp = 2 }", "engine actor.update = fsdp { micro_batch = 5 }")
+    place.write(pools, small, *changes, ("seed = 0", "seed = 0, save = 2"))
+    for arguments in (["--iterations", "2", "--out", "two"], ["--iterations", "3", "--resume", "two"]):
+        code, _, err = place.run("p.rlg", *SMALL, *arguments, "--record", "--replay", "one")
+        assert code == 0, err
+    second = place.folder / "two"
+    for a, b in zip(lines, [x for x in metrics(second) if "iteration" in x], strict=True):
+        for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "rows"):
+            assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
+        one, two = (parquet.read_table(rows.file(folder, a["iteration"])) for folder in (first, second))
+        assert one.schema == two.schema
+        for name in ("row", "prompt", "response", "response_logp", "reward", "response_text"):
+            assert one[name].equals(two[name]), name
+    # Another run's: the first row that answers another prompt ends it.
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", "one")
+    assert code == 3 and "one/rows/000000.parquet is a response to another prompt than this run's" in err and "Traceback" not in err, err
+    place.assert_clean()

@@ -1,0 +1,89 @@
+"""Collectives cannot hang and sum up the same, however the rows of a mini-batch fall on ranks and micro-batches: on real ranks."""
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from stage import Stage, one_rank
+from torch import distributed as dist
+
+from msrl_graph.runtime.actors import Task
+from msrl_graph.runtime.columns import Column
+from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.report import Report
+
+ROWS = 8
+TASK = Task("train", 3, 4, 2)
+STILL = ("lr = 2e-4", "lr = 0")  # so that every case meets the same weights
+
+
+def sharing(rank, *changes):
+    """A rank that scores and learns its share of a mini-batch: (log-probabilities by row, norm of the gradient on rank 0)."""
+    stage = Stage(one_rank(STILL, *changes), rank)
+    columns = stage.sampled()
+    drawn = columns["response.logp"]
+    columns |= {"old_logp": drawn, "ref_logp": Column(drawn.values - np.float32(0.1), drawn.offsets)}
+
+    def act(shares, micro):
+        mine = np.array(shares[rank], np.int64)
+        whole = np.concatenate([np.array(s, np.int64) for s in shares])
+        report = Report("")
+        elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
+        share = Share(mine, {}, max(map(len, shares)), len(whole), elements, 0, True)
+        logp = {}
+        for name in ("actor.infer", "actor.update"):
+            node = stage.plan.graph.node(name)
+            stage.plan.placement(name).engine.options["micro_batch"] = micro
+            taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
+            written = getattr(stage, f"_{node.verb}")(node, TASK, Batch(share, mine, taken), report)
+            for rows, column in written.values():
+                logp |= {int(row): column[i].tolist() for i, row in enumerate(rows)}
+        return logp, report.sums.get("grad_norm", (0.0, 0))[0]
+
+    return act
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same on one rank, in this process."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield sharing(0)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def pair(request):
+    where = ("devices_per_node = 1", "devices_per_node = 2"), ("actor.generate { dp = 1 }", "actor.generate { dp = 2 }")
+    team = ranks.Team(2, sharing, *where, ("actor.update   { dp = 1 }", f"actor.update   {{ dp = 2, zero = {request.param} }}"))
+    yield team
+    team.close()
+
+
+def test_a_share_of_no_prompts_generates_nothing(alone):
+    stage, none = Stage(one_rank()), np.zeros(0, np.int64)
+    batch = Batch(Share(none, {}, 1, 1, {"prompt": 6}, 0, True), none, {})
+    assert stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told) == {}
+
+
+# Which rank gets each row; None: another mini-batch has it.
+PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(lambda places: any(p is not None for p in places))
+
+
+@pytest.mark.slow
+@example([0] * ROWS, 3)
+@example([1] * ROWS, 0)
+@example([None] * (ROWS - 1) + [1], 5)
+@given(PLACES, st.integers(0, ROWS + 1))
+@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+def test_no_share_hangs_or_changes_the_gradient(alone, pair, places, micro):
+    shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
+    logp, norm = alone([shares[0] + shares[1]], 0)
+    (first, told), (second, untold) = pair.ask(shares, micro)
+    assert (first.keys(), second.keys()) == tuple(dict.fromkeys(s).keys() for s in shares) and untold == 0
+    for row, values in logp.items():
+        assert (first | second)[row] == pytest.approx(values, abs=1e-5)
+    assert norm > 0 and told == pytest.approx(norm, rel=1e-5)
