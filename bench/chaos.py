@@ -42,6 +42,7 @@ TARGETS = {
 }
 # Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
 RESTARTS = TARGETS.keys() - {"controllers", "functions"}
+GAP = 20.0  # the most seconds from one kill to the next
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")  # the rest of a line never differs
 
 
@@ -144,7 +145,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     count.runs += 1
     process = place.start(out)
     pending: tuple[str, float, int, set[int]] | None = None  # the last kill, when, how many lines there were, and the driver's id
-    due = 0.0
+    due = time.monotonic() + chance.uniform(0.0, GAP)  # starting and starting anew are phases, too
     seen, changed = -1, time.monotonic()
     while True:
         time.sleep(0.05)
@@ -155,8 +156,6 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
                 name, since = pending[:2]  # it is further than it was
                 count.recover.setdefault(name, []).append(now - since)
                 pending = None
-            if due == 0.0 and lines > 0 and kills:
-                due = now + chance.uniform(0.0, 2.5)
         if process.poll() is not None:
             if process.returncode == -signal.SIGKILL:  # the supervisor was killed: is anything left?
                 clean(place, count, out)
@@ -175,8 +174,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
             process.send_signal(signal.SIGTERM)
             process.wait(60)
             break
-        if due and now > due and kills:
-            due = 0.0
+        if now > due and kills:
             name = chance.choice(names)
             victims = [pid for pid, command in place.processes().items() if TARGETS[name] in command]
             if not victims:
@@ -190,6 +188,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
             kills -= 1
             count.kills[name] = count.kills.get(name, 0) + 1
             pending = (name, time.monotonic(), lines, drivers)
+            due = time.monotonic() + chance.uniform(0.0, GAP)
             seen = lines
     clean(place, count, out)
     if process.returncode != 0:

@@ -51,6 +51,19 @@ def test_the_newest_are_kept(tmp_path, plan):
     assert newest(tmp_path)[0].name == "000011"
 
 
+def test_what_else_lies_there_is_no_checkpoint(tmp_path, plan):
+    path = save(tmp_path, plan, 8)
+    shutil.copytree(path, path.with_name("000008.bak"))
+    (tmp_path / "checkpoints" / ".000007.partial").mkdir()  # of a run that was ended while it wrote
+    assert save(tmp_path, plan, 9, keep=1).is_dir() and [p.name for p in found(tmp_path)] == ["000009"]
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"000008.bak", "000009"}
+
+
+def test_a_checkpoint_beyond_the_runs_end_is_refused(tmp_path, plan):
+    path = save(tmp_path, plan, 321)
+    assert refusal(plan, tmp_path) == f"the checkpoint {path} is of 321 iterations, the run is to have 320"
+
+
 def test_saving_again_replaces(tmp_path, plan):
     save(tmp_path, plan, 5)
     assert sound(save(tmp_path, plan, 5)).iteration == 5
@@ -93,7 +106,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
             resumed(plan, str(target), NOWHERE)
         (told,) = fault.value.diagnostics
         assert told.code == "bad-checkpoint" and told.message.startswith(f"the checkpoint {path} cannot be used: its ")
-        assert told.help == f"{older} is sound: resume from it"
+        assert told.help == f"{older} is sound: --resume {older}, and another folder with --out"
     assert newest(tmp_path)[0] == older
     assert resumed(plan, str(older), NOWHERE)[1].iteration == 10
 

@@ -55,7 +55,8 @@ class Place:
         """Until the run has written so many lines of metrics."""
         log = self.folder / out / "metrics.jsonl"
         until = time.monotonic() + 120
-        while not (log.exists() and log.read_text().count("\n") >= count) and time.monotonic() < until:
+        while not (log.exists() and log.read_text().count("\n") >= count):
+            assert time.monotonic() < until, f"{out} has not written {count} lines"
             time.sleep(0.2)
 
     def processes(self):
@@ -385,7 +386,8 @@ def test_a_deadline_is_told_by_the_dock_under_tensor_parallelism_too_and_work_th
     changes = [("call = exact_match()", 'call = "mine.py:score"'), ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
     text = place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
     (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
-    (stale := place.temporary / "msrl-999999999-x").mkdir()  # as a run leaves it that was killed: the next one removes it
+    (stale := place.temporary / "msrl-run-x").mkdir()  # as a run leaves it of which all was killed: the next one removes it
+    os.utime(stale, (0, 0))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3 and "has waited 3 s in train/0 for `advantage` from `host.advantage`" in err, err
     assert not stale.exists()

@@ -251,7 +251,7 @@ class _Deploy:
         elif statement.kind == "reshard":
             self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
         else:
-            if "resume" in values:
+            if values.get("resume"):
                 values["resume"] = str(self.folder / str(values["resume"]))
             self.run = replace(self.run, span=span, **values)  # type: ignore[arg-type]
 

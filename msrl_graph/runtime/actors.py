@@ -97,6 +97,7 @@ class ControllerHost:
         self.doing: dict[str, tuple[str, float]] = {}
         self.last = ""
         self.moves = 0  # news and shares so far
+        self.moved = time.monotonic()
 
     async def _ready(self) -> None:
         if not self.stale:
@@ -126,13 +127,14 @@ class ControllerHost:
                 controller.open(task.key, task.number, task.prompts, task.fan)
 
     async def close(self, key: str) -> None:
+        await self._ready()
         for controller in self.controllers.values():
             controller.close(key)
 
     async def heard(self, key: str, warehouse: int, columns: dict[str, tuple[Array, Array]]) -> None:
         """A warehouse has got rows: (row numbers, lengths) by column."""
         await self._ready()
-        self.moves += 1
+        self._move()
         decided = {
             node: [r for column, (rows, lengths) in columns.items() for r in controller.heard(key, column, rows, lengths, warehouse)]
             for node, controller in self.controllers.items()
@@ -145,7 +147,8 @@ class ControllerHost:
                 self.changed.notify_all()
 
     async def take(self, node: str, key: str, group: int, index: int) -> Share:
-        """The group's share number `index`, as soon as there is one."""
+        """The group's share number `index`, as soon as there is one. A wait may last the deadline from when a row last moved: whoever asks
+        ahead of time does not wait while others are at work."""
         await self._ready()
         controller = self.controllers[node]
         begin = time.monotonic()
@@ -153,13 +156,18 @@ class ControllerHost:
         async with self.changed:
             while (share := controller.take(key, group, index)) is None:
                 try:
-                    await asyncio.wait_for(self.changed.wait(), begin + self.deadline - time.monotonic())
+                    await asyncio.wait_for(self.changed.wait(), max(begin, self.moved) + self.deadline - time.monotonic())
                 except TimeoutError:
-                    raise DockTimeout(f"{self._wait(node, group)}, its deadline") from None
+                    if time.monotonic() >= max(begin, self.moved) + self.deadline:
+                        raise DockTimeout(f"{self._wait(node, group)}, and for {self.deadline:g} s no row has moved") from None
         self.waits.pop((node, group), None)
         self.last = node
-        self.moves += 1
+        self._move()
         return share
+
+    def _move(self) -> None:
+        self.moves += 1
+        self.moved = time.monotonic()
 
     async def at(self, process: str, what: str) -> None:
         """A process tells what it begins to do."""
@@ -198,6 +206,9 @@ class RankHost:
 
     def resume(self, folder: str, steps: dict[str, int]) -> None:
         self.rank.resume(folder, steps)
+
+    def replay(self, folder: str) -> None:
+        self.rank.replay(folder)
 
     def save(self, worker: str, folder: str) -> None:
         self.rank.save(worker, folder)

@@ -79,7 +79,8 @@ def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]]) -> File:
 def begin(run: Path, iteration: int) -> Path:
     """An empty folder to write a checkpoint in."""
     partial = run / FOLDER / f".{iteration:06d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    for stale in (run / FOLDER).glob(".*.partial"):  # of a run that was ended while it wrote
+        shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
@@ -96,7 +97,7 @@ def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
     partial.rename(target)
     _to_disk(target.parent)
     for old in found(target.parent.parent)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     return target
 
 
@@ -118,7 +119,7 @@ def _digest(path: Path) -> str:
 
 def found(run: Path) -> list[Path]:
     """The checkpoints of a run's folder, oldest first, sound or not."""
-    return sorted((p for p in (run / FOLDER).glob("[0-9]*") if p.is_dir()), key=lambda p: (len(p.name), p.name))
+    return sorted((p for p in (run / FOLDER).glob("*") if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
 
 
 def manifest_of(path: Path) -> Manifest:
@@ -240,7 +241,7 @@ def _shown(value: Any) -> str:
 
 def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[Diagnostic]]:
     """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound or another's."""
-    path = Path(target)
+    path = Path(target).absolute()
 
     def refuse(what: str, help: str = "") -> Fault:
         return Fault(Diagnostic("bad-checkpoint", what, span, help))
@@ -256,8 +257,11 @@ def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[D
         manifest = sound(path)
     except Unsound as error:
         older = newest(run)
-        help = f"{older[0]} is sound: resume from it" if older else "no other checkpoint of this run is sound"
+        help = f"{older[0]} is sound: --resume {older[0]}, and another folder with --out" if older else "no other of this run is sound"
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
+    if manifest.iteration > plan.deploy.run.iterations:
+        done = f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have {plan.deploy.run.iterations}"
+        raise refuse(done, "state more iterations, or resume from an older checkpoint")
     other = differences(manifest.program, program(plan))
     foreign = [d for d in other if d.startswith(("models.", "algorithm.name "))]
     if foreign:

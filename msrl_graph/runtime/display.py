@@ -16,6 +16,13 @@ from ..emit.text import duration, size
 from ..plan import Plan
 
 
+class Screen(Console):
+    """A console whose reader may go away: no reason to end a run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Display:
     """`phase` and `iteration` may be called at any rate; nothing is drawn faster than a person sees."""
 
@@ -46,7 +53,7 @@ class Display:
         self.say(f"resumed after iteration {done}")
 
     def say(self, text: str) -> None:
-        with suppress(OSError):  # whoever read has gone: no reason to end a run
+        with suppress(OSError):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:

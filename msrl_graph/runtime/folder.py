@@ -52,9 +52,11 @@ def lock(out: Path) -> Iterator[None]:
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             what = f"another run is writing into {out}"
             raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
+        except OSError:
+            pass  # a file system without locks: then nobody is kept out
         yield
     finally:
         os.close(handle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..plan import Plan
 from .dock import home, readers
+from .processes import alive
 
 # Ranks that may share a core of this machine: a small run may be tried with more ranks than cores.
 RANKS_A_CORE = 8
@@ -40,7 +42,7 @@ class Pool:
         self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
         self.started: list[Any] = []
         self.group: Any = None
-        self.attached = "RAY_ADDRESS" in os.environ
+        self.attached = bool(os.environ.get("RAY_ADDRESS"))
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
     def connect(self) -> None:
@@ -61,7 +63,6 @@ class Pool:
                 _temp_dir=self.folder,
                 **ray_options,
             )
-            self.servers = {p.pid: p.name() for p in psutil.Process().children(recursive=True) if p.name() in SERVERS}
 
     def start(self) -> None:
         """Starts the actors, and returns when all are ready."""
@@ -110,14 +111,15 @@ class Pool:
         heard = [sorted({c for r in found if hosts[r.node] == h for c, _, _ in r.reads}) for h in boards]
         connected = [w.connect.remote(self.boards, heard) for w in self.warehouses]
         text = plan.to_json()
+        folder = "" if self.attached else self.folder  # other hosts do not have it
         threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
         resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
         for r in range(cluster.devices):
             name = f"rank {r}"
-            self.ranks.append(start(actors.RankHost, name, cluster.host(r), text, r, threads, self.folder, self.logs, **resource))
+            self.ranks.append(start(actors.RankHost, name, cluster.host(r), text, r, threads, folder, self.logs, **resource))
         for h in range(cluster.nodes):
             name = f"functions of host {h}"
-            arguments = (zlib.compress(text.encode()), h, self.folder, self.logs, controllers, stores)
+            arguments = (zlib.compress(text.encode()), h, folder, self.logs, controllers, stores)
             self.functions.append(start(functions.FunctionHost, name, h, *arguments, **again))
         self.started = [f.start.remote() for f in self.functions]
         ray.get(connected)
@@ -154,17 +156,25 @@ class Pool:
         found: list[dict[str, tuple[int, int]]] = ray.get(self.started)
         return found[0]
 
-    def dead(self) -> list[str]:
-        """Who has died for good, in the user's words."""
+    def look(self) -> list[str]:
+        """Ray's servers that are gone; they are looked for until all are there."""
+        if not self.attached and len(self.servers) < len(SERVERS):
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):
+                    if process.name() in SERVERS:
+                        self.servers[process.pid] = process.name()
+        return [f"Ray's {name}" for pid, name in self.servers.items() if not alive(pid)]
+
+    def dead(self, patience: float = 2.0) -> list[str]:
+        """Who has died for good, in the user's words, as far as Ray notices within so many seconds."""
         import ray
 
-        gone = [name for pid, name in self.servers.items() if not alive(pid)]
-        if gone:
-            return [f"Ray's {name}" for name in gone]
+        if gone := self.look():
+            return gone
         actors = [*self.ranks, *self.functions, *self.warehouses, *self.boards]
         # A busy rank does not answer, a dead one fails at once, or as soon as Ray has noticed.
         asked = {a.__ray_ready__.remote(): self.names[a._actor_id.hex()] for a in actors}
-        left, until = list(asked), time.monotonic() + 2
+        left, until = list(asked), time.monotonic() + patience
         found: list[str] = []
         while left and time.monotonic() < until:
             ended, left = ray.wait(left, num_returns=1, timeout=0.2)
@@ -190,13 +200,6 @@ class Pool:
             ray.shutdown()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _words(asked: dict[str, float]) -> str:
     return ", ".join(f"{v:g} {k}" for k, v in asked.items())
 
@@ -218,4 +221,4 @@ def check_machine(plan: Plan) -> None:
         raise NoResources(Diagnostic("no-resources", f"{asked}; {there}", cluster.span, help))
 
 
-__all__ = ["NoResources", "Pool", "alive", "check_machine"]
+__all__ = ["NoResources", "Pool", "check_machine"]

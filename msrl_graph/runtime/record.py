@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Plan, Reshard
+from .board import Board
 from .report import Report
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
@@ -33,8 +34,6 @@ class Recorder:
 
     def __init__(self, folder: Path, plan: Plan, keep: int) -> None:
         """Goes on after the first `keep` lines of the metrics that are there."""
-        from tensorboardX import SummaryWriter
-
         self.folder, self.plan = folder, plan
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
@@ -44,16 +43,15 @@ class Recorder:
         self._start: float | None = None
         path = folder / "metrics.jsonl"
         kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep else []
-        for text in kept:
-            line = json.loads(text)
+        lines = [read(text) for text in kept]
+        for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
         self.written = len(kept)
         # In place and cut, not written anew: what is kept is never in danger.
         self._metrics = path.open("r+b" if kept else "wb")
         self._metrics.truncate(sum(map(len, kept)))
         self._metrics.seek(0, 2)
-        done = self.lines[-1]["iteration"] + 1 if self.lines else 0
-        self._board = SummaryWriter(str(folder / "tensorboard"), write_to_disk=True, purge_step=done if kept else None)
+        self._board = Board(folder / "tensorboard", lines)
 
     def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
@@ -73,9 +71,6 @@ class Recorder:
         line["dock_bytes"] = moved
         line["reshard_bytes"] = max((sum(r.bytes.get(f"{e.src} => {e.dst}", 0) for e in self.plan.reshards) for r in reports), default=0)
         self._write(line)
-        for name, value in line.items():
-            if isinstance(value, (int, float)) and name != "iteration":
-                self._board.add_scalar(name, value, iteration)
         self.lines.append(line)
         self._trace(iteration, reports)
         return line
@@ -91,7 +86,6 @@ class Recorder:
         for column in columns:
             total, weight = sums.get(column, (math.nan, 1.0))
             found[column] = total / weight
-            self._board.add_scalar(f"{name}/{column}", found[column], iteration)
         wrong = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith("wrong/")}
         line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **wrong}
         self._write(line)
@@ -104,6 +98,7 @@ class Recorder:
         self._metrics.write((json.dumps(finite) + "\n").encode())
         self._metrics.flush()
         self.written += 1
+        self._board.add(line)
 
     def _trace(self, iteration: int, reports: list[Report]) -> None:
         for report in reports:
@@ -208,6 +203,12 @@ class Recorder:
                 if measured:
                     found.append((f"{name}: {what}", "B", float(predicted), float(max(measured)), "derived"))
         return found
+
+
+def read(text: str | bytes) -> dict[str, Any]:
+    """A line of metrics.jsonl; JSON has no nan, so null stands for it."""
+    line: dict[str, Any] = json.loads(text)
+    return {k: math.nan if v is None else v for k, v in line.items()}
 
 
 def phases(reports: list[Report]) -> dict[str, float]:

@@ -8,13 +8,11 @@ drives it when its servers are lost; it may be killed at any moment, and so may 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,18 +21,18 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import psutil
-from rich.console import Console
 
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
 from . import checkpoint, data, rows
+from .display import Screen
 from .folder import choose, lock, make
-from .pool import alive, check_machine
+from .pool import NoResources, check_machine
+from .processes import MARK, end, sweep, temporary
+from .record import read
 
-MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
@@ -132,7 +130,7 @@ def check(plan: Plan) -> dict[str, int]:
             found += fault.diagnostics
     if found:
         raise Fault(*found)
-    if "RAY_ADDRESS" not in os.environ:
+    if not os.environ.get("RAY_ADDRESS"):
         check_machine(plan)
     return sizes
 
@@ -207,9 +205,10 @@ class Supervisor:
 
     def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER) -> None:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
-        self.console = Console(file=stderr or sys.stderr, highlight=False, soft_wrap=True)
+        self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
-        self.asked = 0  # signals so far
+        self.ready = Path()  # is there once the driver heeds signals
+        self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
 
     def whole(self) -> Outcome:
@@ -223,7 +222,7 @@ class Supervisor:
                 return self._attempts(out)
             except Fault:
                 if fresh:
-                    shutil.rmtree(out, ignore_errors=True)  # nothing was computed yet
+                    shutil.rmtree(out, ignore_errors=True)
                 raise
 
     def _begin(self, out: Path) -> None:
@@ -231,131 +230,140 @@ class Supervisor:
         begin, manifest = self.made.begin, self.made.manifest
         if begin is None or manifest is None or self.made.goes_on:
             return
-        lines = (begin.parent.parent / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        old = begin.parent.parent / "metrics.jsonl"
+        lines = old.read_text(encoding="utf-8").splitlines(keepends=True) if old.is_file() else []
         (out / "metrics.jsonl").write_text("".join(lines[: manifest.lines]), encoding="utf-8")
 
     def _attempts(self, out: Path) -> Outcome:
-        limit = self.plan.deploy.run.restarts
+        limit, made = self.plan.deploy.run.restarts, self.made
+        begin = (made.begin, made.manifest) if made.begin and made.manifest else None
+        known = begin
         for restarts in itertools.count(1):
-            known = checkpoint.newest(out) or ((self.made.begin, self.made.manifest) if self.made.begin and self.made.manifest else None)
+            sweep()
             result = self._attempt(out, known)
             if result.kind == "done":
                 return self._outcome(out)
-            if result.kind == "fault":
-                raise Fault(*result.diagnostics)
             if result.kind == "interrupted" or self.asked:
-                raise Interrupted(result.status or 128 + signal.SIGINT)
-            known = checkpoint.newest(out)
+                raise Interrupted(128 + self.asked[0] if self.asked else result.status)
+            known = checkpoint.newest(out) or begin
+            if result.kind == "fault":
+                if restarts == 1 and not _lines(out):
+                    # Nothing was computed: it is the input that is told about, and no folder stays.
+                    missing = any(d.code == "no-resources" for d in result.diagnostics)
+                    raise (NoResources if missing else Fault)(*result.diagnostics)
+                result = Result("failed", "; ".join(d.message for d in result.diagnostics))
             if result.kind == "failed" or restarts > limit:
-                kept = f"; go on from its last checkpoint with --resume {out}" if known else ""
+                kept = f"; go on from its last checkpoint with --resume {out}" if checkpoint.found(out) else ""
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
                 raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {out}{kept}"))
             where = f"from the checkpoint of iteration {known[1].iteration}" if known else "from the beginning, for want of a checkpoint"
-            self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"), markup=False)
+            self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
 
     def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
-        _sweep()
-        # A short path: Ray's sockets lie in it, and their names are limited to 107 bytes.
-        folder = Path(tempfile.mkdtemp(prefix=f"msrl-{os.getpid()}-"))
-        try:
+        with temporary() as folder:
+            self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             attempt = Attempt(self.plan, str(out), str(folder), os.getpid(), resume, lines, self.options)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
-            command = [sys.executable, *self.driver, str(folder)]
-            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
-            # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
-            environment = {**os.environ, MARK: str(folder), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
-            logs = out / "logs"
-            logs.mkdir(exist_ok=True)
-            with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
-                self.child = subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=self.stderr, start_new_session=True
-                )
-            if self.asked:
-                self.child.send_signal(signal.SIGTERM)
-            status = self.child.wait()
+            try:
+                status = self._drive(folder, out / "logs")
+            finally:
+                session = self.child.pid if self.child is not None else 0
+                self.child = None
+                if self.killer is not None:
+                    self.killer.cancel()
+                if self.console.is_terminal:
+                    self.console.show_cursor()
+                end(str(folder), session)
             try:
                 return msgspec.json.decode((folder / "result.json").read_bytes(), type=Result)
             except (OSError, msgspec.MsgspecError):
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
                 return Result("died", f"the driver {how}")
-        finally:
-            session = self.child.pid if self.child is not None else 0
-            self.child = None
-            if self.killer is not None:
-                self.killer.cancel()
-            if self.console.is_terminal:
-                self.console.show_cursor()
-            end(str(folder), session)
-            shutil.rmtree(folder, ignore_errors=True)
+
+    def _drive(self, folder: Path, logs: Path) -> int:
+        """Starts a driver, and waits for its end."""
+        command = [sys.executable, *self.driver, str(folder)]
+        # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
+        environment = {**os.environ, MARK: str(folder), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        logs.mkdir(exist_ok=True)
+        direct = self.stderr is None or _is_file(self.stderr)
+        with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
+            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
+            self.child = child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=self.stderr if direct else subprocess.PIPE,
+                start_new_session=True,
+            )
+        if self.asked:
+            child.send_signal(signal.SIGTERM)
+        if child.stderr is not None:
+            with child.stderr:
+                for line in child.stderr:
+                    self.console.file.write(line.decode("utf-8", "replace"))
+        return child.wait()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Hands signals on to the driver; one that stays deaf is killed."""
+        """Hands signals on to the driver; one that stays deaf is killed. What the caller has ignored (nohup), stays ignored."""
 
         def forward(number: int, _frame: Any) -> None:
-            self.asked += 1
+            self.asked.append(number)
             if self.child is not None:
                 with suppress(ProcessLookupError):
-                    self.child.send_signal(number)
-                if (self.asked > 1 or number == signal.SIGHUP) and self.killer is None:
+                    # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
+                    self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
+                if (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True
                     self.killer.start()
 
+        before = {s: signal.getsignal(s) for s in SIGNALS}
+        ours = [s for s in SIGNALS if before[s] not in (signal.SIG_IGN, None)]
         if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {s: signal.signal(s, forward) for s in SIGNALS}
+            ours = []
+        for number in ours:
+            signal.signal(number, forward)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number in ours:
+                signal.signal(number, before[number])
 
     def _outcome(self, out: Path) -> Outcome:
         first: dict[str, dict[str, float]] = {}
         last: dict[str, dict[str, float]] = {}
         evaluations = self.plan.deploy.evaluations
         columns = {e.data: e.report for e in evaluations}
-        for text in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            line = json.loads(text)
+        for line in map(read, _lines(out)):
             if (name := line.get("evaluation")) in columns:
                 last[name] = {c: line[c] for c in columns[name] if c in line}
                 first.setdefault(name, last[name])
         return Outcome(out, first, last, {e.data: e.label for e in evaluations})
 
 
+def _lines(out: Path) -> list[str]:
+    """What metrics there are."""
+    path = out / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def _is_file(stream: IO[str]) -> bool:
+    """Whether a process can write to it; a notebook's stream, or one in memory, is fed by this process."""
+    try:
+        return stream.fileno() >= 0
+    except (OSError, AttributeError, ValueError):
+        return False
+
+
 def _first(message: str, more: str) -> str:
     """The message with more at the end of its first line: what follows is the wait-for graph."""
     head, newline, rest = message.partition("\n")
     return head + more + newline + rest
-
-
-def end(folder: str, session: int = 0) -> None:
-    """Kills every process of a run that still is: those of its driver's session, and those with the mark in their environment (Ray's
-    processes change their titles, which may write over it)."""
-    while True:
-        left = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):
-                ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
-                if ours and process.pid != os.getpid() and alive(process.pid):
-                    process.kill()
-                    left.append(process)
-        if not left:
-            return
-        psutil.wait_procs(left, timeout=5)
-
-
-def _sweep() -> None:
-    """Removes the temporary folders of runs of which every process was killed: their names hold the supervisor's id."""
-    for folder in Path(tempfile.gettempdir()).glob("msrl-*-*"):
-        pid = folder.name.split("-")[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)) and folder.stat().st_uid == os.getuid():
-            end(str(folder))
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _absolute(plan: Plan) -> Plan:
@@ -371,7 +379,8 @@ def _absolute(plan: Plan) -> Plan:
     data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
     models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
-    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models))
+    run = replace(plan.deploy.run, resume=str(Path(plan.deploy.run.resume).absolute())) if plan.deploy.run.resume else plan.deploy.run
+    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models, run=run))
 
 
 __all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]

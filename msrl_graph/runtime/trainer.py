@@ -12,24 +12,26 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from ..diagnostics import Fault
 from ..plan import Evaluation, Plan
 from . import checkpoint
 from .actors import DockTimeout, Picture, Task
-from .display import Display, Tail, comparison
-from .pool import Pool, alive
+from .display import Display, Screen, Tail, comparison
+from .pool import Pool
+from .processes import end
 from .record import Recorder
 from .report import RunError
-from .supervisor import Attempt, Result, end
+from .supervisor import Attempt, Result
 
 LOOK = 0.5  # seconds between two looks at the processes
+DISK = 3600.0  # seconds that reading or writing weights may take
 
 
 class Signals:
@@ -59,37 +61,41 @@ class Signals:
 def main(folder: str) -> int:
     """Runs the attempt that the supervisor described in `folder`; what came of it is in result.json there."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
-    console = Console(stderr=True)
-    console = console if console.is_terminal else Console(stderr=True, width=120)
+    console = Screen(stderr=True)
+    console = console if console.is_terminal else Screen(stderr=True, width=120)
     display = Display(attempt.plan, console)
     signals = Signals(display.say)
     pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
     threading.Thread(target=_watch, args=(attempt, pool), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
     try:
+        (Path(folder) / "ready").touch()
         result = _result(attempt, pool, display, signals)
-    finally:
-        if tail is not None:
-            tail.close()
-        display.close()
+    except KeyboardInterrupt:
+        result = Result("interrupted", status=128 + signals.last)
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)  # which is the driver's log
+        result = Result("failed", f"{type(error).__name__}: {error}; more is in logs/driver.log")
+    if tail is not None:
+        tail.close()
+    display.close()
     _tell(folder, result)
     if pool.attached:
         pool.close()
-    if not alive(attempt.parent):
-        _vanish(folder)
+    end(folder, os.getsid(0))  # a farewell to Ray would take a second
+    if os.getppid() != attempt.parent:
+        shutil.rmtree(folder, ignore_errors=True)  # the supervisor is gone
+    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a farewell to Ray takes a second, and its processes end with this one
+    os._exit(0)
 
 
 def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
     import ray
 
-    driver = None
+    driver = Driver(attempt, pool, display, signals)
     try:
-        driver = Driver(attempt, pool, display, signals)
         return driver.whole()
-    except KeyboardInterrupt:
-        return Result("interrupted", status=128 + signals.last)
     # First: what Ray raises for a process's Fault or RunError is one too, in Ray's words.
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
@@ -97,17 +103,18 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("fault", diagnostics=list(cause.diagnostics))
         if isinstance(cause, RunError) and not isinstance(cause, DockTimeout):
             return Result("failed", str(cause))
-        words = driver.words(str(cause)) if driver is not None else ""
+        words = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
             return Result("failed", f"{cause}{words}")
-        dead = pool.dead()
+        # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
+        dead = pool.dead(20.0 if isinstance(cause, RuntimeError) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
-            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead) if driver else ''}{words}")
+            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{words}")
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{words}")
     except Fault as fault:
         return Result("fault", diagnostics=list(fault.diagnostics))
-    except (RunError, OSError) as error:
+    except (RunError, OSError, checkpoint.Unsound) as error:
         return Result("failed", str(error))
 
 
@@ -117,25 +124,19 @@ def _tell(folder: str, result: Result) -> None:
     path.with_suffix(".partial").rename(path)
 
 
-def _vanish(folder: str) -> None:
-    """The supervisor is gone, so what it would have tidied up is tidied up here."""
-    end(folder, os.getsid(0))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _watch(attempt: Attempt, pool: Pool) -> None:
     """Ends this process when the supervisor is gone, or a server of Ray's: Ray itself would take up to a minute, or hang."""
     while True:
         time.sleep(LOOK)
         if os.getppid() != attempt.parent:
             os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(10)
-            _vanish(attempt.folder)
+            time.sleep(10)  # for the main thread to end it all, unless it hangs
+            end(attempt.folder, os.getsid(0))
+            shutil.rmtree(attempt.folder, ignore_errors=True)
             os._exit(1)
-        for pid, name in list(pool.servers.items()):
-            if not alive(pid):
-                _tell(attempt.folder, Result("died", f"Ray's {name} died"))
-                os._exit(1)
+        if gone := pool.look():
+            _tell(attempt.folder, Result("died", f"{' and '.join(gone)} died"))
+            os._exit(1)
 
 
 class Driver:
@@ -178,7 +179,7 @@ class Driver:
         if self.attempt.resume:
             manifest = checkpoint.manifest_of(Path(self.attempt.resume))
             begin = manifest.iteration
-            self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks])
+            self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks], DISK)
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
@@ -186,8 +187,8 @@ class Driver:
             for evaluation in plan.deploy.evaluations:
                 self._evaluate(evaluation, 0, sizes)
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
+        self.signals.training = True
         for i in range(begin, run.iterations):
-            self.signals.training = True
             self.display.iteration(self._iteration(i), scalars)
             last = i + 1 == run.iterations
             for evaluation in plan.deploy.evaluations:
@@ -195,16 +196,16 @@ class Driver:
                     self._evaluate(evaluation, i + 1, sizes)
             if self.signals.asked or (run.save and (last or (i + 1) % run.save == 0)):
                 self._checkpoint(i + 1, out)
-            self.signals.training = False
-            if self.signals.asked and not last:
+            if self.signals.asked:
                 self.display.say(f"ended after iteration {i + 1}; go on with --resume {out}")
                 return Result("interrupted", status=128 + self.signals.asked)
+        self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
         for evaluation in plan.deploy.evaluations if run.iterations else ():
             if not evaluation.every or run.iterations % evaluation.every:
                 self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
-            self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks])
+            self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK)
         return Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
@@ -213,7 +214,7 @@ class Driver:
         partial = None
         try:
             partial = checkpoint.begin(out, iteration)
-            parts = self._wait([r.checkpoint.remote(str(partial.absolute())) for r in self.pool.ranks])
+            parts = self._wait([r.checkpoint.remote(str(partial.absolute())) for r in self.pool.ranks], DISK)
             if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
                 raise OSError(wrong)
             files = tuple(f for files, _, _ in parts for f in files if f.pieces)
@@ -249,10 +250,10 @@ class Driver:
                 moved[what] = moved.get(what, 0) + size
         return seconds, reports, moved
 
-    def _wait(self, references: list[Any]) -> list[Any]:
-        """The results. Fails as soon as one fails or a process dies, or when for the dock's deadline no row has moved and nothing has
-        ended; keeps the display alive meanwhile."""
-        left, moves, since, deadline = references, -1, time.monotonic(), self.plan.docks.deadline
+    def _wait(self, references: list[Any], deadline: float = 0.0) -> list[Any]:
+        """The results. Fails as soon as one fails or a process dies, or when for the deadline (0: the dock's) no row has moved and nothing
+        has ended; keeps the display alive meanwhile."""
+        left, moves, since, deadline = references, -1, time.monotonic(), deadline or self.plan.docks.deadline
         while left:
             done, left = self.ray.wait(left, num_returns=1, timeout=min(LOOK, deadline))
             self.ray.get(done)

@@ -1,0 +1,45 @@
+"""The metrics as TensorBoard shows them.
+
+Invariant: what it shows is what metrics.jsonl holds, also after a resume: the lines that were kept are written anew. A disk that is full
+costs points, never the run: events are written at once, by the caller (tensorboardX's SummaryWriter blocks for ever once its thread has
+met a full disk).
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Board:
+    def __init__(self, folder: Path, lines: list[dict[str, Any]]) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        for line in lines:
+            self.add(line)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """The numbers of a line of metrics.jsonl, at their iteration."""
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+
+        name, step = line.get("evaluation"), line.get("iteration", line.get("after_iterations"))
+        for key, value in line.items():
+            if not isinstance(value, (int, float)) or math.isnan(value) or key in ("iteration", "after_iterations"):
+                continue
+            with suppress(OSError):
+                scalar = summary.scalar(f"{name}/{key}" if name else key, value)
+                self._writer.write_event(Event(step=step, wall_time=time.time(), summary=scalar))
+        with suppress(OSError):
+            self._writer.flush()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._writer.close()
