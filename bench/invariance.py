@@ -5,9 +5,10 @@ one for one; and (2) all iterations on the reference's responses: the largest re
 After a first difference by rounding, runs that generate may draw another token and part; that is no mistake, and so (2) replays. An
 iteration takes six optimizer steps, in two epochs, the last mini-batch of each a short one. All is float32.
 
-The gradient of a bias of the keys is zero but for rounding (softmax does not see what is added to all keys), and Adam makes steps of the
-usual size of whatever it gets: these biases are told apart, relative to the largest step that any weight took. Ends with one line of
-JSON, and with status 1 where tokens differ or a deviation passes the bar.
+Softmax does not see what is added to all keys alike. A bias of the keys is, but for what the rotation by position makes of it, so the
+gradient of its slowly rotating elements is nearly zero and in good part rounding, and Adam makes steps of the usual size of it. These
+biases are told apart, relative to the largest step that any weight took. Ends with one line of JSON, and with status 1 where tokens
+differ or a deviation passes the bar.
 """
 
 from __future__ import annotations
