@@ -66,7 +66,8 @@ def main(folder: str) -> int:
     display = Display(attempt.plan, console)
     signals = Signals(display.say)
     pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
-    threading.Thread(target=_watch, args=(attempt, pool), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(attempt, pool, over), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
     try:
         (Path(folder) / "ready").touch()
@@ -79,6 +80,7 @@ def main(folder: str) -> int:
     if tail is not None:
         tail.close()
     display.close()
+    over.set()
     _tell(folder, result)
     if pool.attached:
         pool.close()
@@ -124,17 +126,17 @@ def _tell(folder: str, result: Result) -> None:
     path.with_suffix(".partial").rename(path)
 
 
-def _watch(attempt: Attempt, pool: Pool) -> None:
+def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
     """Ends this process when the supervisor is gone, or a server of Ray's: Ray itself would take up to a minute, or hang."""
-    while True:
-        time.sleep(LOOK)
+    while not over.wait(LOOK):
         if os.getppid() != attempt.parent:
             os.kill(os.getpid(), signal.SIGHUP)
-            time.sleep(10)  # for the main thread to end it all, unless it hangs
+            if over.wait(10):
+                return  # the main thread ends it all
             end(attempt.folder, os.getsid(0))
             shutil.rmtree(attempt.folder, ignore_errors=True)
             os._exit(1)
-        if gone := pool.look():
+        if (gone := pool.look()) and not over.is_set():
             _tell(attempt.folder, Result("died", f"{' and '.join(gone)} died"))
             os._exit(1)
 
