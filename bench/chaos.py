@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--each", type=int, default=8, help="kills in one run")
-    parser.add_argument("--iterations", type=int, default=24)
+    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=150.0)
     parser.add_argument("--only", choices=TARGETS, action="append")
@@ -129,8 +129,7 @@ def main() -> None:
             left = options.kills
             while left > 0:
                 many = min(options.each, left)
-                chaos(place, f"run-{count.runs}", many, options, chance, count, reference)
-                left -= many
+                left -= chaos(place, f"run-{count.runs}", many, options, chance, count, reference)
                 print(f"{options.kills - left} kills, {count.runs} runs, {count.finished} finished", flush=True)
         finally:
             for pid in place.processes():
@@ -139,9 +138,9 @@ def main() -> None:
     report(count)
 
 
-def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: object) -> None:
-    """One run and its kills."""
-    names = options.only or list(TARGETS)
+def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: object) -> int:
+    """One run and its kills: how many there were until it ended."""
+    names, wanted = options.only or list(TARGETS), kills
     count.runs += 1
     process = place.start(out)
     pending: tuple[str, float, int, set[int]] | None = None  # the last kill, when, how many lines there were, and the driver's id
@@ -193,7 +192,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     clean(place, count, out)
     if process.returncode != 0:
         count.remarks.append(f"{out} ended with {process.returncode}: {(place.folder / f'{out}.log').read_text()[-1500:]}")
-        return
+        return wanted - kills
     count.finished += 1
     lines_now, weights = place.result(out)
     for line in lines_now:
@@ -204,6 +203,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     if (lines_now, weights) != reference:
         count.differing += 1
         count.remarks.append(f"{out}: other metrics or weights than the undisturbed run's")
+    return wanted - kills
 
 
 def clean(place: Place, count: Count, out: str) -> None:

@@ -99,7 +99,7 @@ def _run(ranks: int, iterations: int, seed: int, every: int) -> tuple[list[dict[
         meter = Meter(out / "metrics.jsonl")
         meter.start()
         with (Path(folder) / "log").open("w") as log:
-            run(replace(plan, deploy=deploy, schedule=kept), out=out, console=Console(file=log))
+            run(replace(plan, deploy=deploy, schedule=kept), out=out, stderr=log)
         return [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()], meter.seconds()
 
 

@@ -49,7 +49,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):  # noqa: F811
         for key in a.keys() - {"evaluation", "reshard_bytes", "logp_drift", "logp_drift_max"}:  # bytes and rounding are the layout's
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
     assert other[:4] == whole[:4]
-    # The true gradient of a bias of the keys is zero, and Adam makes steps of what rounding leaves of it.
+    # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of it.
     assert max(abs(weights[t] - third[t]).max() for t in weights if not t.endswith("k_proj.bias")) < 1e-6
     place.assert_clean()
     # What is there is not overwritten by mistake.
@@ -60,14 +60,15 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_six_kills_cost_seconds_and_no_row():
-    """`make chaos` in short: a rank, a warehouse, the controllers, a function host, the driver and the supervisor, or Ray's servers."""
-    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "6", "--each", "6", "--iterations", "12", "--seed", "1"]
+    """`make chaos` in short; what is killed, and when, is drawn."""
+    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "6", "--iterations", "24"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     wrong = {k: figures[k] for k in ("rows_lost", "rows_twice", "differing", "hangs", "leftovers")}
-    assert figures["kills"] == 6 and figures["finished"] == figures["runs"] == 1 and not any(wrong.values()), done.stdout
+    assert figures["kills"] == 6 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
 
 
 def kill(place, name):  # noqa: F811
