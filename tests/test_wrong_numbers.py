@@ -305,9 +305,8 @@ def test_a_run_ends_at_the_first_wrong_number(place):
     without_evaluations(place)
     code, out, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
     assert (code, out) == (3, ""), err
-    assert err == (
-        "error[run-failed]: `host.reward` (line 26) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan for `reward`\n"
-    )
+    told = "error[run-failed]: `host.reward` (line 26) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan for `reward`"
+    assert err == told + "; the files of the run so far are in a\n"
     assert test_run.metrics(place.folder / "a") == []
     place.assert_clean()
 
@@ -341,7 +340,8 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
     code, _, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
     assert code == 3
     told = "error[run-failed]: `actor.generate` (line 23) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
-    assert err == told + "after 0 iterations: it drew a token with the log-probability nan\n"
+    told += "after 0 iterations: it drew a token with the log-probability nan"
+    assert err == told + "; the files of the run so far are in a\n"
     place.assert_clean()
 
 

@@ -61,8 +61,11 @@ class Signals:
 def main(folder: str) -> int:
     """Runs the attempt that the supervisor described in `folder`; what came of it is in result.json there."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
-    console = Screen(stderr=True)
-    console = console if console.is_terminal else Screen(stderr=True, width=120)
+    # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to the old one.
+    screen = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(1, 2)
+    console = Screen(file=screen)
+    console = console if console.is_terminal else Screen(file=screen, width=120)
     display = Display(attempt.plan, console)
     signals = Signals(display.say)
     pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
@@ -87,8 +90,9 @@ def main(folder: str) -> int:
     end(folder, os.getsid(0))  # a farewell to Ray would take a second
     if os.getppid() != attempt.parent:
         shutil.rmtree(folder, ignore_errors=True)  # the supervisor is gone
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr, screen):
+        with suppress(OSError):
+            stream.flush()
     os._exit(0)
 
 
