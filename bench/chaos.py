@@ -42,6 +42,7 @@ TARGETS = {
 }
 # Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
 RESTARTS = TARGETS.keys() - {"controllers", "functions"}
+SHARED = Path("/dev/shm")
 GAP = 20.0  # the most seconds from one kill to the next
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")  # the rest of a line never differs
 
@@ -74,6 +75,7 @@ class Place:
         assert run in text
         (folder / "p.rlg").write_text(text)
         self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: Ray's sockets lie below it
+        self.shared = set(SHARED.iterdir())
 
     def start(self, out: str, *more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"]
@@ -211,14 +213,15 @@ def clean(place: Place, count: Count, out: str) -> None:
     until = time.monotonic() + 10
     while (left := place.processes()) and time.monotonic() < until:
         time.sleep(0.1)
-    files = list(place.temporary.iterdir())
+    files = [*place.temporary.iterdir(), *(set(SHARED.iterdir()) - place.shared)]
     if left or files:
         count.leftovers += len(left) + len(files)
         count.remarks.append(f"{out} left {left} {files}")
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for path in files:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)  # of files in shared memory, the next run's count starts anew
+        place.shared = set(SHARED.iterdir())
 
 
 def report(count: Count) -> None:
