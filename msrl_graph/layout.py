@@ -116,6 +116,11 @@ def within(part: Box, whole: Box) -> Box:
     return tuple((p[0] - w[0], p[1] - w[0]) for p, w in zip(part, whole, strict=True))
 
 
+def slices(box: Box) -> tuple[slice, ...]:
+    """The index of a box's elements in its tensor."""
+    return tuple(slice(a, b) for a, b in box)
+
+
 def kinds(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
     """Tensors without their names, and how many there are of each: what holds for one holds for all of its kind."""
     return {Tensor("", shape, tp_dim): n for (shape, tp_dim), n in Counter((t.shape, t.tp_dim) for t in tensors).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..layout import Box, Tensor
+from ..layout import Box, Tensor, slices
 from ..plan import Model
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def read(model: Model, boxes: dict[str, tuple[Tensor, Box]]) -> dict[str, torch.
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (not a mapping)
                 if name in boxes:
-                    found[name] = weights.get_slice(name)[tuple(slice(a, b) for a, b in boxes[name][1])]
+                    found[name] = weights.get_slice(name)[slices(boxes[name][1])]
     missing = sorted(set(boxes) - set(found))
     if missing:
         raise FileNotFoundError(f"{model.path} holds no weights for {missing[0]} ({len(missing)} missing)")

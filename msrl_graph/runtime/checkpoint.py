@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..diagnostics import Diagnostic, Fault, Span
-from ..layout import Box, elements, overlap, within
+from ..layout import Box, elements, overlap, slices, within
 from ..plan import Plan
 
 if TYPE_CHECKING:
@@ -184,16 +184,12 @@ class Source:
             if common is None:
                 continue
             with safe_open(self.path / file, framework="pt") as tensors:
-                piece = tensors.get_slice(name)[_slices(within(common, there))]
-            out[_slices(within(common, box))] = piece
+                piece = tensors.get_slice(name)[slices(within(common, there))]
+            out[slices(within(common, box))] = piece
             missing -= elements(common)
         if missing:
             raise Unsound(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
         return out
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)
 
 
 # Whose it is

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..backends import transformer
 from ..engine import EngineSpec, Generator, Trainer
 from ..graph import Node
-from ..layout import owns
+from ..layout import owns, slices
 from ..plan import Placement, Plan
 from . import checkpoint
 from .reshard import Resharder, Side, Swap
@@ -161,7 +161,7 @@ class Engines:
         given = [piece for shards in everyone for piece in shards]
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:
-            whole[name][tuple(slice(a, b) for a, b in box)] = values
+            whole[name][slices(box)] = values
         target = Path(folder).with_suffix(".partial")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)

@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from ..engine import Shard
-from ..layout import Box, Layout, elements, overlap, shard, within
+from ..layout import Box, Layout, elements, overlap, shard, slices, within
 from ..plan import Model, Reshard
 from . import memory
 
@@ -169,7 +169,3 @@ class Resharder:
                 common = overlap(box, wanted)
                 if common is not None:
                     goal[name][slices(within(common, wanted))].copy_(piece[slices(within(common, box))])
-
-
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in box)

@@ -16,10 +16,10 @@ from torch import distributed as dist
 
 from ..backends import transformer
 from ..engine import Shard
-from ..layout import Box, kinds, replicas, transfers, within
+from ..layout import Box, kinds, replicas, slices, transfers, within
 from ..plan import Model, Plan, Reshard
 from . import memory
-from .reshard import Side, slices
+from .reshard import Side
 
 
 @dataclass(frozen=True)
