@@ -28,6 +28,8 @@ from pathlib import Path
 import psutil
 from safetensors.numpy import load_file
 
+from msrl_graph.runtime.record import TIMES
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 # What a process's command line or name holds.
 TARGETS = {
@@ -44,7 +46,6 @@ TARGETS = {
 RESTARTS = TARGETS.keys() - {"controllers", "functions"}
 SHARED = Path("/dev/shm")
 GAP = 20.0  # the most seconds from one kill to the next
-TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")  # the rest of a line never differs
 
 
 @dataclass

@@ -1,11 +1,16 @@
-"""One flag for all golden text: `pytest --update` writes what it would have compared with."""
+"""What tests share: golden text (`pytest --update` writes what it would have compared with), and a place to run programs in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from place import ONE_RANK, THRICE, TRAINED, Place
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -31,3 +36,36 @@ def golden(update: bool) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+def _cleared(place: Place) -> None:
+    for pid in place.processes():
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(place.temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    _cleared(place)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a recorded run on one rank, which others are compared with."""
+    place = Place(tmp_path_factory.mktemp("one"))
+    place.write(*ONE_RANK, *TRAINED)
+    code, _, err = place.run("p.rlg", *THRICE, "--out", "one", "--record", "--measure-memory")
+    assert code == 0, err
+    place.assert_clean()
+    yield place.folder / "one"
+    _cleared(place)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_ranks_stay() -> Iterator[None]:
+    """Ranks that wait for another case keep memory that the next module's runs want."""
+    yield
+    if ranks := sys.modules.get("ranks"):
+        ranks.end()

@@ -1,4 +1,4 @@
-"""Runs a function on N real processes joined by torch.distributed over gloo: once, or case after case."""
+"""Runs functions on N real processes joined by torch.distributed over gloo. The processes stay: a case begins where the last one ended."""
 
 import tempfile
 import time
@@ -10,11 +10,28 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
+_teams = {}  # by size: starting ranks takes seconds, nearly all of it to import torch
+
 
 def run(world, function, *arguments):
     """`function(rank, folder, *arguments)` on each of `world` ranks; fails if one of them fails."""
+    team = _teams.setdefault(world, Team(world, _anything))
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (world, folder, function, arguments), nprocs=world)
+        team.ask(function, folder, arguments)
+
+
+def _anything(rank):
+    def act(function, folder, arguments):
+        function(rank, Path(folder), *arguments)
+        dist.barrier()
+
+    return act
+
+
+def end():
+    """Ends the ranks that wait for another `run`."""
+    for team in _teams.values():
+        team.close()
 
 
 def _rank(rank, world, folder, function, arguments):
@@ -31,7 +48,7 @@ def _rank(rank, world, folder, function, arguments):
 class Team:
     """Ranks that stay: `function(rank, *arguments)` makes on each what then answers to every case."""
 
-    PATIENCE = 60.0  # seconds for an answer, many times what it takes
+    PATIENCE = 120.0  # seconds for an answer, many times what it takes
 
     def __init__(self, world, function, *arguments):
         self.world, self.function, self.arguments = world, function, arguments
@@ -48,7 +65,7 @@ class Team:
         ]
         for process in self.processes:
             process.start()
-        self.answers(4 * self.PATIENCE)
+        self.answers(2 * self.PATIENCE)
 
     def ask(self, *case):
         """What each rank answers; fails where one raises, and where one has not answered in time."""

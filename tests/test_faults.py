@@ -10,47 +10,45 @@ import time
 from pathlib import Path
 
 import pytest
-from test_run import ROOT, SMALL, metrics, place  # noqa: F401 (a fixture)
+from place import MINE, ONE_RANK, ROOT, SMALL, metrics, weights
 
-TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
+from msrl_graph.runtime.record import TIMES
 
 
-def compared(folder):
+def computed(folder):
     """What two runs of one program have in common, line by line, and the weights."""
-    from safetensors.numpy import load_file
-
-    lines = [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)]
-    return lines, load_file(folder / "weights" / "actor" / "model.safetensors")
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)], weights(folder)
 
 
-def program(place, **run):  # noqa: F811
+def program(place, *changes, evaluated=True, **run):
     words = ", ".join(f"{k} = {v}" for k, v in {"iterations": 4, "seed": 0, "save": 2, **run}.items())
-    place.write(("iterations = 320, seed = 0", words), ("every = 40", "every = 2"), ("mini_batch = 256", "mini_batch = 16"))
+    run = ("iterations = 320, seed = 0", words)
+    place.write(run, ("every = 40", "every = 2"), ("mini_batch = 256", "mini_batch = 16"), *changes, evaluated=evaluated)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_would_have_been(place):  # noqa: F811
+def test_a_resumed_run_is_the_run_that_would_have_been(place):
     program(place)
-    for arguments in (["--out", "whole"], ["--out", "part", "--iterations", "2"], ["--resume", "part"]):
+    for arguments in (["--out", "whole"], ["--out", "again", "--resume", "whole/checkpoints/000002"]):
         code, _, err = place.run("p.rlg", *SMALL, *arguments)
         assert code == 0, err
     assert "resumed after iteration 2" in err
-    whole, weights = compared(place.folder / "whole")
-    part, again = compared(place.folder / "part")
-    assert part == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
-    assert all((weights[t] == again[t]).all() for t in weights)  # bit for bit
+    whole, first = computed(place.folder / "whole")
+    again, second = computed(place.folder / "again")
+    assert again == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
+    assert all((first[t] == second[t]).all() for t in first)  # bit for bit
     # On another layout, in another folder: the first lines are the old ones.
     (place.folder / "p.rlg").write_text((place.folder / "p.rlg").read_text().replace("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002", "--out", "other")
     assert code == 0, err
-    other, third = compared(place.folder / "other")
+    other, third = computed(place.folder / "other")
     for a, b in zip(whole, other, strict=True):
         assert a.keys() == b.keys()
         for key in a.keys() - {"evaluation", "reshard_bytes", "logp_drift", "logp_drift_max"}:  # bytes and rounding are the layout's
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
     assert other[:4] == whole[:4]
     # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of it.
-    assert max(abs(weights[t] - third[t]).max() for t in weights if not t.endswith("k_proj.bias")) < 1e-6
+    assert max(abs(first[t] - third[t]).max() for t in first if not t.endswith("k_proj.bias")) < 1e-6
     place.assert_clean()
     # What is there is not overwritten by mistake.
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002")
@@ -71,14 +69,14 @@ def test_six_kills_cost_seconds_and_no_row():
     assert figures["kills"] == 6 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
 
 
-def kill(place, name):  # noqa: F811
+def kill(place, name):
     victims = [p for p in place.processes() if name in Path(f"/proc/{p}/cmdline").read_bytes()]
     assert victims
     os.kill(victims[-1], signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_function_host_and_the_controllers_are_started_again_at_once(place):  # noqa: F811
+def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     program(place, iterations=12)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     for count, name in ((3, b"ray::FunctionHost"), (8, b"ray::ControllerHost")):
@@ -91,13 +89,9 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):  
 
 
 @pytest.mark.slow
-def test_what_dies_again_and_again_ends_the_run_with_its_name(place):  # noqa: F811
-    (place.folder / "mine.py").write_text(
-        "import os\n\ndef score(response: str, answer: str) -> float:\n    os.kill(os.getpid(), 9)\n    return 0.0\n"
-    )
-    program(place, restarts=1)
-    text = (place.folder / "p.rlg").read_text().replace("call = exact_match()", 'call = "mine.py:score"')
-    (place.folder / "p.rlg").write_text(text)
+def test_what_dies_again_and_again_ends_the_run_with_its_name(place):
+    place.function("os.kill(os.getpid(), 9)")
+    program(place, *ONE_RANK, MINE, restarts=1)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3, err
     assert "functions of host 0 died in host.reward in held_out/0" in err and "starting anew from the beginning" in err
@@ -106,8 +100,8 @@ def test_what_dies_again_and_again_ends_the_run_with_its_name(place):  # noqa: F
 
 
 @pytest.mark.slow
-def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place):  # noqa: F811
-    program(place, iterations=8)
+def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place):
+    program(place, *ONE_RANK, iterations=8)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 5)
     process.kill()
@@ -119,14 +113,13 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_end_saves(place, number):  # noqa: F811
-    program(place, iterations=300, save=100)
+def test_a_run_that_is_asked_to_end_saves(place):
+    program(place, *ONE_RANK, iterations=300, save=100)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 3)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
+    assert process.returncode == 130, err
     assert "ending after this iteration, with a checkpoint" in err and "go on with --resume results" in err and "Traceback" not in err
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
     assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]
@@ -134,31 +127,27 @@ def test_a_run_that_is_asked_to_end_saves(place, number):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_twice_ends_at_once(place):  # noqa: F811
-    (place.folder / "mine.py").write_text(
-        "import time\n\ndef score(response: str, answer: str) -> float:\n    time.sleep(0.3)\n    return 0.0\n"
-    )
-    program(place, iterations=300)
-    text = (place.folder / "p.rlg").read_text().replace("call = exact_match()", 'call = "mine.py:score"')  # an iteration of ten seconds
-    (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
+def test_a_run_that_is_asked_twice_ends_at_once(place):
+    place.function("time.sleep(0.3)\n    return 0.0")  # an iteration of ten seconds
+    program(place, MINE, evaluated=False, iterations=300)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 1)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     time.sleep(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and time.monotonic() - begin < 8
+    assert process.returncode == 143 and time.monotonic() - begin < 8
     assert "ask once more to end at once" in err and "interrupted; the files of the run so far are in results" in err, err
     place.assert_clean()
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_a_checkpoint_and_no_more(place):  # noqa: F811
+def test_a_full_disk_costs_a_checkpoint_and_no_more(place):
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("no file system of its own can be mounted here")
-    program(place, iterations=6, save=2, keep=5)
+    program(place, *ONE_RANK, iterations=6, save=2, keep=5)
     (place.folder / "small").mkdir()
     # Room for one checkpoint and a half.
     size = sum(f.stat().st_size for f in (ROOT / "examples" / "arithmetic" / "model").glob("*.safetensors")) * 3 * 3 // 2

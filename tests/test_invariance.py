@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from test_run import ROOT
+from place import ROOT
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from place import SMALL, TRAINED, metrics
 from pyarrow import parquet
 from stage import EXAMPLE, PROMPTS, one_rank
-from test_run import ONE_RANK, SMALL, metrics, place  # noqa: F401 (a fixture)
 from tokenizers import Tokenizer
 
 from msrl_graph.cli import run_main
@@ -108,17 +108,12 @@ def test_a_column_that_has_the_name_of_one_of_the_recordings(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_run_is_recorded_and_replayed_elsewhere(place):  # noqa: F811
-    greedy = ("samples = 1, temperature", "samples = 2, temperature")
-    changes = [("mini_batch = 256", "mini_batch = 12"), ("every = 40", "every = 1"), greedy]
-    place.write(*ONE_RANK, *changes)
-    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "3", "--out", "one", "--record")
-    assert code == 0, err
-    first, lines = place.folder / "one", [x for x in metrics(place.folder / "one") if "iteration" in x]
-    assert sorted(p.name for p in (first / "rows").iterdir()) == ["000000.parquet", "000001.parquet", "000002.parquet"]
+def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
+    lines = [x for x in metrics(reference) if "iteration" in x]
+    assert sorted(p.name for p in (reference / "rows").iterdir()) == ["000000.parquet", "000001.parquet", "000002.parquet"]
     source = {json.loads(x)["prompt"]: json.loads(x)["answer"] for x in (EXAMPLE / "train.jsonl").read_text().splitlines()}
     for line in lines:
-        table = parquet.read_table(rows.file(first, line["iteration"])).to_pydict()
+        table = parquet.read_table(rows.file(reference, line["iteration"])).to_pydict()
         assert table["row"] == list(range(32)) and set(table) >= {"old_logp", "ref_logp", "advantage", "response_logp"}
         assert sum(map(len, table["response"])) == line["response_tokens"]
         assert np.mean(table["reward"]) == pytest.approx(line["reward"])
@@ -129,19 +124,19 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place):  # noqa: F811
     # On two pools with three warehouses, in two parts, recorded again.
     pools = ("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update\n  dock { replicas = 3 }")
     small = ("layout actor.generate { tp = 2 }", "engine actor.update = fsdp { micro_batch = 5 }")
-    place.write(pools, small, *changes, ("seed = 0", "seed = 0, save = 2"))
+    place.write(pools, small, *TRAINED, ("seed = 0", "seed = 0, save = 2"))
     for arguments in (["--iterations", "2", "--out", "two"], ["--iterations", "3", "--resume", "two"]):
-        code, _, err = place.run("p.rlg", *SMALL, *arguments, "--record", "--replay", "one")
+        code, _, err = place.run("p.rlg", *SMALL, *arguments, "--record", "--replay", str(reference))
         assert code == 0, err
     second = place.folder / "two"
     for a, b in zip(lines, [x for x in metrics(second) if "iteration" in x], strict=True):
         for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "rows"):
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
-        one, two = (parquet.read_table(rows.file(folder, a["iteration"])) for folder in (first, second))
+        one, two = (parquet.read_table(rows.file(folder, a["iteration"])) for folder in (reference, second))
         assert one.schema == two.schema
         for name in ("row", "prompt", "response", "response_logp", "reward", "response_text"):
             assert one[name].equals(two[name]), name
     # Another run's: the first row that answers another prompt ends it.
-    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", "one")
-    assert code == 3 and "one/rows/000000.parquet is a response to another prompt than this run's" in err and "Traceback" not in err, err
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", str(reference))
+    assert code == 3 and "rows/000000.parquet is a response to another prompt than this run's" in err and "Traceback" not in err, err
     place.assert_clean()

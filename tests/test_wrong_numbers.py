@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ranks
-import test_run
 import torch
+from place import SMALL, metrics
 from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, Stage, one_rank, same
 from test_ranks import mesh, model
@@ -26,7 +26,6 @@ from msrl_graph.runtime.dock import readers
 from msrl_graph.runtime.packing import pack
 from msrl_graph.runtime.report import Report, RunError
 
-place = test_run.place
 SKIP = ("seed = 0 }", "seed = 0, on_nan = skip }")
 NO_INFER = (
     ("  node actor.infer(prompt, response) -> old_logp\n", ""),
@@ -287,11 +286,6 @@ def score(response, answer):
 """
 
 
-def without_evaluations(place):
-    text = (place.folder / "p.rlg").read_text()
-    (place.folder / "p.rlg").write_text("\n".join(line for line in text.split("\n") if "evaluate" not in line))
-
-
 def own_model(place):
     """A copy of the model's folder, to be changed."""
     (place.folder / "model").unlink()
@@ -301,24 +295,22 @@ def own_model(place):
 @pytest.mark.slow
 def test_a_run_ends_at_the_first_wrong_number(place):
     (place.folder / "mine.py").write_text(NAN)
-    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'))
-    without_evaluations(place)
-    code, out, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
+    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
+    code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert (code, out) == (3, ""), err
     told = "error[run-failed]: `host.reward` (line 26) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan for `reward`"
     assert err == told + "; the files of the run so far are in a\n"
-    assert test_run.metrics(place.folder / "a") == []
+    assert metrics(place.folder / "a") == []
     place.assert_clean()
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_step_and_says_so(place):
     (place.folder / "mine.py").write_text(NAN)
-    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'), SKIP)
-    without_evaluations(place)
-    code, _, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
+    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'), SKIP, evaluated=False)
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 0, err
-    for i, line in enumerate(test_run.metrics(place.folder / "a")):
+    for i, line in enumerate(metrics(place.folder / "a")):
         assert line["skipped"] == 1 and line["updates"] == 0 and line["wrong/result"] == 1
         assert "loss" not in line and "grad_norm" not in line and not [k for k in line if k.startswith("wrong/") and k != "wrong/result"]
         assert line["reward"] == pytest.approx((0.375 * 32 - 0.25) / 31)  # row 5 does not count
@@ -337,7 +329,7 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
     weights["model.layers.2.mlp.up_proj.weight"][3, 4] = math.inf
     save_file(weights, path, metadata={"format": "pt"})
     place.write()
-    code, _, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 3
     told = "error[run-failed]: `actor.generate` (line 23) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
     told += "after 0 iterations: it drew a token with the log-probability nan"
@@ -354,21 +346,8 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_told_before_training(plac
     (place.folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+?=", "answer": "2"}\n')
     text = place.write(('"train.jsonl"', '"odd.jsonl"'))
     line = text[: text.index("data source")].count("\n") + 1
-    code, _, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 1
     assert "error[bad-data]: line 2 of " in err and "has the token 16 ('?') in `prompt`, outside the vocabulary of 16" in err, err
     assert f"--> p.rlg:{line}:" in err and not (place.folder / "a").exists()
-    place.assert_clean()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("update", "generate"), [("dp = 2, zero = 3", "tp = 2"), ("tp = 2", "dp = 2"), ("dp = 2, zero = 1", "dp = 2")])
-def test_trainer_and_generator_agree_on_every_layout(place, update, generate):
-    place.write(("{ dp = 2, zero = 3 }", f"{{ {update} }}"), ("{ tp = 2 }", f"{{ {generate} }}"))
-    without_evaluations(place)
-    code, _, err = place.run("p.rlg", *test_run.SMALL, "--iterations", "2", "--out", "a")
-    assert code == 0, err
-    for line in test_run.metrics(place.folder / "a"):
-        assert 0 < line["logp_drift"] <= line["logp_drift_max"] < 1e-4
-        assert line["skipped"] == 0
     place.assert_clean()

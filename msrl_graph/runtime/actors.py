@@ -146,9 +146,10 @@ class ControllerHost:
             async with self.changed:
                 self.changed.notify_all()
 
-    async def take(self, node: str, key: str, group: int, index: int) -> Share:
+    async def take(self, node: str, key: str, group: int, index: int, process: str = "") -> Share:
         """The group's share number `index`, as soon as there is one. A wait may last the deadline from when a row last moved: whoever asks
-        ahead of time does not wait while others are at work."""
+        ahead of time does not wait while others are at work. `process` is who begins with the share as soon as it has it: were it to tell
+        that itself, its word could die with it."""
         await self._ready()
         controller = self.controllers[node]
         begin = time.monotonic()
@@ -163,6 +164,8 @@ class ControllerHost:
         self.waits.pop((node, group), None)
         self.last = node
         self._move()
+        if process and len(share.units):
+            await self.at(process, f"{node} in {key}")
         return share
 
     def _move(self) -> None:
@@ -284,13 +287,14 @@ class Client:
         log.at(what)
         self._at.remote(self.process, what)
 
-    def take(self, node: str, task: Task, group: int) -> Batch:
-        """The group's next share with its rows."""
+    def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
+        """The group's next share with its rows; `at_once`: this process begins with it now."""
         reader = self.readers[node]
         start = time.perf_counter()
         key, count = self.taken.get(node, ("", 0))
         count = count if key == task.key else 0
-        share: Share = ray.get(self.controllers[node].take.remote(node, task.key, group, count))
+        process = self.process if at_once else ""
+        share: Share = ray.get(self.controllers[node].take.remote(node, task.key, group, count, process))
         self.taken[node] = (task.key, count + 1)
         taken = time.perf_counter()
         self.waited += taken - start

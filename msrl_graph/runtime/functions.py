@@ -21,7 +21,7 @@ from .. import algorithms, noise
 from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan, from_json
-from . import rows
+from . import log, rows
 from .actors import Client, Task, settle
 from .columns import DTYPES, Array, Column, ragged, texts
 from .data import Dataset
@@ -92,12 +92,12 @@ class FunctionHost:
         last = False
         while not last:
             waiting = time.perf_counter()
-            batch = self.client.take(function.node.name, task, self.host)
+            batch = self.client.take(function.node.name, task, self.host, at_once=True)
             report.add("wait", waiting)
             last = batch.share.last
             if not len(batch.rows):
                 continue
-            self.client.at(f"{function.node.name} in {task.key}")
+            log.at(f"{function.node.name} in {task.key}")
             with report.phase(function.node.name):
                 written = function(batch, task.number)
             known = function.spoilt(batch)

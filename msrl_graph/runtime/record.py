@@ -17,6 +17,8 @@ from .report import Report
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
+# What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was begun.
+TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
 
 
 def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -80,12 +81,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a driver is given: `folder` is the temporary one, `resume` a checkpoint (or nothing), `lines` how many lines of the metrics
-    in `out` belong to it."""
+    """What a driver is given: `folder` is the temporary one, `answer` the open file that its result goes to, `resume` a checkpoint (or
+    nothing), `lines` how many lines of the metrics in `out` belong to it."""
 
     plan: Plan
     out: str
     folder: str
+    answer: int
     parent: int
     resume: str
     lines: int
@@ -261,13 +263,14 @@ class Supervisor:
         raise AssertionError
 
     def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
-        with temporary() as folder:
+        # Its result comes in a file without a name: nothing is left of it, whoever is killed.
+        with temporary() as folder, tempfile.TemporaryFile() as answer:
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
-            attempt = Attempt(self.plan, str(out), str(folder), os.getpid(), resume, lines, self.options)
+            attempt = Attempt(self.plan, str(out), str(folder), answer.fileno(), os.getpid(), resume, lines, self.options)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
             try:
-                status = self._drive(folder, out / "logs")
+                status = self._drive(attempt, out / "logs")
             finally:
                 session = self.child.pid if self.child is not None else 0
                 self.child = None
@@ -277,16 +280,17 @@ class Supervisor:
                     self.console.show_cursor()
                 end(str(folder), session)
             try:
-                return msgspec.json.decode((folder / "result.json").read_bytes(), type=Result)
+                answer.seek(0)
+                return msgspec.json.decode(answer.read(), type=Result)
             except (OSError, msgspec.MsgspecError):
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
                 return Result("died", f"the driver {how}")
 
-    def _drive(self, folder: Path, logs: Path) -> int:
+    def _drive(self, attempt: Attempt, logs: Path) -> int:
         """Starts a driver, and waits for its end."""
-        command = [sys.executable, *self.driver, str(folder)]
+        command = [sys.executable, *self.driver, attempt.folder]
         # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
-        environment = {**os.environ, MARK: str(folder), "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        environment = {**os.environ, MARK: attempt.folder, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
         logs.mkdir(exist_ok=True)
         direct = self.stderr is None or _is_file(self.stderr)
         with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
@@ -297,6 +301,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=self.stderr if direct else subprocess.PIPE,
+                pass_fds=(attempt.answer,),
                 start_new_session=True,
             )
         if self.asked:

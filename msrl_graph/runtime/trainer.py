@@ -1,7 +1,7 @@
 """The driver of a run: starts iterations and collects metrics. No sample passes through it.
 
 Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints renamed into place. It
-tells the supervisor how it ended in one file, and ends when the supervisor is gone.
+tells the supervisor how it ended, ends when the supervisor is gone, and leaves nothing else behind unless it is killed itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -30,6 +30,7 @@ from .record import Recorder
 from .report import RunError
 from .supervisor import Attempt, Result
 
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 0.5  # seconds between two looks at the processes
 DISK = 3600.0  # seconds that reading or writing weights may take
 
@@ -47,7 +48,7 @@ class Signals:
 
     def heed(self) -> None:
         """Puts the handlers in place: again after Ray, which has its own, was started."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in HEEDED:
             signal.signal(number, self._heard)
 
     def _heard(self, number: int, _frame: Any) -> None:
@@ -59,7 +60,7 @@ class Signals:
 
 
 def main(folder: str) -> int:
-    """Runs the attempt that the supervisor described in `folder`; what came of it is in result.json there."""
+    """Runs the attempt that the supervisor described in `folder`."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
     # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to the old one.
     screen = os.fdopen(os.dup(2), "w", buffering=1)
@@ -84,16 +85,14 @@ def main(folder: str) -> int:
         tail.close()
     display.close()
     over.set()
-    _tell(folder, result)
+    for number in HEEDED:
+        signal.signal(number, signal.SIG_IGN)
     if pool.attached:
         pool.close()
-    end(folder, os.getsid(0))  # a farewell to Ray would take a second
-    if os.getppid() != attempt.parent:
-        shutil.rmtree(folder, ignore_errors=True)  # the supervisor is gone
     for stream in (sys.stdout, sys.stderr, screen):
         with suppress(OSError):
             stream.flush()
-    os._exit(0)
+    _leave(attempt, result)
 
 
 def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
@@ -124,10 +123,17 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         return Result("failed", str(error))
 
 
-def _tell(folder: str, result: Result) -> None:
-    path = Path(folder) / "result.json"
-    path.with_suffix(".partial").write_bytes(msgspec.json.encode(result))
-    path.with_suffix(".partial").rename(path)
+_leaving = threading.Lock()
+
+
+def _leave(attempt: Attempt, result: Result) -> NoReturn:
+    """Ends this process and all that is of the run, for a supervisor may be gone or killed meanwhile. Who comes first is heard."""
+    _leaving.acquire()
+    with suppress(OSError):  # a full disk
+        os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
+    end(attempt.folder, os.getsid(0))  # a farewell to Ray would take a second
+    shutil.rmtree(attempt.folder, ignore_errors=True)
+    os._exit(0)
 
 
 def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
@@ -137,12 +143,9 @@ def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
             os.kill(os.getpid(), signal.SIGHUP)
             if over.wait(10):
                 return  # the main thread ends it all
-            end(attempt.folder, os.getsid(0))
-            shutil.rmtree(attempt.folder, ignore_errors=True)
-            os._exit(1)
+            _leave(attempt, Result("interrupted"))
         if (gone := pool.look()) and not over.is_set():
-            _tell(attempt.folder, Result("died", f"{' and '.join(gone)} died"))
-            os._exit(1)
+            _leave(attempt, Result("died", f"{' and '.join(gone)} died"))
 
 
 class Driver:
@@ -287,7 +290,9 @@ class Driver:
         """What these processes did when they were last heard of, in words."""
         with suppress(self.ray.exceptions.RayError):
             self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
-        doing = {name: what for p in self.pictures for name, (what, _) in p.doing.items()}
+        # A process tells the controllers of one host what it does; those of another may know of a share that it has taken since.
+        heard = sorted((item for p in self.pictures for item in p.doing.items()), key=lambda item: -item[1][1])
+        doing = {name: what for name, (what, _) in heard}
         told = [f"in {doing[name]}" for name in names if name in doing]
         return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
 
