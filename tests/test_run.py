@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from place import EXAMPLE, MINE, SMALL, THRICE, TRAINED, assert_alike, metrics, weights
+from place import EXAMPLE, MINE, ONE_RANK, SMALL, THRICE, TRAINED, assert_alike, metrics, weights
 
 
 def held_in(folder):
@@ -93,7 +93,7 @@ def test_how_it_runs_never_changes_the_result(place, reference):
 
 @pytest.mark.slow
 def test_a_plan_and_its_script_run(place):
-    place.write(("every = 40", "every = 1"))
+    place.write(*ONE_RANK, ("every = 40", "every = 1"))
     from msrl_graph.cli import compile_main
 
     here = Path.cwd()
@@ -224,7 +224,7 @@ def test_three_hosts_train_as_one(place, reference):
 
 @pytest.mark.slow
 def test_prompts_that_are_all_too_long_are_refused(place):
-    place.write(("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
+    place.write(*ONE_RANK, ("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
     code, _, err = place.run("p.rlg", "--out", "results")
     assert code == 1
     assert "error[no-data]: no row of" in err and "train.jsonl is short enough to be used" in err and "data source" in err, err
@@ -235,7 +235,7 @@ def test_prompts_that_are_all_too_long_are_refused(place):
 @pytest.mark.slow
 def test_a_function_that_fails_is_named_with_its_line(place):
     place.function("return float(response == answer) / (len(answer) - 2)")
-    place.write(MINE)
+    place.write(*ONE_RANK, MINE)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
     assert "error[run-failed]: `host.reward` (line 26) failed on row " in err and "ZeroDivisionError" in err and "mine.py:6" in err, err

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from place import SMALL, metrics
+from place import ONE_RANK, SMALL, metrics
 from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, Stage, one_rank, same
 from test_ranks import mesh, model
@@ -295,7 +295,7 @@ def own_model(place):
 @pytest.mark.slow
 def test_a_run_ends_at_the_first_wrong_number(place):
     (place.folder / "mine.py").write_text(NAN)
-    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
+    place.write(*ONE_RANK, ("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert (code, out) == (3, ""), err
     told = "error[run-failed]: `host.reward` (line 26) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan for `reward`"
@@ -328,7 +328,7 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
     weights = load_file(path)
     weights["model.layers.2.mlp.up_proj.weight"][3, 4] = math.inf
     save_file(weights, path, metadata={"format": "pt"})
-    place.write()
+    place.write(*ONE_RANK)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 3
     told = "error[run-failed]: `actor.generate` (line 23) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
@@ -344,7 +344,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_told_before_training(plac
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "?", "special": False})
     path.write_text(json.dumps(tokenizer))
     (place.folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+?=", "answer": "2"}\n')
-    text = place.write(('"train.jsonl"', '"odd.jsonl"'))
+    text = place.write(*ONE_RANK, ('"train.jsonl"', '"odd.jsonl"'))
     line = text[: text.index("data source")].count("\n") + 1
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 1
