@@ -1,8 +1,8 @@
 """What a user would take instead: the example's recipe in trl's GRPOTrainer and here, interleaved.
 
 Both take the same model, tokenizer, data and batches (64 prompts with 8 responses, 2 optimizer steps of 256 responses each), the same
-loss, optimizer, clipping and sampling, in float32 on the same cores: one rank with two threads, and two ranks with one each (here
-the layout of grpo.rlg: update dp 2 with ZeRO 3, generation tp 2; trl: two processes, DistributedDataParallel over gloo). trl runs in
+loss, optimizer, clipping and sampling, in float32 on the same cores: one rank with two threads, and two ranks with one each, data
+parallel on both sides (trl: two processes, DistributedDataParallel over gloo; here two_ranks.rlg). trl runs in
 its own environment (constraints/trl.txt), its gradient checkpointing, bfloat16, logging, saving and search for unused parameters off.
 Both compute reference and old log-probabilities for every batch, since both take two steps on it.
 
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from phases import COMPUTE, EXAMPLE, PROGRAMS
+from phases import COMPUTE, EXAMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -44,6 +44,7 @@ from msrl_graph import compile, run
 
 ROOT = Path(__file__).parent.parent
 TRL = ROOT / ".venv-trl" / "bin" / "python"
+PROGRAMS = {1: EXAMPLE / "one_rank.rlg", 2: EXAMPLE / "two_ranks.rlg"}
 THREADS = {1: 2, 2: 1}  # by ranks
 FIRST = 3  # iterations left out
 # The same work under the names of both: (name, ours, trl's).
