@@ -81,9 +81,9 @@ class Picture:
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
 class ControllerHost:
-    """The controllers of one host, one for each node-state whose first rank is there. What they decide is kept in the warehouse `near`
-    before anybody hears of it; a process that takes a dead one's place begins with what the `warehouses` know. Actors are named, not
-    handed over: Ray starts an actor again with the arguments of its first start."""
+    """The controllers of one host, one for each node-state whose first rank is there. What depends on who came first is kept in the
+    warehouse `near` before anybody hears of it; a process that takes a dead one's place begins with what the `warehouses` know, and
+    decides the rest again. Actors are named, not handed over: Ray starts an actor again with the arguments of its first start."""
 
     def __init__(self, readers: list[Reader], deadline: float, near: str, warehouses: list[str]) -> None:
         self.controllers = {r.node: Controller(r) for r in readers}
@@ -113,12 +113,13 @@ class ControllerHost:
                 self.stale = False
 
     async def _hand(self, key: str, node: str, rounds: list[Round]) -> None:
-        if rounds:
+        controller = self.controllers[node]
+        if rounds and controller.reader.by_arrival:
             self._near = self._near or ray.get_actor(self.near)
             await self._near.keep.remote(key, node, rounds)
-            # An evaluation may be closed meanwhile: nobody asks for what its last rows would have led to.
-            for round in rounds if key in self.controllers[node].books else ():
-                self.controllers[node].hand(key, round)
+        # An evaluation may be closed meanwhile: nobody asks for what its last rows would have led to.
+        for round in rounds if key in controller.books else ():
+            controller.hand(key, round)
 
     async def open(self, task: Task) -> None:
         await self._ready()
@@ -278,6 +279,8 @@ class Client:
         self._at = next(iter(boards.values())).at.options(num_returns=0)
         self.host, self.home = host, home
         self.taken: dict[str, tuple[str, int]] = {}  # by node: the task, and how many of its shares were asked for
+        self.known: dict[str, list[tuple[Array, Column]]] = {}  # by column: the rows of the task that this process wrote or read
+        self.here: dict[str, int] = {}  # by `node get here`: bytes that were read again from these
         self.pending: list[Any] = []
         self.waited = 0.0  # seconds spent waiting for shares
         self.moving = 0.0  # seconds spent fetching and writing rows
@@ -300,14 +303,19 @@ class Client:
         self.waited += taken - start
         wanted: dict[int, dict[str, Array]] = {}
         order: dict[str, list[Array]] = {}
+        fetched, asked_for = {}, {}
         for name, level, _ in reader.reads:
             rows = rows_of(share.units, reader, level, task.fan, task.prompts)
+            if (mine := _found(rows, self.known.get(name, []))) is not None:
+                fetched[name] = mine
+                self.here[f"{node} get here"] = self.here.get(f"{node} get here", 0) + mine.nbytes
+                continue
+            asked_for[name] = rows
             for warehouse, positions in split(share.where[name]):
                 wanted.setdefault(warehouse, {})[name] = rows[positions]
                 order.setdefault(name, []).append(positions)
         asked = {w: self.warehouses[w].get.remote(task.key, node, self.host, columns) for w, columns in wanted.items()}
         got = {w: ray.get(reference) for w, reference in asked.items()}
-        fetched = {}
         for name, places in order.items():
             parts = [got[w][name] for w in sorted(got) if name in got[w]]
             column = concatenate(parts)
@@ -316,6 +324,7 @@ class Client:
                 back[np.concatenate(places)] = np.arange(len(column))
                 column = column.take(back)
             fetched[name] = column
+            self.known.setdefault(name, []).append((asked_for[name], column))
         batch = assemble(share, reader, task.fan, task.prompts, fetched) if len(share.units) else Batch(share, share.units, {})
         self.moving += time.perf_counter() - taken
         return batch
@@ -333,10 +342,24 @@ class Client:
     def put(self, node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
         """Sends rows to the home warehouse; does not wait for it."""
         start = time.perf_counter()
+        for name, (rows, column) in columns.items():
+            self.known.setdefault(name, []).append((rows, column))
         self.pending.append(self.warehouses[self.home].put.remote(task.key, node, columns))
         self.moving += time.perf_counter() - start
 
-    def flush(self) -> None:
-        """Raises what went wrong in earlier writes."""
+    def flush(self) -> dict[str, int]:
+        """Ends a task: raises what went wrong in its writes. By `node get here`, bytes that were read where they were known already."""
         ray.get(self.pending)
-        self.pending = []
+        here, self.here = self.here, {}
+        self.pending, self.known = [], {}
+        return here
+
+
+def _found(rows: Array, written: list[tuple[Array, Column]]) -> Column | None:
+    """Those rows, in this order, where one of these holds them all."""
+    for numbers, column in written:
+        order = np.argsort(numbers)
+        at = np.searchsorted(numbers[order], rows)
+        if len(rows) and at.max() < len(order) and (numbers[order[at]] == rows).all():
+            return column.take(order[at])
+    return None

@@ -65,6 +65,12 @@ class Reader:
     mini_batch: int = 0  # rows; 0: all
     seed: int = 0
 
+    @property
+    def by_arrival(self) -> bool:
+        """Whether what is decided depends on the order in which rows come: batches are cut from what is there. All else (all rows at once,
+        or an update's mini-batches in their order) would be decided again alike: who writes a row again writes it to its warehouse."""
+        return self.chunk > 0 and not self.update
+
 
 def readers(plan: Plan) -> list[Reader]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
@@ -170,7 +176,8 @@ class Controller:
         self.books.pop(key, None)
 
     def heard(self, key: str, column: str, rows: Array, lengths: Array, warehouse: int) -> list[Round]:
-        """Rows of a column have come to lie in a warehouse. What that decides: to be kept safe, and then given to `hand`, in order."""
+        """Rows of a column have come to lie in a warehouse. What that decides: to be given to `hand`, in order, after it was kept safe
+        where it depends on what came first (Reader.by_arrival)."""
         book = self.books.get(key)
         if book is None or column not in book.where:
             return []
@@ -179,8 +186,8 @@ class Controller:
         return self._deal(book)
 
     def restore(self, key: str, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
-        """Takes the place of a controller that had heard of `found` (column, rows, lengths, warehouse) and decided `rounds`, in an
-        iteration just opened. What else is decided now, as `heard` tells it."""
+        """Takes the place of a controller that had heard of `found` (column, rows, lengths, warehouse) and decided `rounds` (those that
+        were kept), in an iteration just opened. What else is decided now, as `heard` tells it."""
         book = self.books[key]
         for column, rows, lengths, warehouse in found:
             if column in book.where:

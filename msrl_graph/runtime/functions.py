@@ -67,7 +67,7 @@ class FunctionHost:
                         self._source(task)
             else:
                 self._function(self.functions[instruction.node], task, report)
-        self.client.flush()
+        report.here = self.client.flush()
         return report
 
     def record(self, task: Task, folder: str) -> str:

@@ -175,7 +175,10 @@ class Recorder:
         for t in plan.traffic:
             predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
         for node, size in predicted.items():
-            got = [sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away")) for line in lines]
+            got = [
+                sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away", f"{node} get here"))
+                for line in lines
+            ]
             rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
         return rows + [row for edge in plan.reshards for row in self._memory(edge)]
 

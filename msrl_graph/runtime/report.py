@@ -27,6 +27,7 @@ class Report:
     peaks: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  # what a person should hear of
     bytes: dict[str, int] = field(default_factory=dict)
+    here: dict[str, int] = field(default_factory=dict)  # by `node get here`: bytes read where they were known already
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

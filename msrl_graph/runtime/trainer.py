@@ -15,7 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -27,7 +27,7 @@ from .display import Display, Screen, Tail, comparison
 from .pool import Pool
 from .processes import end
 from .record import Recorder
-from .report import RunError
+from .report import Report, RunError
 from .supervisor import Attempt, Result
 
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -148,6 +148,14 @@ def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
             _leave(attempt, Result("died", f"{' and '.join(gone)} died"))
 
 
+class _Running(NamedTuple):
+    """A task under way: when it began (perf_counter), and a reference to each process's report."""
+
+    task: Task
+    start: float
+    streams: list[Any]
+
+
 class Driver:
     """One attempt."""
 
@@ -158,6 +166,8 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
         self.pictures: list[Picture] = []
+        self.opened: dict[str, list[Any]] = {}  # by key: what the controllers answer
+        self.ahead: dict[str, list[Any]] = {}  # by key: the functions' reports of a task that has not begun
 
     def whole(self) -> Result:
         pool, display, out = self.pool, self.display, Path(self.attempt.out)
@@ -197,13 +207,27 @@ class Driver:
                 self._evaluate(evaluation, 0, sizes)
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
         self.signals.training = True
+        running = None
         for i in range(begin, run.iterations):
-            self.display.iteration(self._iteration(i), scalars)
-            last = i + 1 == run.iterations
-            for evaluation in plan.deploy.evaluations:
-                if evaluation.every and (i + 1) % evaluation.every == 0:
-                    self._evaluate(evaluation, i + 1, sizes)
-            if self.signals.asked or (run.save and (last or (i + 1) % run.save == 0)):
+            running = running or self._begin(self._training(i), self._measured(i))
+            done, last = running, i + 1 == run.iterations
+            saves = bool(run.save) and (last or (i + 1) % run.save == 0)
+            evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
+            # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
+            goes_on = not (last or saves or evaluations or self.attempt.options.record)
+            if goes_on:
+                self._prepare(self._training(i + 1))
+            seconds, reports = self._end(done)
+            goes_on = goes_on and not self.signals.asked
+            running = self._begin(self._training(i + 1), self._measured(i + 1)) if goes_on else None
+            if self._measured(i):
+                self.recorder.memory(reports)
+            self.display.iteration(self.recorder.training(i, seconds, reports, self._clear(done.task, reports)), scalars)
+            for evaluation in evaluations:
+                self._evaluate(evaluation, i + 1, sizes)
+            if running is not None:
+                continue
+            if self.signals.asked or saves:
                 self._checkpoint(i + 1, out)
             if self.signals.asked:
                 self.display.say(f"ended after iteration {i + 1}; go on with --resume {out}")
@@ -238,26 +262,49 @@ class Driver:
             older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
             self.display.say(f"the checkpoint after iteration {iteration} could not be written: {error}; {older}")
 
-    def _task(self, name: str, number: int, prompts: int, fan: int, measure: bool) -> tuple[float, list[Any], dict[str, int]]:
-        """Runs the streams of all pools for one task: seconds, reports, bytes moved by the dock."""
-        task, ray, pool = Task(name, number, prompts, fan), self.ray, self.pool
-        start = time.perf_counter()
-        ray.get([w.open.remote(task) for w in pool.warehouses])  # first: a controller that dies is rebuilt from what they know
-        ray.get([b.open.remote(task) for b in pool.boards])
-        reports = self._wait([*(r.run.remote(task, measure) for r in pool.ranks), *(f.run.remote(task) for f in pool.functions)])
-        seconds = time.perf_counter() - start
+    def _open(self, task: Task) -> list[Any]:
+        """Makes a task known, once: first to the warehouses, since a controller that dies is rebuilt from what they know."""
+        if task.key not in self.opened:
+            self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
+            self.opened[task.key] = [b.open.remote(task) for b in self.pool.boards]
+        return self.opened[task.key]
+
+    def _begin(self, task: Task, measure: bool = False) -> _Running:
+        """Starts the streams of all pools for one task."""
+        pool, start = self.pool, time.perf_counter()
+        self.ray.get(self._open(task))
+        ranks = [r.run.remote(task, measure) for r in pool.ranks]
+        return _Running(task, start, [*ranks, *(self.ahead.pop(task.key, None) or self._functions(task))])
+
+    def _functions(self, task: Task) -> list[Any]:
+        return [f.run.remote(task) for f in self.pool.functions]
+
+    def _prepare(self, task: Task) -> None:
+        """Lets the hosts' functions go on to a task that follows without anything between: its prompts are there when it begins."""
+        self.ray.get(self._open(task))
+        self.ahead[task.key] = self._functions(task)
+
+    def _end(self, running: _Running) -> tuple[float, list[Report]]:
+        """Waits for the streams: seconds, reports."""
+        reports = self._wait(running.streams)
+        return time.perf_counter() - running.start, reports
+
+    def _clear(self, task: Task, reports: list[Report]) -> dict[str, int]:
+        """Forgets the rows of a task that has ended; bytes moved by the dock."""
+        pool = self.pool
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
-        if name == "train" and self.attempt.options.record:
+        if task.name == "train" and self.attempt.options.record:
             for words in filter(None, self._wait([pool.functions[0].record.remote(task, str(Path(self.attempt.out).absolute()))])):
                 self.display.say(words)
         for board in pool.boards:
             board.close.remote(task.key)
+        del self.opened[task.key]
         moved: dict[str, int] = {}
-        for counts in self._wait([w.drop.remote(task.key) for w in pool.warehouses]):
+        for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
             for what, size in counts.items():
                 moved[what] = moved.get(what, 0) + size
-        return seconds, reports, moved
+        return moved
 
     def _wait(self, references: list[Any], deadline: float = 0.0) -> list[Any]:
         """The results. Fails as soon as one fails or a process dies, or when for the deadline (0: the dock's) no row has moved and nothing
@@ -304,17 +351,19 @@ class Driver:
         lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
         return "".join(f"\n  {line}" for line in lines)
 
-    def _iteration(self, number: int) -> dict[str, Any]:
+    def _training(self, number: int) -> Task:
         rows = self.plan.graph.rows
-        measure = self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
-        seconds, reports, moved = self._task("train", number, rows[0], rows[-1] // rows[0], measure)
-        if measure:
-            self.recorder.memory(reports)
-        return self.recorder.training(number, seconds, reports, moved)
+        return Task("train", number, rows[0], rows[-1] // rows[0])
+
+    def _measured(self, number: int) -> bool:
+        """Whether memory is looked at in this iteration: one that is not the first, if there are more."""
+        return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.data}")
-        seconds, reports, _ = self._task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples, False)
+        task = Task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples)
+        seconds, reports = self._end(self._begin(task))
+        self._clear(task, reports)
         found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
         if not self.display.live:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())

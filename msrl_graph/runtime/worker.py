@@ -33,6 +33,9 @@ from .packing import flat, pack
 from .report import Report
 from .rows import Recording
 
+# The instructions that take time: what a process tells of itself costs a message.
+TOLD = ("RESHARD", "RUN")
+
 
 class Rank(Engines):
     """A rank of one of the pools of devices."""
@@ -81,14 +84,17 @@ class Rank(Engines):
         instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
         nodes = [self.plan.graph.node(i.node) for i in instructions if i.op == "RUN"]
         self.following = {a.name: b for a, b in pairwise(nodes)}
+        if nodes and self._first(nodes[0]):
+            self._ask(nodes[0], task)
         for instruction in instructions:
-            self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
+            if instruction.op in TOLD:
+                self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
             if measure:
                 _note(report, f"before {instruction.op} {instruction.node}")
             getattr(self, f"_{instruction.op.lower()}")(instruction, task, report, measure)
         if measure:
             _note(report, "after")
-        self.client.flush()
+        report.here = self.client.flush()
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
