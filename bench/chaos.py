@@ -45,7 +45,6 @@ TARGETS = {
 # Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
 RESTARTS = TARGETS.keys() - {"controllers", "functions"}
 SHARED = Path("/dev/shm")
-GAP = 20.0  # the most seconds from one kill to the next
 
 
 @dataclass
@@ -117,6 +116,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=8, help="kills in one run")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gap", type=float, default=20.0, help="the most seconds from one kill to the next")
     parser.add_argument("--patience", type=float, default=150.0)
     parser.add_argument("--only", choices=TARGETS, action="append")
     options = parser.parse_args()
@@ -147,7 +147,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     count.runs += 1
     process = place.start(out)
     pending: tuple[str, float, int, set[int]] | None = None  # the last kill, when, how many lines there were, and the driver's id
-    due = time.monotonic() + chance.uniform(0.0, GAP)  # starting and starting anew are phases, too
+    due = time.monotonic() + chance.uniform(0.0, options.gap)  # starting and starting anew are phases, too
     seen, changed = -1, time.monotonic()
     while True:
         time.sleep(0.05)
@@ -190,7 +190,7 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
             kills -= 1
             count.kills[name] = count.kills.get(name, 0) + 1
             pending = (name, time.monotonic(), lines, drivers)
-            due = time.monotonic() + chance.uniform(0.0, GAP)
+            due = time.monotonic() + chance.uniform(0.0, options.gap)
             seen = lines
     clean(place, count, out)
     if process.returncode != 0:

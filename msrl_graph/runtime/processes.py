@@ -1,6 +1,8 @@
-"""The processes and temporary folders of a run, and how nothing of them is left.
+"""The processes and temporary folders of a run, and how nothing of them is left, whoever is killed.
 
-Invariant: only what bears a run's mark, or is of its driver's session, is ended; only a folder that no live supervisor holds is removed.
+Invariant: only what bears a run's mark, or is of its driver's session, is ended; only a folder that no keeper holds is removed. A *keeper*
+is a process that makes a temporary folder, waits until whoever started it lets go of it or is dead (the system closes the pipe between
+them), and then ends what is left of the run and removes the folder. This file is run as its program, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -8,10 +10,11 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -29,18 +32,38 @@ def alive(pid: int) -> bool:
         return False
 
 
-@contextmanager
-def temporary() -> Iterator[Path]:
-    """A temporary folder, held by a lock as long as it is in use: the lock goes with the process, however it ends."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(handle)
+class Temporary:
+    """A temporary folder and its keeper."""
+
+    def __init__(self) -> None:
+        # A session of its own: what a terminal sends to all of its processes does not reach it.
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.keeper.stdin is not None and self.keeper.stdout is not None
+        self._stdin, self._session = self.keeper.stdin, 0
+        with self.keeper.stdout as answer:
+            folder = answer.readline().rstrip("\n")
+        if not folder:
+            self._stdin.close()
+            self.keeper.wait()
+            raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
+        self.folder = Path(folder)
+
+    def ends(self, session: int) -> None:
+        """The processes of this session are to be ended with the folder."""
+        self._session = session
+        with suppress(OSError):  # the keeper was killed: this process does its work
+            self._stdin.write(f"{session}\n")
+            self._stdin.flush()
+
+    def close(self) -> None:
+        """Ends what is left of the run, and removes the folder."""
+        with suppress(OSError):
+            self._stdin.close()
+        if self.keeper.wait():
+            end(str(self.folder), self._session)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sweep() -> None:
@@ -74,3 +97,23 @@ def end(folder: str, session: int = 0) -> None:
         if not left:
             return
         psutil.wait_procs(left, timeout=2)
+
+
+def _keep() -> None:
+    """The keeper: says which folder it made, and hears of sessions until the pipe ends."""
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(OSError):  # who asked is dead already
+        sys.stdout.write(f"{folder}\n")
+        sys.stdout.flush()
+    session = 0
+    for line in sys.stdin:
+        session = int(line)
+    end(folder, session)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _keep()

@@ -1,8 +1,8 @@
 """`run`: one process that watches another drive the run, and starts it again where something died.
 
-Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, no process and no
-temporary folder of it is left, however its driver ended. The driver (trainer.py) is a process of its own since Ray ends the process that
-drives it when its servers are lost; it may be killed at any moment, and so may this one: then the driver sees it and ends by itself.
+Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, or this process is
+killed, no process and no temporary folder of it is left (processes.py). The driver (trainer.py) is a process of its own since Ray ends
+the process that drives it when its servers are lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -31,7 +31,7 @@ from . import checkpoint, data, rows
 from .display import Screen
 from .folder import choose, lock, make
 from .pool import NoResources, check_machine
-from .processes import MARK, end, sweep, temporary
+from .processes import MARK, Temporary, sweep
 from .record import read
 
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
@@ -88,7 +88,6 @@ class Attempt:
     out: str
     folder: str
     answer: int
-    parent: int
     resume: str
     lines: int
     options: Options
@@ -263,22 +262,20 @@ class Supervisor:
         raise AssertionError
 
     def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
-        # Its result comes in a file without a name: nothing is left of it, whoever is killed.
-        with temporary() as folder, tempfile.TemporaryFile() as answer:
+        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer:
+            folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
-            attempt = Attempt(self.plan, str(out), str(folder), answer.fileno(), os.getpid(), resume, lines, self.options)
+            attempt = Attempt(self.plan, str(out), str(folder), answer.fileno(), resume, lines, self.options)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
             try:
-                status = self._drive(attempt, out / "logs")
+                status = self._drive(attempt, out / "logs", kept)
             finally:
-                session = self.child.pid if self.child is not None else 0
                 self.child = None
                 if self.killer is not None:
                     self.killer.cancel()
                 if self.console.is_terminal:
                     self.console.show_cursor()
-                end(str(folder), session)
             try:
                 answer.seek(0)
                 return msgspec.json.decode(answer.read(), type=Result)
@@ -286,7 +283,7 @@ class Supervisor:
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
                 return Result("died", f"the driver {how}")
 
-    def _drive(self, attempt: Attempt, logs: Path) -> int:
+    def _drive(self, attempt: Attempt, logs: Path, kept: Temporary) -> int:
         """Starts a driver, and waits for its end."""
         command = [sys.executable, *self.driver, attempt.folder]
         # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
@@ -304,6 +301,7 @@ class Supervisor:
                 pass_fds=(attempt.answer,),
                 start_new_session=True,
             )
+        kept.ends(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
         if child.stderr is not None:

@@ -1,7 +1,7 @@
 """The driver of a run: starts iterations and collects metrics. No sample passes through it.
 
 Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints renamed into place. It
-tells the supervisor how it ended, ends when the supervisor is gone, and leaves nothing else behind unless it is killed itself.
+tells the supervisor how it ended. When the supervisor is gone it is killed, with all that it started (processes.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from . import checkpoint
 from .actors import DockTimeout, Picture, Task
 from .display import Display, Screen, Tail, comparison
 from .pool import Pool
-from .processes import end
 from .record import Recorder
 from .report import Report, RunError
 from .supervisor import Attempt, Result
@@ -127,23 +126,17 @@ _leaving = threading.Lock()
 
 
 def _leave(attempt: Attempt, result: Result) -> NoReturn:
-    """Ends this process and all that is of the run, for a supervisor may be gone or killed meanwhile. Who comes first is heard."""
+    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is left of the run. Who
+    comes first is heard."""
     _leaving.acquire()
     with suppress(OSError):  # a full disk
         os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
-    end(attempt.folder, os.getsid(0))  # a farewell to Ray would take a second
-    shutil.rmtree(attempt.folder, ignore_errors=True)
     os._exit(0)
 
 
 def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
-    """Ends this process when the supervisor is gone, or a server of Ray's: Ray itself would take up to a minute, or hang."""
+    """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
     while not over.wait(LOOK):
-        if os.getppid() != attempt.parent:
-            os.kill(os.getpid(), signal.SIGHUP)
-            if over.wait(10):
-                return  # the main thread ends it all
-            _leave(attempt, Result("interrupted"))
         if (gone := pool.look()) and not over.is_set():
             _leave(attempt, Result("died", f"{' and '.join(gone)} died"))
 

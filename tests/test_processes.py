@@ -1,0 +1,108 @@
+"""A temporary folder's keeper: whoever is killed, it removes the folder and ends the run's processes; others it leaves alone."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from msrl_graph.runtime import processes
+from msrl_graph.runtime.processes import MARK, Temporary, alive
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+# Makes a folder and two processes of a run, one in a session of its own and one with the mark, says who they are, and waits.
+OWNER = """
+import os, subprocess, sys, time
+from msrl_graph.runtime.processes import MARK, Temporary
+kept = Temporary()
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+leader = subprocess.Popen(sleep, start_new_session=True)
+kept.ends(leader.pid)
+marked = subprocess.Popen(sleep, env={**os.environ, MARK: str(kept.folder)}, start_new_session=True)
+(kept.folder / "file").write_text("x")
+print(kept.folder, kept.keeper.pid, leader.pid, marked.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def owner():
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    folder, *pids = process.stdout.readline().split()
+    return process, Path(folder), [int(p) for p in pids]
+
+
+def test_the_folder_is_there_until_it_is_closed(here):
+    with closing(Temporary()) as kept:
+        assert kept.folder.parent == here and kept.folder.is_dir()
+        keeper = kept.keeper.pid
+        bystander = subprocess.Popen(SLEEP)
+        process = subprocess.Popen(SLEEP, env={**os.environ, MARK: str(kept.folder)})
+    assert not kept.folder.exists() and not alive(keeper)
+    assert process.wait(10) == -signal.SIGKILL and bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_an_owner_that_is_killed_leaves_nothing():
+    process, folder, (keeper, leader, marked) = owner()
+    assert all(map(alive, (keeper, leader, marked))) and (folder / "file").exists()
+    with process:
+        process.kill()
+    assert until(lambda: not folder.exists() and not any(map(alive, (keeper, leader, marked))))
+
+
+def test_a_keeper_that_is_killed_is_stood_in_for():
+    kept = Temporary()
+    process = subprocess.Popen(SLEEP, start_new_session=True)
+    kept.keeper.kill()
+    kept.keeper.wait()
+    kept.ends(process.pid)
+    kept.close()
+    assert not alive(process.pid) and not kept.folder.exists()
+    process.wait()
+
+
+def test_what_terminals_send_does_not_reach_the_keeper():
+    with closing(Temporary()) as kept:
+        assert os.getsid(kept.keeper.pid) == kept.keeper.pid != os.getsid(0)
+
+
+def test_what_was_killed_altogether_is_swept_up_and_what_is_held_is_not():
+    process, folder, (keeper, leader, marked) = owner()
+    with process:
+        for pid in (keeper, process.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not alive(keeper))
+    os.utime(folder, (0, 0))
+    with closing(Temporary()) as kept:
+        os.utime(kept.folder, (0, 0))
+        processes.sweep()
+        assert not folder.exists() and kept.folder.exists()
+        assert until(lambda: not alive(marked))
+    psutil.Process(leader).kill()  # of a session that nobody knows any more
+
+
+def test_where_no_folder_can_be_made_it_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # as a keeper ends that meets a full disk
+    with pytest.raises(OSError, match="no temporary folder could be made in "), closing(Temporary()):
+        pass
