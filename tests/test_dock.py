@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph.runtime.actors import _found as found_here
 from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
 from msrl_graph.runtime.dock import Controller, Reader, Warehouse, assemble, deal, rows_of
 
@@ -241,3 +242,13 @@ def test_columns_of_prompts_are_laid_out_by_response():
 def test_concatenation_keeps_rows(parts):
     column = concatenate([ragged([np.array(r) for r in p], np.int64) for p in parts])
     assert [list(column[i]) for i in range(len(column))] == [r for p in parts for r in p]
+
+
+@given(st.lists(st.permutations(range(8)).map(lambda p: p[:4]), max_size=3), st.permutations(range(8)).map(lambda p: p[:3]))
+def test_rows_that_a_process_has_are_found_in_the_order_asked_for(parts, asked):
+    written = [(np.array(rows), ragged([np.full(r % 3 + 1, r) for r in rows], np.int32)) for rows in parts]
+    found = found_here(np.array(asked), written)
+    assert (found is not None) == any(set(asked) <= set(rows) for rows in parts)
+    if found is not None:
+        assert [list(found[i]) for i in range(len(found))] == [[r] * (r % 3 + 1) for r in asked]
+    assert found_here(np.array([], int), written) is None

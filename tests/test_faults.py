@@ -115,13 +115,14 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place)
 
 
 @pytest.mark.slow
-def test_a_run_that_is_asked_to_end_saves(place):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_end_saves(place, number):
     program(place, *ONE_RANK, iterations=300, save=100)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + number, err
     assert "ending after this iteration, with a checkpoint" in err and "go on with --resume results" in err and "Traceback" not in err
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
     assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]

@@ -253,8 +253,11 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3
     head = "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows"
-    graph = "\n  functions of host 0 has been in host.reward in train/0 for ", "\n  rank 0 has been in RUN actor.update in train/0 for "
-    assert head in err and all(words in err for words in graph), err
+    # The wait-for graph is asked for after the deadline: a second may have begun.
+    graph = (
+        r"\n  functions of host 0 has been in host\.reward in train/0 for [3-9] s\n  rank 0 has been in RUN actor\.update in train/0 for "
+    )
+    assert head in err and re.search(graph, err), err
     assert not stale.exists()
     place.write(*changes)  # nobody waits for the reward of an evaluation
     begin = time.monotonic()

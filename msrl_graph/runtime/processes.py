@@ -63,7 +63,6 @@ class Temporary:
             self._stdin.close()
         if self.keeper.wait():
             end(str(self.folder), self._session)
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sweep() -> None:
@@ -77,14 +76,13 @@ def sweep() -> None:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 end(str(folder))
-                shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)
 
 
 def end(folder: str, session: int = 0) -> None:
     """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in their environment
-    (Ray's processes change their titles, which may write over it)."""
+    (Ray's processes change their titles, which may write over it). Then removes its folder."""
     until = time.monotonic() + MOST
     while time.monotonic() < until:
         left = []
@@ -95,8 +93,9 @@ def end(folder: str, session: int = 0) -> None:
                     process.kill()
                     left.append(process)
         if not left:
-            return
+            break
         psutil.wait_procs(left, timeout=2)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep() -> None:
@@ -112,7 +111,6 @@ def _keep() -> None:
     for line in sys.stdin:
         session = int(line)
     end(folder, session)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

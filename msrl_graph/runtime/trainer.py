@@ -159,8 +159,7 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
         self.pictures: list[Picture] = []
-        self.opened: dict[str, list[Any]] = {}  # by key: what the controllers answer
-        self.ahead: dict[str, list[Any]] = {}  # by key: the functions' reports of a task that has not begun
+        self.ahead: dict[str, list[Any]] = {}  # by key: the functions' reports of a task that the ranks have not begun
 
     def whole(self) -> Result:
         pool, display, out = self.pool, self.display, Path(self.attempt.out)
@@ -255,27 +254,24 @@ class Driver:
             older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
             self.display.say(f"the checkpoint after iteration {iteration} could not be written: {error}; {older}")
 
-    def _open(self, task: Task) -> list[Any]:
-        """Makes a task known, once: first to the warehouses, since a controller that dies is rebuilt from what they know."""
-        if task.key not in self.opened:
-            self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
-            self.opened[task.key] = [b.open.remote(task) for b in self.pool.boards]
-        return self.opened[task.key]
+    def _open(self, task: Task) -> None:
+        """Makes a task known: first to the warehouses, since a controller that dies is rebuilt from what they know."""
+        self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
+        self.ray.get([b.open.remote(task) for b in self.pool.boards])
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
         """Starts the streams of all pools for one task."""
-        pool, start = self.pool, time.perf_counter()
-        self.ray.get(self._open(task))
-        ranks = [r.run.remote(task, measure) for r in pool.ranks]
-        return _Running(task, start, [*ranks, *(self.ahead.pop(task.key, None) or self._functions(task))])
-
-    def _functions(self, task: Task) -> list[Any]:
-        return [f.run.remote(task) for f in self.pool.functions]
+        start = time.perf_counter()
+        if task.key not in self.ahead:
+            self._prepare(task)
+        ranks = [r.run.remote(task, measure) for r in self.pool.ranks]
+        return _Running(task, start, [*ranks, *self.ahead.pop(task.key)])
 
     def _prepare(self, task: Task) -> None:
-        """Lets the hosts' functions go on to a task that follows without anything between: its prompts are there when it begins."""
-        self.ray.get(self._open(task))
-        self.ahead[task.key] = self._functions(task)
+        """Opens a task and starts the hosts' functions on it: ahead of the ranks where it follows without anything between, so that its
+        prompts are there when it begins."""
+        self._open(task)
+        self.ahead[task.key] = [f.run.remote(task) for f in self.pool.functions]
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
@@ -292,7 +288,6 @@ class Driver:
                 self.display.say(words)
         for board in pool.boards:
             board.close.remote(task.key)
-        del self.opened[task.key]
         moved: dict[str, int] = {}
         for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
             for what, size in counts.items():
