@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from place import ONE_RANK, THRICE, TRAINED, Place
 
 GOLDEN = Path(__file__).parent / "golden"
+# How long an example takes says something of the machine, nothing of the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

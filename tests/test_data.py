@@ -41,7 +41,7 @@ ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in rang
 
 
 @given(count=st.integers(1, 25), seed=st.integers(0, 5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_pass_deals_each_row_once(tmp_path_factory, count, seed):
     data = dataset(tmp_path_factory.mktemp("d"), ROWS, seed)
     dealt = []

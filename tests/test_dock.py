@@ -62,7 +62,7 @@ shape = {"sizes": sizes, "groups": st.integers(1, 4), "chunk": st.integers(0, 7)
 
 
 @given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, chunk, random, unit, balance):
     prompts, fan = sizes
     controller, found = play(reader(groups=groups, chunk=chunk, unit_level=unit, balance=balance), prompts, fan, random, 3)
@@ -76,7 +76,7 @@ def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, ch
 
 
 @given(**shape)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chunk, random):
     prompts, fan = sizes
     r = reader(groups=groups, chunk=chunk)
@@ -92,7 +92,7 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chun
 
 
 @given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk, random, mini, epochs, iteration):
     prompts, fan = sizes
 
@@ -115,7 +115,7 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 
 
 @given(**shape, update=st.booleans(), balance=st.booleans(), data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, chunk, random, update, balance, data):
     prompts, fan = sizes
     r = reader(groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance)
@@ -206,7 +206,6 @@ rows = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=12
 
 
 @given(rows, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_a_warehouse_gives_back_what_it_was_given(values, random):
     warehouse = Warehouse(0, 0)
     order = list(range(len(values)))

@@ -170,7 +170,7 @@ def survives(text: str) -> None:
                 assert (span.end_line, span.end_column) >= (span.line, span.column), d
 
 
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 PIECES = sorted(
     {w for t in TEXTS.values() for w in t.split()}
     | {"{", "}", "(", ")", "->", "=>", "=", ",", "..", "1e999", "-1", "128 GiB", '"', "\x00", "#"}

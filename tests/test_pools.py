@@ -105,7 +105,7 @@ def statements(draw: st.DrawFn) -> str:
 
 
 @given(st.lists(statements(), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_whatever_is_stated_every_state_is_in_one_pool_and_no_device_in_two(stated: list[str]) -> None:
     try:
         found = plan(*stated, EVEN)
@@ -208,7 +208,6 @@ def ends(draw: st.DrawFn) -> tuple[Layout, Layout, int, int]:
 
 
 @given(ends())
-@settings(deadline=None)
 def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]) -> None:
     source, target, per_host, bucket = case
     devices = source.devices + target.devices

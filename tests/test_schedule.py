@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import networkx as nx
 import page
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.checks.columns import sample_flow
@@ -109,7 +109,6 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_merging_the_streams_never_deadlocks(found: Plan) -> None:
     tasks = dict.fromkeys(s.task for s in found.schedule)
     for task in tasks:
@@ -119,7 +118,6 @@ def test_merging_the_streams_never_deadlocks(found: Plan) -> None:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_all_streams_follow_one_order(found: Plan) -> None:
     runs = [[i.node for i in s.instructions if i.op == "RUN"] for s in found.schedule]
     # One order holds all of them, and the graph's edges, if what they say together has no cycle.
