@@ -30,7 +30,6 @@ from .report import Report, RunError
 from .supervisor import Attempt, Result
 
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AFTER = 2.0  # seconds that the dock, which knows who waits for what, has the first word
 LOOK = 0.5  # seconds between two looks at the processes
 DISK = 3600.0  # seconds that reading or writing weights may take
 
@@ -308,8 +307,8 @@ class Driver:
                 now = sum(p.moves for p in self.pictures)
             if done or now != moves:
                 moves, since = now, time.monotonic()
-            elif time.monotonic() - since > deadline + AFTER:
-                # The dock would have told of a wait by now: this is work that does not end.
+            elif time.monotonic() - since > deadline:
+                # Later than the dock's own deadline would have told of a wait: this is work that does not end.
                 last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
                 raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
         return list(self.ray.get(references))
