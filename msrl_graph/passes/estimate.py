@@ -1,7 +1,7 @@
 """estimate: seconds of each phase, of an iteration along its critical path, and tokens a second a device (eq. 5).
 
-Invariant: every row is taken at its bound and nothing is measured here; a figure is worth what its weakest input is worth, and its
-basis is its formula. Attention's quadratic part, pipelines' bubbles and Python functions are left out, and noted.
+Invariant: only composition; what a piece takes is in costs.py. Every row is taken at its bound and nothing is measured here; a figure
+is worth what its weakest input is worth, and its basis is its formula. Pipelines' bubbles and Python functions are left out, and noted.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 
 from ..closed_forms import throughput
 from ..cluster import Figure, weakest
-from ..engine import BYTES, EngineSpec
-from ..graph import Node
+from ..engine import EngineSpec
 from ..plan import Estimate, Note, Phase, Plan
-from . import holdings
+from . import costs, holdings
+from .costs import Costs
 from .pools import FUNCTIONS
 
-UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s")
-KERNELS = Figure(12, "assumed", "12 kernels a layer")
 EXCHANGE = "gradient exchange"
 
 
@@ -32,11 +30,9 @@ class EstimateTime:
         seconds: dict[tuple[str, str], Figure] = {}  # by instruction
         phases: list[Phase] = []
         for r in plan.reshards:
-            total = sum(s.seconds.value for s in r.steps)
-            count = "four" if r.mode == "send" else "five"
-            seconds["RESHARD", r.dst] = Figure(total, weakest(*(s.seconds for s in r.steps)), f"the sum of the {count} steps")
+            seconds["RESHARD", r.dst] = costs.reshard(r)
             if r.swap_in.bytes:
-                seconds["SWAP_IN", r.src] = r.swap_in.seconds
+                seconds["SWAP_IN", r.src] = costs.swap_in(r)
         for name, op in (("reshard", "RESHARD"), ("swap in (H2D)", "SWAP_IN")):
             if keys := [k for k in seconds if k[0] == op]:
                 found = [seconds[k] for k in keys]
@@ -47,14 +43,15 @@ class EstimateTime:
             pool = plan.placement(node.name).pool
             if pool == FUNCTIONS:
                 continue
-            figure = self._state(plan, node)
+            state = Costs(plan, self.engines, node.name)
+            figure, exchange = self._state(state), state.exchange()
             phases.append(Phase(node.name, pool, figure))
             seconds["RUN", node.name] = figure
-            exchange = self._exchange(plan, node)
+            exchange = replace(exchange, value=exchange.value * state.steps())
             if exchange.value:
                 phases.append(Phase(f"{EXCHANGE} of {node.name}", pool, exchange))
                 seconds["RUN", node.name] = Figure(figure.value + exchange.value, weakest(figure, exchange), "compute, then exchange")
-        dispatch = [t.seconds for t in plan.traffic if t.bytes]
+        dispatch = [costs.dispatch(t) for t in plan.traffic if t.bytes]
         if dispatch:
             total = sum(f.value for f in dispatch)
             phases.append(Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges")))
@@ -66,60 +63,34 @@ class EstimateTime:
             notes += (Note("estimate", f"Python functions count as 0 seconds until a run measures them: {', '.join(names)}"),)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
 
-    def _state(self, plan: Plan, node: Node) -> Figure:
-        if node.verb == "generate":
-            return self._generate(plan, node.name)
-        device, model = plan.cluster.device, plan.model(node.name)
-        flops = device.flops[holdings.dtype(plan, node.name)]
-        factor = 2
-        if node.verb == "update":
-            factor = 8 if plan.placement(node.name).engine.options.get("recompute") == "full" else 6
-        tokens = holdings.row_count(plan, node.name) * holdings.row_tokens(plan, node.name)
-        compute = factor * model.parameters * tokens / (plan.placement(node.name).layout.devices * flops.value * UTILISATION.value)
-        batches = -(-holdings.group_rows(plan, node.name) // holdings.micro_batch(plan, node.name))
-        overhead = batches * model.layers * KERNELS.value * device.launch.value * factor / 2
-        basis = f"{factor} x parameters x tokens / (devices x {UTILISATION.value} x FLOP/s) + micro-batches x layers x 12 x launch"
-        epochs = int(node.number("epochs", 1))
-        return Figure((compute + overhead) * epochs, weakest(flops, device.launch, UTILISATION, KERNELS), basis)
+    def _state(self, node: Costs) -> Figure:
+        """All of an iteration's rows at their bounds, but for the exchange of gradients."""
+        if node.state.verb == "generate":
+            return self._generate(node)
+        plan, batches, epochs = node.plan, node.micro_batches(), int(node.state.number("epochs", 1))
+        rows = holdings.row_count(plan, node.node) / plan.placement(node.node).layout.dp
+        batch = node.micro_batch(node.rows(rows / batches))
+        seconds, basis, source = batch.value * batches * epochs, f"micro-batches of {batch.basis}", batch.source
+        if node.state.verb == "update":
+            step = node.optimizer_step()
+            seconds += step.value * node.steps()
+            basis, source = f"{basis}; steps of {step.basis}", weakest(batch, step)
+        return Figure(seconds, source, basis)
 
-    def _generate(self, plan: Plan, node: str) -> Figure:
-        device, model, layout = plan.cluster.device, plan.model(node), plan.placement(node).layout
-        dtype = holdings.dtype(plan, node)
-        flops, bandwidth = device.flops[dtype], device.memory_bandwidth
-        at_once, _ = holdings.waves(plan, node)
-        written, whole = holdings.written_tokens(plan, node), holdings.row_tokens(plan, node)
+    def _generate(self, node: Costs) -> Figure:
+        plan, name = node.plan, node.node
+        at_once, _ = holdings.waves(plan, name)
+        written, whole = holdings.written_tokens(plan, name), holdings.row_tokens(plan, name)
         prompt = whole - written
-        rate = layout.tp * flops.value * UTILISATION.value
-        cache = 2 * model.layers * -(-model.kv_heads // layout.tp) * model.head_dim * BYTES[dtype] * (prompt + written / 2)
-        launches = model.layers * KERNELS.value * device.launch.value
-        prompts, samples, total = holdings.group_rows(plan, node), holdings.samples(plan, node), 0.0
+        prompts, samples, total = holdings.group_rows(plan, name), holdings.samples(plan, name), 0.0
         while prompts > 0:
             wave = min(at_once, prompts)
-            rows, alike = wave * samples, prompts // wave
-            moved = holdings.weights(plan, self.engines, node) + rows * cache
-            step = max(moved / bandwidth.value, 2 * model.parameters * rows / rate) + launches
-            # A prompt is prefilled once for all its samples.
-            total += alike * (2 * model.parameters * wave * prompt / rate + written * step)
+            alike = prompts // wave
+            prefill = node.prefill([prompt] * wave)
+            step = node.decode_step(wave * samples, wave * samples * (prompt + written / 2))
+            total += alike * (prefill.value + written * step.value)
             prompts -= alike * wave
-        basis = "prefill 2 x parameters x tokens / FLOP/s; each step max((weights + KV read) / bandwidth, compute) + launches, a wave"
-        return Figure(total, weakest(flops, bandwidth, device.launch, UTILISATION, KERNELS), basis)
-
-    def _exchange(self, plan: Plan, node: Node) -> Figure:
-        """The gradients' ring all-reduce over dp (2 x bytes x (dp - 1) / dp a rank), once an optimizer step."""
-        cluster, first, layout = plan.cluster, plan.placement(node.name).first, plan.placement(node.name).layout
-        if node.verb != "update" or layout.dp == 1:
-            return Figure(0.0, "derived", "one data-parallel group")
-        rows = holdings.row_count(plan, node.name)
-        steps = max(1, rows // int(node.number("mini_batch", rows))) * int(node.number("epochs", 1))
-        whole = plan.model(node.name).parameters * BYTES[holdings.dtype(plan, node.name)] // layout.tp
-        ring = 2 * whole * (layout.dp - 1) / layout.dp * steps
-        if cluster.host(first) == cluster.host(first + layout.devices - 1):
-            return Figure(
-                ring / cluster.device.device_link.value, cluster.device.device_link.source, "2 x gradients x (dp - 1) / dp / device link"
-            )
-        rings = min(layout.tp, cluster.devices_per_node)
-        basis = f"2 x gradients x (dp - 1) / dp, {rings} ring(s) through each host's network link; {cluster.network.basis}"
-        return Figure(ring * rings / cluster.network.value, cluster.network.source, basis)
+        return Figure(total, weakest(prefill, step), f"a wave: prefill {prefill.basis}; each step {step.basis}")
 
 
 def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:
