@@ -44,9 +44,7 @@ class Stage(Rank):
         self.build()
         (self.generator,) = self.generators.values()
         model = plan.model("actor.generate")
-        shards, tensors = self.generator.allocate(), {t.name: t for t in model.tensors}
-        for piece in shards:
-            piece.tensor.copy_(transformer.read(model, {piece.name: (tensors[piece.name], piece.box)})[piece.name])
+        transformer.fill(model, self.generator.allocate())
 
     def act(self, name, columns, rows=None):
         """What a node-state writes, handed these columns."""

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from msrl_graph import models
 from msrl_graph.backends import fsdp, hf, transformer
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.engine import Sampling
-from msrl_graph.layout import Layout, full, shard
+from msrl_graph.engine import Sampling, Shard
+from msrl_graph.layout import Layout, full, shard, slices
 from msrl_graph.runtime.columns import ragged
 from msrl_graph.runtime.packing import pack
 
@@ -120,13 +120,13 @@ def test_bf16_weights_learn_by_float32_masters():
 def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     m = model()
     layout = Layout(tp=2, dp=1)
-    boxes = {t.name: (t, shard(t, layout, 1, False)) for t in m.tensors}
+    shards = [Shard(t.name, box := shard(t, layout, 1, False), torch.empty([b - a for a, b in box])) for t in m.tensors]
     whole = load_file(EXAMPLE / "model" / "model.safetensors")
-    for name, value in transformer.read(m, boxes).items():
-        assert torch.equal(value, whole[name][tuple(slice(a, b) for a, b in boxes[name][1])])
-    extra = models.Tensor("model.none.weight", (2, 2))
+    transformer.fill(m, shards)
+    for piece in shards:
+        assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)])
     with pytest.raises(FileNotFoundError, match=r"no weights for model\.none\.weight"):
-        transformer.read(m, {**boxes, extra.name: (extra, full(extra.shape))})
+        transformer.fill(m, [*shards, Shard("model.none.weight", full((2, 2)), torch.empty(2, 2))])
 
 
 def test_dropout_in_a_config_makes_no_noise(tmp_path):

@@ -8,6 +8,7 @@ the gathered weights after forward.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..engine import EngineSpec, Packed, Shard
@@ -30,14 +31,16 @@ SPEC = EngineSpec(
 )
 
 
+# Elements of a buffer that the optimizer needs beside what it holds.
+CHUNK = 1 << 22
+
+
 class Engine:
     """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where they are stated, None where nothing is updated."""
 
     def __init__(
         self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: dict[str, Any] | None
     ) -> None:
-        import torch
-
         self.model, self.layout, self.mesh = model, layout, mesh
         self.divided = SPEC.divided(layout)
         module = transformer.empty(model)
@@ -65,14 +68,8 @@ class Engine:
             module.get_submodule(owner).register_buffer(leaf, value, persistent=False)
         self.module = module
         weights = transformer.named_weights(module)
-        boxes = {t.name: (t, shard(t, layout, rank, self.divided)) for t in model.tensors}
-        values = transformer.read(model, boxes)
-        self._shards = []
-        with torch.no_grad():
-            for tensor in model.tensors:
-                local = _local(weights[tensor.name])
-                local.copy_(values[tensor.name])
-                self._shards.append(Shard(tensor.name, boxes[tensor.name][1], local))
+        self._shards = [Shard(t.name, shard(t, layout, rank, self.divided), _local(weights[t.name])) for t in model.tensors]
+        transformer.fill(model, self._shards)
         self._parameters = [weights[t.name] for t in model.tensors]
         self._optimizer = None if optimizer is None else _Optimizer(self, optimizer)
 
@@ -170,7 +167,7 @@ class _Optimizer:
         if self.flat:
             self.stretch = -(-sum(self.sizes) // layout.dp)
             self.dp_rank = engine.mesh["dp"].get_local_rank()
-            self.masters = [self._own_stretch()]
+            self.masters = [self._stretch([s.tensor for s in shards])]
         else:
             self.masters = [s.tensor if s.tensor.dtype == torch.float32 else s.tensor.float() for s in shards]
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
@@ -179,47 +176,68 @@ class _Optimizer:
         if self.copied:
             self.masters[0].untyped_storage().resize_(0)
 
-    def _laid_out(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """All tensors end to end in float32, padded to equal stretches."""
+    def _overlaps(self, tensors: list[torch.Tensor], start: int, stop: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """What lies between elements `start` and `stop` of all tensors end to end: where in the range, and the piece of the tensor."""
+        at = 0
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            low, high = max(at, start), min(at + size, stop)
+            if low < high:
+                yield slice(low - start, high - start), tensor.reshape(-1)[low - at : high - at]
+            at += size
+
+    def _stretch(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's stretch of all tensors, in float32, its end padded with zeros."""
         import torch
 
-        flat = torch.zeros(self.stretch * self.engine.layout.dp)
-        torch.cat([t.reshape(-1).float() for t in tensors], out=flat[: sum(self.sizes)])
-        return flat
-
-    def _own_stretch(self) -> torch.Tensor:
-        flat = self._laid_out([s.tensor for s in self.engine.shards()])
-        return flat[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)].clone()
+        own = torch.zeros(self.stretch)
+        for where, piece in self._overlaps(tensors, self.stretch * self.dp_rank, self.stretch * (self.dp_rank + 1)):
+            own[where] = piece
+        return own
 
     def step(self, lr: float, clip_grad: float, sound: bool) -> float:
-        import torch
-        from torch import distributed as dist
-
-        engine, layout = self.engine, self.engine.layout
-        gradients = [_gradient(p) for p in engine._parameters]
-        if not engine.divided and layout.dp > 1:
-            flat = torch.cat([g.reshape(-1) for g in gradients])
-            dist.all_reduce(flat, group=engine.mesh["dp"].get_group())
-            gradients = [g.view(s.tensor.shape) for g, s in zip(torch.split(flat, self.sizes), engine.shards(), strict=True)]
+        gradients = []
+        # From here on a gradient lives as long as it is in the list.
+        for parameter in self.engine._parameters:
+            gradients.append(_gradient(parameter))
+            parameter.grad = None
+        if not self.engine.divided and self.engine.layout.dp > 1:
+            self._add_up(gradients)
         norm = self._norm(gradients, sound)
         if math.isfinite(norm):
             self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr)
-        for tensor in (*self.masters, *engine._parameters):
-            tensor.grad = None
+        for master in self.masters:
+            master.grad = None
         return norm
+
+    def _add_up(self, gradients: list[torch.Tensor]) -> None:
+        """Sums gradients over dp in place, bucket by bucket."""
+        import torch
+        from torch import distributed as dist
+
+        bucket: list[torch.Tensor] = []
+        for i, gradient in enumerate(gradients):
+            bucket.append(gradient)
+            if i + 1 == len(gradients) or sum(g.numel() for g in bucket) + gradients[i + 1].numel() > CHUNK:
+                flat = torch.cat([g.reshape(-1) for g in bucket])
+                dist.all_reduce(flat, group=self.engine.mesh["dp"].get_group())
+                for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                    g.copy_(total.view(g.shape))
+                bucket = []
 
     def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float) -> None:
         if self.flat:
-            own = self._laid_out(gradients)[self.stretch * self.dp_rank : self.stretch * (self.dp_rank + 1)]
-            gradients = [own]
+            gradients[:] = [self._stretch(gradients)]
         if self.copied:
             self.masters[0].untyped_storage().resize_(4 * self.stretch)
-            self.masters[0].copy_(self._own_stretch())
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = (gradient * scale if scale != 1.0 else gradient).to(master.dtype)
+            self.masters[0].copy_(self._stretch([s.tensor for s in self.engine.shards()]))
+        for master in self.masters:
+            gradient = gradients.pop(0)
+            master.grad = (gradient.mul_(scale) if scale != 1.0 else gradient).to(master.dtype)
         for group in self.adamw.param_groups:
             group["lr"] = lr
         self.adamw.step()
+        for master in self.masters:
+            master.grad = None
         self._write_back()
         if self.copied:
             self.masters[0].untyped_storage().resize_(0)
@@ -251,10 +269,10 @@ class _Optimizer:
         self.adamw.state.clear()
         kinds = {kind: [tensors[s.name] for s in self.engine.shards()] for kind, tensors in moments.items()}
         if self.flat:
-            own = slice(self.stretch * self.dp_rank, self.stretch * (self.dp_rank + 1))
-            kinds = {kind: [self._laid_out(tensors)[own].clone()] for kind, tensors in kinds.items()}
+            kinds = {kind: [self._stretch(tensors)] for kind, tensors in kinds.items()}
         if "master" not in kinds and not self.copied:
-            kinds["master"] = [self._own_stretch()] if self.flat else [s.tensor for s in self.engine.shards()]
+            weights = [s.tensor for s in self.engine.shards()]
+            kinds["master"] = [self._stretch(weights)] if self.flat else weights
         for i, master in enumerate(self.masters):
             if "master" in kinds and kinds["master"][i] is not master:
                 master.copy_(kinds["master"][i])
@@ -271,10 +289,14 @@ class _Optimizer:
 
         shards = self.engine.shards()
         if self.flat:
-            flat = torch.empty(self.stretch * self.engine.layout.dp)
-            dist.all_gather_into_tensor(flat, self.masters[0], group=self.engine.mesh["dp"].get_group())
-            for value, piece in zip(torch.split(flat[: sum(self.sizes)], self.sizes), shards, strict=True):
-                piece.tensor.copy_(value.view(piece.tensor.shape))
+            for low in range(0, self.stretch, CHUNK):
+                part = self.masters[0][low : low + CHUNK]
+                parts = torch.empty(self.engine.layout.dp, len(part))
+                dist.all_gather_into_tensor(parts.view(-1), part, group=self.engine.mesh["dp"].get_group())
+                for rank, values in enumerate(parts):
+                    start = self.stretch * rank + low
+                    for where, weight in self._overlaps([s.tensor for s in shards], start, start + len(part)):
+                        weight.copy_(values[where])
         else:
             for master, piece in zip(self.masters, shards, strict=True):
                 if master is not piece.tensor:
@@ -289,7 +311,8 @@ class _Optimizer:
         engine, layout = self.engine, self.engine.layout
         divided, copied = torch.full((2,), 0.0 if sound else math.nan, dtype=torch.float64)
         for gradient, tensor in zip(gradients, engine.model.tensors, strict=True):
-            (divided if tensor.tp_dim >= 0 else copied).add_(gradient.double().square().sum())
+            for part in torch.split(gradient.reshape(-1), CHUNK):
+                (divided if tensor.tp_dim >= 0 else copied).add_(part.double().square().sum())
         total = divided + copied / layout.tp
         if layout.tp > 1:
             dist.all_reduce(total, group=engine.mesh["tp"].get_group())

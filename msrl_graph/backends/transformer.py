@@ -1,15 +1,14 @@
-"""What the engines on transformers share: a model without weights, and a rank's boxes of its weights read from a folder."""
+"""What the engines on transformers share: a model without weights, and a rank's shards of it filled from a folder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..layout import Box, Tensor, slices
+from ..engine import Shard
+from ..layout import slices
 from ..plan import Model
-
-if TYPE_CHECKING:
-    import torch
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
@@ -34,17 +33,17 @@ def named_weights(module: Any) -> dict[str, Any]:
     return dict(module.named_parameters(remove_duplicate=True))
 
 
-def read(model: Model, boxes: dict[str, tuple[Tensor, Box]]) -> dict[str, torch.Tensor]:
-    """The boxes of the weights in a folder of safetensors; only their bytes are read."""
+def fill(model: Model, shards: Sequence[Shard]) -> None:
+    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read."""
+    import torch
     from safetensors import safe_open
 
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(Path(model.path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                if name in boxes:
-                    found[name] = weights.get_slice(name)[slices(boxes[name][1])]
-    missing = sorted(set(boxes) - set(found))
+    missing = {s.name: s for s in shards}
+    with torch.no_grad():
+        for file in sorted(Path(model.path).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as weights:
+                for name in missing.keys() & set(weights.keys()):
+                    piece = missing.pop(name)
+                    piece.tensor.copy_(weights.get_slice(name)[slices(piece.box)])
     if missing:
-        raise FileNotFoundError(f"{model.path} holds no weights for {missing[0]} ({len(missing)} missing)")
-    return found
+        raise FileNotFoundError(f"{model.path} holds no weights for {min(missing)} ({len(missing)} missing)")

@@ -74,11 +74,7 @@ class Engines:
             self.generators[node.name] = engine(model, layout, self.local, mesh, int(options.get("micro_batch") or 0))
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
-                shards = self.generators[node.name].allocate()
-                tensors = {t.name: t for t in model.tensors}
-                found = transformer.read(model, {s.name: (tensors[s.name], s.box) for s in shards})
-                for piece in shards:
-                    piece.tensor.copy_(found[piece.name])
+                transformer.fill(model, self.generators[node.name].allocate())
         elif node.worker not in self.trainers:
             update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
             if update is not None and update.name != node.name:

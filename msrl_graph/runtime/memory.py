@@ -1,39 +1,137 @@
-"""What a rank holds, measured: the storages of all live tensors.
+"""What a rank holds, measured: the storages of all live tensors, at an instant or at the peak of a phase.
 
-Invariant: a storage counts once, however many tensors share it; host buffers (of a swap) count apart, since on a CPU device and host
-share one memory.
+Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers (of a swap) count apart, since on a
+CPU device and host share one memory. What a kernel takes for itself while it runs is no tensor and is not seen.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _host: set[int] = set()  # data pointers of host buffers
+_WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
 
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Marks a tensor's storage as host memory."""
-    _host.add(tensor.untyped_storage().data_ptr())
-    return tensor
+_taking = False  # whether what is made now is a host buffer
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that counts as host memory."""
+    global _taking
+    _taking = True
+    try:
+        copy = tensor.clone()
+    finally:
+        _taking = False
+    _host.add(copy.untyped_storage().data_ptr())
+    return copy
 
 
 def forget(tensor: torch.Tensor) -> None:
     _host.discard(tensor.untyped_storage().data_ptr())
 
 
-def held() -> dict[str, int]:
-    """Bytes of live tensors on the `device` and in `host` buffers."""
-    seen: dict[int, int] = {}
-    for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.device.type != "meta":
-            local = item.to_local() if hasattr(item, "to_local") else item
-            try:
-                storage = local.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # a tensor subclass without storage
-                continue
-            seen[storage.data_ptr()] = storage.nbytes()
+def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
+    """Where a tensor's elements lie; of a wrapper (DTensor), its local tensor's."""
+    for wrapper, inside in _WRAPPERS.items():
+        if isinstance(item, wrapper):
+            return _storage(getattr(item, inside))
+    try:
+        storage = item.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a tensor subclass without storage
+        return None
+    return None if storage.device.type == "meta" else storage  # nor has a fake tensor one, whatever device it tells of
+
+
+def _storages() -> list[torch.UntypedStorage]:
+    """Of all tensors that Python knows."""
+    found = (_storage(item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    return [s for s in found if s is not None]
+
+
+def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
+    seen = {s.data_ptr(): s.nbytes() for s in storages}
     seen.pop(0, None)
     host = sum(size for pointer, size in seen.items() if pointer in _host)
     return {"device": sum(seen.values()) - host, "host": host}
+
+
+def held() -> dict[str, int]:
+    """Bytes of live tensors on the `device` and in `host` buffers."""
+    return _sum(_storages())
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operation is other operations, on every device (in inference mode it comes here before it is taken apart)."""
+    keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "PrivateUse1")
+    composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
+    return composite and not any(own)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes at once while it is entered, of what was there before and of every tensor that an operation makes, in backward too.
+
+    `peak` is by place; the device's and the host's need not be of the same instant. `largest` tells what the device held at its peak:
+    (bytes, operation that made it, shape), and `moment` the operation after which that was. Slow: every operation is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = {"device": 0, "host": 0}
+        self.moment = ""
+        self.largest: list[tuple[int, str, tuple[int, ...]]] = []
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, tuple[int, ...]]] = {}
+
+    def __enter__(self) -> Peak:
+        if not self.moment:  # and not entered again, from within
+            for storage in _storages():
+                self._see(storage, "before", ())
+            self._look("before")
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, tuple(_WRAPPERS)) for t in types):
+            return NotImplemented  # a wrapper's own operations come here one by one
+        if _is_composite(func):
+            with self:
+                found = func.decompose(*args, **kwargs or {})
+            if found is not NotImplemented:
+                return found
+        result = func(*args, **kwargs or {})
+        for item in tree_leaves(result):
+            if isinstance(item, torch.Tensor) and (storage := _storage(item)) is not None:
+                self._see(storage, str(func), tuple(item.shape))
+        self._look(str(func))
+        return result
+
+    def _see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
+        key = storage._cdata
+        if _taking:
+            _host.add(storage.data_ptr())
+        if key not in self._live:
+            self._live[key] = (weakref.ref(storage, self._gone(key)), made_by, shape)
+
+    def _gone(self, key: int) -> Callable[[object], None]:
+        def remove(_: object) -> None:
+            self._live.pop(key, None)
+
+        return remove
+
+    def _look(self, moment: str) -> None:
+        live = [(s, made, shape) for ref, made, shape in list(self._live.values()) if (s := ref()) is not None]
+        now = _sum([s for s, _, _ in live])
+        if now["device"] > self.peak["device"] or not self.moment:
+            self.moment = moment
+            self.largest = [(s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and s.data_ptr() not in _host]
+        self.peak = {place: max(most, now[place]) for place, most in self.peak.items()}

@@ -197,7 +197,7 @@ class Recorder:
             name = f"{edge.src} => {edge.dst}{f', {pool.name}' if len(ends) > 1 else ''}"
             wanted = (
                 ("device, before", f"before RESHARD {edge.src}, device", settled),
-                ("device, peak", "peak of RESHARD, device", sum(instant.values())),
+                ("device, peak", f"peak of RESHARD {edge.src}, device", sum(instant.values())),
                 ("device, after", f"before RELEASE {edge.dst}, device", generating),
                 ("host buffers, after", f"before RELEASE {edge.dst}, host", edge.released_bytes_per_device),
                 ("device, weights back", f"before RUN {edge.src}, device", settled),

@@ -43,7 +43,7 @@ class Swap:
 
     def copy_out(self) -> None:
         """Device to host. The weights stay on the device until `free`."""
-        self.host = [memory.on_host(s.tensor.clone()) for s in self.shards]
+        self.host = [memory.host_copy(s.tensor) for s in self.shards]
 
     def free(self) -> None:
         """Releases the device's storages."""
@@ -99,19 +99,14 @@ class Resharder:
         self.target = {n: shard(t, target.layout, rank, target.divided) for n, t in self.tensors.items()}
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received from neighbours in the last run
-        self.peak = {"device": 0, "host": 0}
 
-    def run(self, allocate: Callable[[], list[Shard]], measure: bool = False) -> None:
-        """The five steps. With `measure`, the peak of live tensors is looked up at each of them (slow)."""
+    def run(self, allocate: Callable[[], list[Shard]]) -> None:
+        """The five steps."""
         self.seconds, self.moved = {}, 0
-        self.peak = {"device": 0, "host": 0}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
 
         def timed(name: str, since: float) -> None:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
-            if measure:
-                now = memory.held()
-                self.peak = {k: max(self.peak[k], now[k]) for k in now}
 
         source = {s.name: s.tensor for s in self.swap.shards}
         if staged:

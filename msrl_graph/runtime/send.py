@@ -18,7 +18,6 @@ from ..backends import transformer
 from ..engine import Shard
 from ..layout import Box, kinds, replicas, slices, transfers, within
 from ..plan import Model, Plan, Reshard
-from . import memory
 from .reshard import Side
 
 
@@ -60,21 +59,15 @@ class Sender:
         self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received in the last run
-        self.peak = {"device": 0, "host": 0}
 
-    def run(self, allocate: Callable[[], list[Shard]], measure: bool = False) -> None:
-        """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends. With `measure`, the peak of live
-        tensors is looked up at each step of a message (slow)."""
+    def run(self, allocate: Callable[[], list[Shard]]) -> None:
+        """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends."""
         self.seconds, self.moved = {}, 0
-        self.peak = {"device": 0, "host": 0}
         since = time.perf_counter()
 
         def timed(name: str) -> None:
             nonlocal since
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
-            if measure:
-                now = memory.held()
-                self.peak = {k: max(self.peak[k], now[k]) for k in now}
             since = time.perf_counter()
 
         held = {s.name: s for s in (*self.shards, *allocate())}

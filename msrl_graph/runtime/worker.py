@@ -89,40 +89,44 @@ class Rank(Engines):
         for instruction in instructions:
             if instruction.op in TOLD:
                 self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
-            if measure:
-                _note(report, f"before {instruction.op} {instruction.node}")
-            getattr(self, f"_{instruction.op.lower()}")(instruction, task, report, measure)
+            act = getattr(self, f"_{instruction.op.lower()}")
+            if not measure:
+                act(instruction, task, report)
+                continue
+            name = f"{instruction.op} {instruction.node}"
+            _note(report, f"before {name}", memory.held())
+            with memory.Peak() as peak:
+                act(instruction, task, report)
+            _note(report, f"peak of {name}", peak.peak)
         if measure:
-            _note(report, "after")
+            _note(report, "after", memory.held())
         report.here = self.client.flush()
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
-    def _reshard(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+    def _reshard(self, instruction: Instruction, task: Task, report: Report) -> None:
         edge, worker = self.resharders[instruction.node, instruction.other], self.plan.graph.node(instruction.node).worker
         with report.phase("reshard"):
             if worker in self.swaps:
                 self.swaps[worker].wait()
             # A rank of the pool that sends has nothing to fill.
-            edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list, measure)
+            edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list)
         report.seconds.update({f"reshard {step}": seconds for step, seconds in edge.seconds.items()})
         report.bytes[f"{instruction.node} => {instruction.other}"] = edge.moved
-        if measure:
-            report.bytes.update({f"peak of RESHARD, {place}": size for place, size in edge.peak.items()})
 
-    def _release(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+    def _release(self, instruction: Instruction, task: Task, report: Report) -> None:
         self.generators[instruction.node].release()
 
-    def _swap_in(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+    def _swap_in(self, instruction: Instruction, task: Task, report: Report) -> None:
         self.swaps[self.plan.graph.node(instruction.node).worker].start_in()
 
-    def _wait(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+    def _wait(self, instruction: Instruction, task: Task, report: Report) -> None:
         swap = self.swaps[self.plan.graph.node(instruction.node).worker]
         with report.phase("swap in"):
             swap.wait()
         report.seconds["swap in copy"] = swap.seconds
 
-    def _run(self, instruction: Instruction, task: Task, report: Report, measure: bool) -> None:
+    def _run(self, instruction: Instruction, task: Task, report: Report) -> None:
         node = self.plan.graph.node(instruction.node)
         # The other ranks of a group would only repeat what its first one tells.
         told = report if self._first(node) else Report(report.process)
@@ -293,8 +297,8 @@ def _learning_rate(node: Node, step: int) -> float:
     return float(given["lr"]) * min(1.0, step / max(int(given.get("warmup", 1)), 1))
 
 
-def _note(report: Report, when: str) -> None:
-    for place, size in memory.held().items():
+def _note(report: Report, when: str, held: dict[str, int]) -> None:
+    for place, size in held.items():
         report.bytes[f"{when}, {place}"] = size
 
 

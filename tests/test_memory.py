@@ -1,0 +1,68 @@
+"""Memory measured: what a tracker sees against sums done by hand."""
+
+import pytest
+import torch
+
+from msrl_graph.runtime import memory
+
+N = 4 * 300 * 200  # bytes of a tensor below
+
+
+@pytest.fixture
+def weight():
+    return torch.randn(200, 200, requires_grad=True)
+
+
+def over(peak, before):
+    return peak.peak["device"] - before
+
+
+def test_what_backward_needs_is_held_until_it_is_used(weight):
+    x = torch.randn(300, 200)
+    before = memory.held()["device"]
+    with memory.Peak() as peak:
+        # Two results are kept for backward, the product is not; in backward each adds its gradient before it is let go.
+        loss = torch.mm(x, weight).sigmoid().sigmoid().sum()
+        loss.backward()
+    assert over(peak, before) == pytest.approx(3 * N, abs=100)
+    assert memory.held()["device"] - before == 4 * 200 * 200 + 4  # the gradient, and the loss
+
+
+def test_storages_count_once_and_by_their_present_size():
+    x = torch.zeros(300, 200)
+    before = memory.held()["device"]
+    with memory.Peak() as peak:
+        views = [x[i:] for i in range(5)]
+        y = torch.zeros(300, 200)
+        y.untyped_storage().resize_(0)
+        z = torch.zeros(300, 200)
+        y.untyped_storage().resize_(N)
+        y.zero_()
+        del z
+        other = torch.zeros(300, 200)
+    assert over(peak, before) == 2 * N
+    assert memory.held()["device"] - before == 2 * N
+    del views, other
+
+
+def test_host_buffers_count_apart():
+    x = torch.zeros(300, 200)
+    before = memory.held()
+    with memory.Peak() as peak:
+        buffer = memory.host_copy(x)
+    assert over(peak, before["device"]) == 0
+    assert peak.peak["host"] - before["host"] == N
+    memory.forget(buffer)
+    assert memory.held()["device"] - before["device"] == N
+
+
+def test_operations_made_of_others_are_looked_into():
+    """In inference mode they reach the tracker whole; without a mask to add nothing but the result would be left of this one."""
+    q = torch.randn(1, 1, 300, 200)
+    mask = torch.ones(300, 300, dtype=torch.bool)
+    with torch.inference_mode():
+        before = memory.held()["device"]
+        with memory.Peak() as peak:
+            torch.nn.functional.linear(torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]).sum()
+        assert over(peak, before) >= N + 4 * 300 * 300
+    assert {"device", "host"} == set(peak.peak)
