@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from .layout import Box, Layout
+from .layout import Box, Layout, Side
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,9 @@ BYTES = {"f32": 4, "bf16": 2}
 @dataclass(frozen=True)
 class EngineSpec:
     """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "float", or the words
-    that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never)."""
+    that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
+    that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
+    planned."""
 
     name: str
     verbs: tuple[str, ...]
@@ -29,13 +31,19 @@ class EngineSpec:
     options: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     zero: tuple[int, ...] = (0, 1)
     divided_from: int = 4
-    pads_vocabulary: bool = False
+    vocabulary_multiple: int = 1
     replicates_kv_heads: bool = False
+    families: tuple[str, ...] = ("llama", "qwen2")
+    runs: bool = True
     remarks: tuple[str, ...] = ()
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""
         return layout.dp > 1 and layout.zero >= self.divided_from
+
+    def side(self, layout: Layout, first: int = 0) -> Side:
+        """How weights lie under a layout, from device `first` on."""
+        return Side(layout, self.divided(layout), self.vocabulary_multiple, first)
 
     def optimizer_bytes(self, dtype: str) -> int:
         """Bytes of AdamW's state a parameter: two float32 moments, and a float32 master copy beside bf16 weights."""

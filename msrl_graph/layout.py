@@ -1,25 +1,43 @@
-"""Parallel layouts: which box of which tensor a rank holds, and how two layouts overlap.
+"""Parallel layouts: which box of which tensor a rank holds.
 
-Invariant: the boxes of one model replica's ranks cover every tensor exactly once (replicated tensors once a rank). A box is a range
-[start, stop) in each dim. Ranks of a layout are numbered 0 .. devices-1 within its placement; classes of equal ranks are never spelt
-out rank by rank.
+Invariant: the boxes of one tensor on the ranks of one side are equal or apart, and those of one model replica cover the tensor exactly
+once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has an empty box. Ranks are numbered 0 ..
+devices-1 within their placement as Megatron numbers them (arXiv:2104.04473): tp fastest, then cp, dp, and pp slowest.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from .diagnostics import NOWHERE, Span
 
 Box = tuple[tuple[int, int], ...]
+# The axes of a mesh, as programs name them.
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on each axis; `etp`, `ep` and `edp` number the same ranks of a stage for the experts."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
 
 
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
+
+    Experts lie on the tp x cp x dp ranks of a stage in a mesh of their own, etp x ep x edp. `stages` are the layers of each of the
+    pp x vpp chunks, where they are stated; chunk c is on stage c % pp.
 
     `inner` splits dp in two: `inner` data-parallel replicas lie next to each other *inside* the tensor-parallel groups, so that
     ranks that hold the parts of one generation shard under the update layout are neighbours, and resharding gathers in groups of
@@ -43,32 +61,151 @@ class Layout:
     def devices(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
 
-    def coordinates(self, rank: int) -> tuple[int, int]:
-        """(tp, dp) coordinates of a rank; tp runs fastest outside `inner`."""
-        near = rank % self.inner
-        tp = rank // self.inner % self.tp
-        return tp, rank // (self.inner * self.tp) * self.inner + near
+    @property
+    def stage_devices(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.cp * self.dp
 
-    def rank(self, tp: int, dp: int) -> int:
+    @property
+    def edp(self) -> int:
+        """Copies of each expert, where ep x etp divides the stage."""
+        return max(1, self.stage_devices // (self.ep * self.etp))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        near, rest = rank % self.inner, rank // self.inner
+        tp, rest = rest % self.tp, rest // self.tp
+        cp, rest = rest % self.cp, rest // self.cp
+        outer, pp = rest % (self.dp // self.inner), rest // (self.dp // self.inner)
+        dp = outer * self.inner + near
+        # Experts count the ranks as the engine does, to which `inner` is unknown.
+        index = (dp * self.cp + cp) * self.tp + tp
+        return Coordinates(tp, cp, dp, pp, index % self.etp, index // self.etp % self.ep, index // (self.etp * self.ep))
+
+    def rank(self, tp: int, dp: int, cp: int = 0, pp: int = 0) -> int:
         """The inverse of `coordinates`."""
-        return (dp // self.inner * self.tp + tp) * self.inner + dp % self.inner
+        outer = pp * (self.dp // self.inner) + dp // self.inner
+        return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
+
+    def chunks(self, layers: int) -> tuple[int, ...]:
+        """The layers of each chunk: as stated, else equal; what is over goes to the middle, since embedding and head are at the ends."""
+        if self.stages:
+            return self.stages
+        number = self.pp * self.vpp
+        each, over = divmod(layers, number)
+        first = (number - over) // 2
+        return tuple(each + (first <= i < first + over) for i in range(number))
+
+    def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
+        """The stretches [start, stop) of layers on a stage, one a chunk."""
+        found, start = [], 0
+        for i, number in enumerate(self.chunks(layers)):
+            if i % self.pp == stage:
+                found.append((start, start + number))
+            start += number
+        return tuple(found)
+
+    def stage_of(self, layer: int, layers: int) -> int:
+        """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the last."""
+        if layer < 0:
+            return 0
+        start = 0
+        for i, number in enumerate(self.chunks(layers)):
+            start += number
+            if layer < start:
+                return i % self.pp
+        return self.pp - 1
 
     def __str__(self) -> str:
-        sizes = [(k, getattr(self, k)) for k in ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")]
+        sizes = [(k, getattr(self, k)) for k in AXES]
         return " ".join(f"{k}{v}" for k, v in sizes if v > 1 or k in ("tp", "dp"))
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named weight of a model; `tp_dim` is the dim that tensor parallelism divides, -1 where every rank holds a copy."""
+    """A named weight of a model, with what may divide it.
+
+    `tp_dim`: the dim that tensor parallelism divides (expert tensor parallelism, for experts), -1 where every rank holds a copy; `unit`
+    rows of it (a head) stay together. `shared` units are copied where there are more ranks than units (key-value heads). `padded`: a
+    vocabulary, which engines pad. `experts`: dim 0 counts the experts of a layer, which ep divides; the safetensors files hold one
+    tensor an expert, `name` with the number at its `*`. `layer`, of `layers`: -1 for the embedding, `layers` for norm and head; a `tied`
+    embedding is on the last stage too.
+    """
 
     name: str
     shape: tuple[int, ...]
     tp_dim: int = -1
+    unit: int = 1
+    shared: bool = False
+    padded: bool = False
+    experts: bool = False
+    tied: bool = False
+    layer: int = 0
+    layers: int = 1
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a state's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its engine pads a
+    vocabulary, and the device of its rank 0."""
+
+    layout: Layout
+    divided: bool = False
+    multiple: int = 1
+    first: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.layout.devices
+
+
+class Kind(NamedTuple):
+    """Tensors that differ in name and layer alone: `each` of them in every layer of [start, stop)."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+    each: int
+
+    def on(self, side: Side, stage: int) -> int:
+        """How many of them a stage holds."""
+        layout, layers = side.layout, self.tensor.layers
+        if self.start < 0 or self.start >= layers:
+            last = layout.pp - 1
+            return self.each * (stage == (0 if self.start < 0 else last) or (self.tensor.tied and stage == last))
+        stretches = layout.stage_layers(stage, layers)
+        return self.each * sum(max(0, min(self.stop, b) - max(self.start, a)) for a, b in stretches)
+
+
+def nameless(tensor: Tensor) -> Tensor:
+    """A tensor without name and layer: what tensors of a kind have in common."""
+    return replace(tensor, name="", layer=0)
+
+
+def kinds(tensors: Iterable[Tensor]) -> tuple[Kind, ...]:
+    """The kinds of a model's tensors: what holds for one holds for all of its kind, but for the stage that it is on."""
+    found: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
+    for tensor in tensors:
+        _, counts = found.setdefault(nameless(tensor), (tensor, {}))
+        counts[tensor.layer] = counts.get(tensor.layer, 0) + 1
+    return tuple(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
+
+
+def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[Kind]:
+    """A kind for each stretch of layers that have equally many; embedding and head stand alone, since they go by stages of their own."""
+    stretch: list[int] = []
+    for layer in [*sorted(counts), None]:
+        ends = stretch and (
+            layer is None or layer != stretch[-1] + 1 or counts[layer] != counts[stretch[0]] or stretch[-1] < 0 or layer == tensor.layers
+        )
+        if ends:
+            yield Kind(replace(tensor, layer=stretch[0]), stretch[0], stretch[-1] + 1, counts[stretch[0]])
+            stretch = []
+        if layer is not None:
+            stretch.append(layer)
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
@@ -81,24 +218,68 @@ def full(shape: tuple[int, ...]) -> Box:
     return tuple((0, n) for n in shape)
 
 
-def shard(tensor: Tensor, layout: Layout, rank: int, divided: bool) -> Box:
-    """The box of `tensor` that `rank` holds: its tensor-parallel slice and, where weights are `divided` over dp (ZeRO 3), of that
-    the stretch of dim 0."""
-    tp, dp = layout.coordinates(rank)
+def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
+    """The pipeline stages that hold a tensor."""
+    if layout.pp == 1:
+        return (0,)
+    own = layout.stage_of(tensor.layer, tensor.layers)
+    return (own, layout.pp - 1) if tensor.tied and own != layout.pp - 1 else (own,)
+
+
+def shard(tensor: Tensor, side: Side, rank: int) -> Box:
+    """The box of `tensor` that `rank` holds: of its experts its tensor-parallel slice, and where weights are divided over dp, of that the
+    stretch of dim 0."""
+    layout = side.layout
+    at = layout.coordinates(rank)
+    if layout.pp > 1 and at.pp not in stages(tensor, layout):
+        return ((0, 0),) * len(tensor.shape)
+    return box_at(tensor, side, (at.etp, at.ep, at.edp) if tensor.experts else (at.tp, 0, at.dp))
+
+
+@lru_cache(maxsize=1 << 16)
+def _box(tensor: Tensor, side: Side, tp: int, ep: int, dp: int) -> Box:
+    layout = side.layout
     box = list(full(tensor.shape))
+    ranks, replicas = (layout.etp, layout.edp) if tensor.experts else (layout.tp, layout.dp)
+    if tensor.experts:
+        box[0] = chunk(tensor.shape[0], layout.ep, ep)
     if tensor.tp_dim >= 0:
-        box[tensor.tp_dim] = chunk(tensor.shape[tensor.tp_dim], layout.tp, tp)
-    if divided and layout.dp > 1:
+        length = tensor.shape[tensor.tp_dim]
+        units = length // tensor.unit
+        if tensor.shared and ranks > units:
+            box[tensor.tp_dim] = (tp * units // ranks * tensor.unit, (tp * units // ranks + 1) * tensor.unit)
+        elif tensor.padded:
+            padded = -(-length // (side.multiple * ranks)) * side.multiple * ranks if side.multiple > 1 else length
+            start, stop = chunk(padded, ranks, tp)
+            box[tensor.tp_dim] = (min(start, length), min(stop, length))
+        else:
+            start, stop = chunk(units, ranks, tp)
+            box[tensor.tp_dim] = (start * tensor.unit, stop * tensor.unit)
+    if side.divided and replicas > 1:
         start, stop = box[0]
-        low, high = chunk(stop - start, layout.dp, dp)
+        low, high = chunk(stop - start, replicas, dp)
         box[0] = (start + low, start + high)
     return tuple(box)
 
 
-def owns(tensor: Tensor, layout: Layout, rank: int, divided: bool) -> bool:
+def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
+    """The box at (tp, 0, dp), for experts at (etp, ep, edp), whatever the stage."""
+    # Nothing but what the box depends on is part of the cache's key.
+    kind = tensor if not tensor.name and not tensor.layer else replace(tensor, name="", layer=0, layers=1)
+    return _box(kind, side, *at)
+
+
+def owns(tensor: Tensor, side: Side, rank: int) -> bool:
     """Whether `rank` is the first of those that hold its box."""
-    tp, dp = layout.coordinates(rank)
-    return (tensor.tp_dim >= 0 or tp == 0) and (divided or dp == 0)
+    layout, at = side.layout, side.layout.coordinates(rank)
+    if layout.pp > 1 and at.pp != stages(tensor, layout)[0]:
+        return False
+    tp, ranks = (at.etp, layout.etp) if tensor.experts else (at.tp, layout.tp)
+    units = tensor.shape[tensor.tp_dim] // tensor.unit if tensor.tp_dim >= 0 else 1
+    copies = tensor.tp_dim < 0 or (tensor.shared and ranks > units)
+    if copies and tp and tp * units // ranks == (tp - 1) * units // ranks:
+        return False
+    return side.divided or at.edp == 0 if tensor.experts else at.cp == 0 and (side.divided or at.dp == 0)
 
 
 def elements(box: Box) -> int:
@@ -121,93 +302,12 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
-def kinds(tensors: Iterable[Tensor]) -> dict[Tensor, int]:
-    """Tensors without their names, and how many there are of each: what holds for one holds for all of its kind."""
-    return {Tensor("", shape, tp_dim): n for (shape, tp_dim), n in Counter((t.shape, t.tp_dim) for t in tensors).items()}
+def stage_elements(found: Iterable[Kind], side: Side, stage: int) -> int:
+    """Elements on the busiest rank of a stage: that of coordinates 0, since the first of ceil-sized stretches is never the shorter one."""
+    return sum(n * elements(box_at(k.tensor, side, (0, 0, 0))) for k in found if (n := k.on(side, stage)))
 
 
-def held(tensors: Iterable[Tensor], layout: Layout, divided: bool, rank: int = 0) -> int:
-    """Elements that `rank` holds; rank 0 is the busiest, since the first of ceil-sized stretches is never the shorter one."""
-    return sum(n * elements(shard(t, layout, rank, divided)) for t, n in kinds(tensors).items())
-
-
-def period(layout: Layout, divided: bool) -> int:
-    """The number of consecutive ranks after which the boxes repeat: dp makes no difference unless it divides weights."""
-    return layout.devices if divided and layout.dp > 1 else layout.inner * layout.tp
-
-
-def block_boxes(tensor: Tensor, layout: Layout, ranks: range, divided: bool) -> set[Box]:
-    """The different boxes of `tensor` that `ranks` hold, without empty ones. Those of a layout are equal or apart."""
-    boxes = {shard(tensor, layout, rank, divided) for rank in ranks[: period(layout, divided)]}
-    return {box for box in boxes if elements(box)}
-
-
-def gather_group(tensors: Iterable[Tensor], source: Layout, source_divided: bool, target: Layout, target_divided: bool) -> int:
-    """The smallest g that divides the devices, such that in each aligned block of g consecutive ranks the block's `source` boxes cover
-    every rank's `target` box: an all-gather among g neighbours is then enough to reshard.
-
-    Both layouts are of the same number of devices. All of the devices always suffice.
-    """
-    devices = target.devices
-    distinct = tuple(kinds(tensors))
-    # Beyond this number of ranks, blocks repeat.
-    repeat = math.lcm(period(source, source_divided), period(target, target_divided))
-    for g in (g for g in range(1, devices) if devices % g == 0):
-        starts = range(0, min(devices, math.lcm(g, repeat)), g)
-        if all(_covers(t, source, source_divided, target, target_divided, range(s, s + g)) for s in starts for t in distinct):
-            return g
-    return devices
-
-
-def _covers(tensor: Tensor, source: Layout, source_divided: bool, target: Layout, target_divided: bool, ranks: range) -> bool:
-    have = block_boxes(tensor, source, ranks, source_divided)
-    want = block_boxes(tensor, target, ranks, target_divided)
-    if have >= want:
-        return True
-    # Boxes of `have` are apart, so covering is a matter of counting; too little in all is seen at once.
-    amount = sum(map(elements, have))
-    if any(elements(box) > amount for box in want):
-        return False
-    return all(sum(elements(o) for h in have if (o := overlap(box, h))) == elements(box) for box in want - have)
-
-
-def replicas(layout: Layout, divided: bool, first: int, per_host: int) -> list[list[int]]:
-    """The ranks of each host that hold the same boxes, together; rank 0 is on device `first`."""
-    found: dict[tuple[int, int, int], list[int]] = {}
-    for rank in range(layout.devices):
-        tp, dp = layout.coordinates(rank)
-        found.setdefault(((first + rank) // per_host, tp, dp if divided else 0), []).append(rank)
-    return list(found.values())
-
-
-def transfers(
-    tensor: Tensor, source: Layout, source_divided: bool, target: Layout, target_divided: bool, takers: Iterable[int]
-) -> list[tuple[int, int, Box]]:
-    """What moves between two pools: (source rank, target rank, box). Each of the target ranks `takers` gets every element of its box once;
-    source ranks that hold the same box take turns."""
-    holders: dict[Box, list[int]] = {}
-    for rank in range(source.devices):
-        holders.setdefault(shard(tensor, source, rank, source_divided), []).append(rank)
-    wanted = [(rank, shard(tensor, target, rank, target_divided)) for rank in takers]
-    moves = []
-    for box, ranks in holders.items():
-        found = [(taker, common) for taker, want in wanted if (common := overlap(box, want)) is not None]
-        moves += [(ranks[i % len(ranks)], taker, common) for i, (taker, common) in enumerate(found)]
-    return moves
-
-
-def left_behind(tensors: Iterable[Tensor], source: Layout, source_divided: bool, target: Layout, target_divided: bool) -> int:
-    """Elements, over all devices, that naive resharding leaves beside the generation weights (arXiv:2507.19017, figure 3 and eq. 3).
-
-    A rank whose target box lies within its source box generates from the buffer that is there, and the rest of that buffer is useless;
-    where it does not, a new buffer is made and the whole old one is useless.
-    """
-    devices = target.devices
-    repeat = min(devices, math.lcm(period(source, source_divided), period(target, target_divided)))
-    total = 0
-    for tensor, number in kinds(tensors).items():
-        for rank in range(repeat):
-            old, new = shard(tensor, source, rank, source_divided), shard(tensor, target, rank, target_divided)
-            kept = elements(new) if overlap(old, new) == new else 0
-            total += number * (elements(old) - kept) * (devices // repeat)
-    return total
+def held(found: Iterable[Kind], side: Side) -> int:
+    """Elements on the busiest rank of all."""
+    found = tuple(found)
+    return max(stage_elements(found, side, stage) for stage in range(side.layout.pp))

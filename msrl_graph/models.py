@@ -1,28 +1,37 @@
 """Models: a preset or a folder with a Hugging Face config.json, as tensors by name and shape.
 
 Invariant: what is here was counted from an architecture, never read from weights; the names are those of the safetensors files, the
-order is the model's own (embedding, layers, norm, head). Llama and Qwen2 differ in this only by the bias of q, k and v.
+order is the model's own (embedding, layers, norm, head). The families differ by biases and norms of the attention, its latent form
+(arXiv:2405.04434), and experts, which stand together as one tensor a projection. Multi-token prediction heads are left out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .layout import Tensor
-from .plan import Model
+from .plan import Experts, Latent, Model, Shape
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
-FAMILIES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
 
 
 def _preset(
-    family: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
+    architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
 ) -> dict[str, object]:
     return {
-        "architectures": ["Qwen2ForCausalLM" if family == "qwen2" else "LlamaForCausalLM"],
+        "architectures": [f"{architecture}ForCausalLM"],
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -34,13 +43,24 @@ def _preset(
     }
 
 
+_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_R1_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_R1_EXPERTS = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
 # The models' own config.json files, as published beside their weights.
 PRESETS: dict[str, dict[str, object]] = {
-    "qwen2.5-7b": _preset("qwen2", 3584, 28, 28, 4, 18944, 152064),
-    "qwen2.5-32b": _preset("qwen2", 5120, 64, 40, 8, 27648, 152064),
-    "llama3-8b": _preset("llama", 4096, 32, 32, 8, 14336, 128256),
-    "llama3-70b": _preset("llama", 8192, 80, 64, 8, 28672, 128256),
-    "tiny": _preset("qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
+    "qwen2.5-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "qwen3-30b-a3b": _preset("Qwen3Moe", 2048, 48, 32, 4, 6144, 151936, **_QWEN3_EXPERTS),
+    "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_R1_LATENT, **_R1_EXPERTS),
+    "llama3-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
 
 
@@ -99,56 +119,102 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
         raise Fault(Diagnostic("bad-value", f"weights of type `{stated}` are not supported", span, "known here: `f32`, `bf16`"))
-    shape = {
-        "hidden": hidden,
-        "layers": size("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": size("num_key_value_heads", heads),
-        "head_dim": size("head_dim", hidden // heads),
-        "intermediate": size("intermediate_size"),
-        "vocabulary": size("vocab_size"),
-    }
-    tied = bool(config.get("tie_word_embeddings", False))
+    experts = latent = None
+    if family == "qwen3_moe":
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            message = f"the config.json of `{name}` has layers without experts among those with them"
+            raise Fault(Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`"))
+        experts = Experts(size("num_experts"), size("num_experts_per_tok"), size("moe_intermediate_size"))
+    elif family == "deepseek_v3":
+        width = size("moe_intermediate_size")
+        shared, first = size("n_shared_experts", 0) * width, size("first_k_dense_replace", 0)
+        experts = Experts(size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True)
+        heads_of = [size(k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        latent = Latent(size("q_lora_rank", 0), *heads_of)
     bias = family == "qwen2" or bool(config.get("attention_bias", False))
-    all_biased = family == "llama" and bias
-    tensors = _tensors(**shape, tied=tied, qkv_bias=bias, o_bias=all_biased, mlp_bias=bool(config.get("mlp_bias", False)))
-    return Model(name=name, path=path, family=family, **shape, tied=tied, qkv_bias=bias, dtype=DTYPES[stated], tensors=tensors, span=span)
+    shape = Shape(
+        hidden=hidden,
+        layers=size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=latent.nope + latent.rope if latent else size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bias,
+        experts=experts,
+        latent=latent,
+    )
+    o_bias = family != "qwen2" and bias
+    tensors = tuple(_tensors(shape, o_bias, bool(config.get("mlp_bias", False)), qk_norm=family.startswith("qwen3")))
+    return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
 
 
-def _tensors(
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate: int,
-    vocabulary: int,
-    tied: bool,
-    qkv_bias: bool,
-    o_bias: bool,
-    mlp_bias: bool,
-) -> tuple[Tensor, ...]:
+def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
     """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o and down dim 1."""
-    q, kv = heads * head_dim, kv_heads * head_dim
-    linear = [
-        ("self_attn.q_proj", q, hidden, 0, qkv_bias),
-        ("self_attn.k_proj", kv, hidden, 0, qkv_bias),
-        ("self_attn.v_proj", kv, hidden, 0, qkv_bias),
-        ("self_attn.o_proj", hidden, q, 1, o_bias),
-        ("mlp.gate_proj", intermediate, hidden, 0, mlp_bias),
-        ("mlp.up_proj", intermediate, hidden, 0, mlp_bias),
-        ("mlp.down_proj", hidden, intermediate, 1, mlp_bias),
-    ]
-    found = [Tensor("model.embed_tokens.weight", (vocabulary, hidden), 0)]
+    layers, hidden, experts = shape.layers, shape.hidden, shape.experts
+    yield Tensor("model.embed_tokens.weight", (shape.vocabulary, hidden), 0, padded=True, tied=shape.tied, layer=-1, layers=layers)
     for layer in range(layers):
-        at = f"model.layers.{layer}."
-        for name, out, into, tp_dim, bias in linear:
-            found.append(Tensor(f"{at}{name}.weight", (out, into), tp_dim))
-            if bias:
-                # The bias of a projection whose input is divided is added once, after the sum: every rank holds it.
-                found.append(Tensor(f"{at}{name}.bias", (out,), 0 if tp_dim == 0 else -1))
-        found += [Tensor(f"{at}input_layernorm.weight", (hidden,)), Tensor(f"{at}post_attention_layernorm.weight", (hidden,))]
-    found.append(Tensor("model.norm.weight", (hidden,)))
-    if not tied:
-        found.append(Tensor("lm_head.weight", (vocabulary, hidden), 0))
-    return tuple(found)
+        at = partial(_layer_tensor, layer, layers)
+        yield from _latent(shape, shape.latent, at) if shape.latent else _attention(shape, at, o_bias, qk_norm)
+        if experts and layer >= experts.first:
+            yield at("mlp.gate.weight", (experts.number, hidden))
+            if experts.corrected:
+                yield at("mlp.gate.e_score_correction_bias", (experts.number,))
+            for name, size, tp_dim in _mlp(hidden, experts.intermediate):
+                yield at(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
+            for name, size, tp_dim in _mlp(hidden, experts.shared) if experts.shared else ():
+                yield at(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+        else:
+            for name, size, tp_dim in _mlp(hidden, shape.intermediate):
+                yield from _linear(at, f"mlp.{name}_proj", size, tp_dim, mlp_bias)
+        yield at("input_layernorm.weight", (hidden,))
+        yield at("post_attention_layernorm.weight", (hidden,))
+    yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
+    if not shape.tied:
+        yield Tensor("lm_head.weight", (shape.vocabulary, hidden), 0, padded=True, layer=layers, layers=layers)
+
+
+def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp_dim: int = -1, **more: Any) -> Tensor:
+    return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
+
+
+def _linear(at: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any) -> Iterator[Tensor]:
+    yield at(f"{name}.weight", size, tp_dim, **more)
+    if bias:
+        # The bias of a projection whose input is divided is added once, after the sum: every rank holds it.
+        yield at(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
+
+
+def _mlp(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """(name, shape, divided dim) of the projections of a gated MLP."""
+    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
+
+
+def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
+    """Attention with grouped key-value heads: whole heads stay together."""
+    unit, q, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield from _linear(at, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
+    for name in ("k", "v"):
+        yield from _linear(at, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True)
+    yield from _linear(at, "self_attn.o_proj", (shape.hidden, q), 1, o_bias, unit=unit)
+    if qk_norm:
+        yield at("self_attn.q_norm.weight", (unit,))
+        yield at("self_attn.k_norm.weight", (unit,))
+
+
+def _latent(shape: Shape, latent: Latent, at: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by heads."""
+    hidden, heads = shape.hidden, shape.heads
+    unit = latent.nope + latent.rope
+    if latent.q_rank:
+        yield from _linear(at, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)
+        yield at("self_attn.q_a_layernorm.weight", (latent.q_rank,))
+        yield at("self_attn.q_b_proj.weight", (heads * unit, latent.q_rank), 0, unit=unit)
+    else:
+        yield at("self_attn.q_proj.weight", (heads * unit, hidden), 0, unit=unit)
+    yield from _linear(at, "self_attn.kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), -1, shape.qkv_bias)
+    yield at("self_attn.kv_a_layernorm.weight", (latent.kv_rank,))
+    both = latent.nope + latent.value
+    yield at("self_attn.kv_b_proj.weight", (heads * both, latent.kv_rank), 0, unit=both)
+    yield from _linear(at, "self_attn.o_proj", (hidden, heads * latent.value), 1, shape.qkv_bias, unit=latent.value)

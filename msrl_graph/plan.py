@@ -7,11 +7,12 @@ top to bottom: placements, docks, reshards, schedule, then traffic, memory and e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .cluster import Cluster, Figure
 from .diagnostics import NOWHERE, Span
 from .graph import Expr, Graph, Value
-from .layout import Layout, Tensor
+from .layout import Kind, Layout, Tensor, kinds
 
 FORMAT_VERSION = 1
 # What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
@@ -25,12 +26,33 @@ METRICS = frozenset(
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model's architecture (Llama or Qwen2 family). `path` is the folder of its weights, empty for a preset."""
+class Experts:
+    """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token passes;
+    `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores (arXiv:2412.19437)."""
 
-    name: str
-    path: str
-    family: str
+    number: int
+    active: int
+    intermediate: int
+    shared: int = 0
+    first: int = 0
+    corrected: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434): ranks of the latents (`q_rank` 0: none), and a head's parts."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a model."""
+
     hidden: int
     layers: int
     heads: int
@@ -40,18 +62,44 @@ class Model:
     vocabulary: int
     tied: bool
     qkv_bias: bool
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Shape):
+    """A model's architecture. `path` is the folder of its weights, empty for a preset; `family` one of models.FAMILIES."""
+
+    name: str
+    path: str
+    family: str
     dtype: str  # f32 or bf16
     tensors: tuple[Tensor, ...]
     span: Span = NOWHERE
 
-    @property
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return kinds(self.tensors)
+
+    @cached_property
     def parameters(self) -> int:
         return sum(t.elements for t in self.tensors)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes: of the experts, those that the router picks."""
+        routed = sum(t.elements for t in self.tensors if t.experts)
+        return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of keys and values that a token leaves in one layer, all heads; of latent attention, the latent and the rotary key."""
+        return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values a token, over all layers and heads."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * (4 if self.dtype == "f32" else 2)
+        return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)
 
 
 @dataclass(frozen=True)
@@ -204,6 +252,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How some weights (`of`: weights, or experts) come to where they are wanted: in place, all-gather, all-to-all, or send. Aligned blocks
+    of `block` consecutive ranks take part together, the same blocks of all pipeline stages where layers go `across` them: `ranks` in
+    all. `bytes`: what the busiest device receives."""
+
+    of: str
+    how: str
+    block: int
+    across: bool
+    ranks: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Reshard:
     """An allgather-swap, or between two pools a send (mode `send`). Bytes are a device's, at its busiest."""
 
@@ -212,7 +274,7 @@ class Reshard:
     mode: str
     order: str
     reason: str
-    group: int  # ranks that gather together; 1 where weights are sent
+    ways: tuple[Way, ...]
     bucket_bytes: int
     buckets: tuple[tuple[str, ...], ...]  # tensor names
     steps: tuple[Step, ...]

@@ -12,7 +12,7 @@ import ranks
 from msrl_graph import compile
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.engine import Packed, Shard
-from msrl_graph.layout import Layout, elements, full, owns, shard
+from msrl_graph.layout import Layout, Side, elements, full, owns, shard
 from msrl_graph.runtime import checkpoint
 from msrl_graph.runtime.checkpoint import Manifest, Source, Unsound, begin, commit, found, newest, program, resumed, sound, write
 
@@ -159,9 +159,10 @@ def test_a_box_is_read_from_however_many_files(tmp_path, plan):
 
 def test_every_box_has_one_owner(plan):
     for layout, divided in ((Layout(tp=2, dp=2), False), (Layout(dp=4), True), (Layout(tp=2, dp=2, zero=3), True), (Layout(dp=3), False)):
+        side = Side(layout, divided)
         for tensor in plan.deploy.models["policy"].tensors:
-            owned = [shard(tensor, layout, r, divided) for r in range(layout.devices) if owns(tensor, layout, r, divided)]
-            held = {shard(tensor, layout, r, divided) for r in range(layout.devices)}
+            owned = [shard(tensor, side, r) for r in range(layout.devices) if owns(tensor, side, r)]
+            held = {shard(tensor, side, r) for r in range(layout.devices)}
             assert sorted(b for b in owned if elements(b)) == sorted(b for b in held if elements(b))
             if len(held) == 1:
                 assert owned == [full(tensor.shape)]
@@ -186,7 +187,7 @@ def engine_on(layout, rank, dtype):
 def step(engine, layout, rank):
     import torch
 
-    mine = BATCH if layout.dp == 1 else [BATCH[layout.coordinates(rank)[1]]]
+    mine = BATCH if layout.dp == 1 else [BATCH[layout.coordinates(rank).dp]]
     ids = torch.tensor(mine)
     rows, width = ids.shape
     row, position = torch.arange(rows).repeat_interleave(width - 1), torch.arange(width - 1).repeat(rows)
@@ -201,8 +202,7 @@ def _train_and_save(rank, folder, layout, dtype, target):
     model, engine = engine_on(layout, rank, dtype)
     for _ in range(3):
         step(engine, layout, rank)
-    divided = SPEC.divided(layout)
-    owned = {t.name for t in model.tensors if owns(t, layout, rank, divided)}
+    owned = {t.name for t in model.tensors if owns(t, SPEC.side(layout), rank)}
     kinds = {"weights": engine.shards(), **engine.moments()}
     pieces = [(f"actor/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
     file = write(Path(target), f"{rank}.safetensors", pieces)

@@ -8,8 +8,9 @@ import page
 import pytest
 
 from msrl_graph.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes, request_bytes, throughput, warehouse_bytes
-from msrl_graph.layout import Layout, Tensor, left_behind
+from msrl_graph.layout import Layout, Side, Tensor, kinds
 from msrl_graph.passes.traffic import column_bytes
+from msrl_graph.redistribute import left_behind
 
 K = 1024
 # G, N, PL, n, SL, M, then TCV, T100 and T1K as the paper prints them, and the unit of the last digit printed.
@@ -55,7 +56,7 @@ def test_equation_3_is_what_the_layouts_leave_behind(tp: int, dp: int) -> None:
     # Figure 3's shape: generation with tp 1. Common weights (norms) are generated from where they are.
     tensors = [Tensor("q", (64, 32), 0), Tensor("o", (32, 64), 1), Tensor("norm", (32,), -1)]
     divided = sum(math.prod(t.shape) for t in tensors if t.tp_dim >= 0)
-    left = left_behind(tensors, Layout(tp=tp, dp=dp), False, Layout(dp=tp * dp), False)
+    left = left_behind(kinds(tensors), Side(Layout(tp=tp, dp=dp)), Side(Layout(dp=tp * dp)))
     assert left == redundant_bytes(gdp=tp * dp, tw=divided, utp=tp)
 
 

@@ -13,7 +13,7 @@ from msrl_graph import models
 from msrl_graph.backends import fsdp, hf, transformer
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.engine import Sampling, Shard
-from msrl_graph.layout import Layout, full, shard, slices
+from msrl_graph.layout import Layout, Side, full, shard, slices
 from msrl_graph.runtime.columns import ragged
 from msrl_graph.runtime.packing import pack
 
@@ -120,7 +120,7 @@ def test_bf16_weights_learn_by_float32_masters():
 def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     m = model()
     layout = Layout(tp=2, dp=1)
-    shards = [Shard(t.name, box := shard(t, layout, 1, False), torch.empty([b - a for a, b in box])) for t in m.tensors]
+    shards = [Shard(t.name, box := shard(t, Side(layout), 1), torch.empty([b - a for a, b in box])) for t in m.tensors]
     whole = load_file(EXAMPLE / "model" / "model.safetensors")
     transformer.fill(m, shards)
     for piece in shards:

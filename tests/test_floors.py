@@ -11,11 +11,11 @@ FLOORS = (
     ("cli",),
     ("compile", "runtime"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
-    ("graph", "plan", "cluster", "layout", "models", "engine", "functions", "closed_forms", "noise"),
+    ("graph", "dividing", "plan", "cluster", "redistribute", "layout", "models", "engine", "functions", "closed_forms", "noise"),
     ("diagnostics",),
 )
 # Within the ground floor, who may stand on whom.
-GROUND = ("models", "plan", "engine", "graph", "layout", "cluster", "functions", "closed_forms", "noise")
+GROUND = ("models", "dividing", "plan", "engine", "graph", "redistribute", "layout", "cluster", "functions", "closed_forms", "noise")
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,161 +1,135 @@
-"""Boxes of layouts: they cover every tensor once, and resharding moves every byte of the target once within its block."""
+"""Boxes of layouts: they cover every tensor once a replica, whatever divides it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import product
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from layouts import layouts, points, sides, tensors
 
 from msrl_graph.layout import (
+    Coordinates,
     Layout,
+    Side,
     Tensor,
-    block_boxes,
     elements,
     full,
-    gather_group,
     held,
     kinds,
-    left_behind,
-    overlap,
-    period,
-    replicas,
+    owns,
     shard,
-    transfers,
+    stage_elements,
+    stages,
     within,
 )
-
-TENSORS = st.builds(
-    lambda shape, dim: Tensor("t", tuple(shape), min(dim, len(shape) - 1)),
-    st.lists(st.integers(1, 13), min_size=1, max_size=3),
-    st.integers(-1, 2),
-)
-
-
-@st.composite
-def layouts(draw: st.DrawFn, devices: int | None = None) -> Layout:
-    devices = devices or draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]))
-    tp = draw(st.sampled_from([t for t in range(1, devices + 1) if devices % t == 0]))
-    dp = devices // tp
-    return Layout(tp=tp, dp=dp, inner=draw(st.sampled_from([i for i in range(1, dp + 1) if dp % i == 0])))
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    source = draw(layouts())
-    return source, draw(layouts(source.devices))
-
-
-def points(box: tuple[tuple[int, int], ...]) -> set[tuple[int, ...]]:
-    return set(product(*(range(a, b) for a, b in box)))
 
 
 @given(layouts())
 def test_rank_is_the_inverse_of_coordinates(layout: Layout) -> None:
-    seen = {layout.coordinates(r) for r in range(layout.devices)}
-    assert seen == set(product(range(layout.tp), range(layout.dp)))
-    assert all(layout.rank(*layout.coordinates(r)) == r for r in range(layout.devices))
+    seen = [layout.coordinates(r) for r in range(layout.devices)]
+    assert {(c.tp, c.cp, c.dp, c.pp) for c in seen} == set(product(*map(range, (layout.tp, layout.cp, layout.dp, layout.pp))))
+    assert {(c.etp, c.ep, c.edp, c.pp) for c in seen} == set(product(*map(range, (layout.etp, layout.ep, layout.edp, layout.pp))))
+    assert all(layout.rank(c.tp, c.dp, c.cp, c.pp) == r for r, c in enumerate(seen))
 
 
-@given(TENSORS, layouts(), st.booleans())
-def test_boxes_cover_every_element_once_a_replica(tensor: Tensor, layout: Layout, divided: bool) -> None:
-    # A replica: all tp ranks of one dp coordinate, or of all of them where weights are divided over dp.
-    replicas = [range(layout.dp)] if divided else [[d] for d in range(layout.dp)]
-    tps = range(layout.tp) if tensor.tp_dim >= 0 else [0]
-    for replica in replicas:
-        count = Counter(p for dp in replica for tp in tps for p in points(shard(tensor, layout, layout.rank(tp, dp), divided)))
-        assert count == Counter(points(full(tensor.shape)))
+def test_ranks_are_numbered_as_megatron_does() -> None:
+    # tp, then cp, dp, pp; experts on the same ranks of a stage: etp, ep, then their copies.
+    layout = Layout(tp=2, cp=2, dp=3, pp=2, ep=3, etp=2)
+    assert layout.coordinates(17) == Coordinates(tp=1, cp=0, dp=1, pp=1, etp=1, ep=2, edp=0)
+    assert (layout.stage_devices, layout.edp) == (12, 2)
 
 
-@settings(max_examples=200)
-@given(TENSORS, pairs(), st.booleans(), st.booleans())
-def test_every_target_byte_has_exactly_one_source_in_its_block(
-    tensor: Tensor, pair: tuple[Layout, Layout], divided: bool, target_divided: bool
-) -> None:
-    source, target = pair
-    group = gather_group([tensor], source, divided, target, target_divided)
-    assert target.devices % group == 0
-    for rank in range(target.devices):
-        start = rank - rank % group
-        have = block_boxes(tensor, source, range(start, start + group), divided)
-        want = shard(tensor, target, rank, target_divided)
-        parts = [o for box in have if (o := overlap(box, want))]
-        assert Counter(p for o in parts for p in points(o)) == Counter(points(want))
+@given(tensors(), sides())
+def test_boxes_cover_every_element_once_a_replica(tensor: Tensor, side: Side) -> None:
+    layout = side.layout
+    boxes = [shard(tensor, side, r) for r in range(layout.devices)]
+    on = [layout.coordinates(r).pp in stages(tensor, layout) for r in range(layout.devices)]
+    assert all(elements(box) == 0 for box, here in zip(boxes, on, strict=True) if not here)
+    for stage in stages(tensor, layout):
+        different = {b for r, b in enumerate(boxes) if elements(b) and layout.coordinates(r).pp == stage}
+        # Boxes of one side are equal or apart, and together all of the tensor.
+        assert Counter(p for box in different for p in points(box)) == Counter(points(full(tensor.shape)))
 
 
-@given(TENSORS, pairs(), st.booleans(), st.booleans())
-def test_no_smaller_group_would_do(tensor: Tensor, pair: tuple[Layout, Layout], divided: bool, target_divided: bool) -> None:
-    source, target = pair
-    devices = target.devices
-    group = gather_group([tensor], source, divided, target, target_divided)
-
-    def enough(g: int) -> bool:
-        for rank in range(devices):
-            block = range(rank - rank % g, rank - rank % g + g)
-            have = set().union(*(points(shard(tensor, source, r, divided)) for r in block))
-            if not points(shard(tensor, target, rank, target_divided)) <= have:
-                return False
-        return True
-
-    assert group == next(g for g in range(1, devices + 1) if devices % g == 0 and enough(g))
+@given(tensors(), sides())
+def test_every_box_has_one_owner(tensor: Tensor, side: Side) -> None:
+    owned = [shard(tensor, side, r) for r in range(side.devices) if owns(tensor, side, r)]
+    assert sorted(b for b in owned if elements(b)) == sorted({b for r in range(side.devices) if elements(b := shard(tensor, side, r))})
 
 
-@given(TENSORS, pairs(), st.booleans())
-def test_left_behind_is_what_naive_resharding_cannot_reuse(tensor: Tensor, pair: tuple[Layout, Layout], divided: bool) -> None:
-    source, target = pair
-    expected = 0
-    for rank in range(target.devices):
-        old, new = points(shard(tensor, source, rank, divided)), points(shard(tensor, target, rank, False))
-        expected += len(old) - len(new) if new <= old else len(old)
-    assert left_behind([tensor], source, divided, target, False) == expected
+@given(st.lists(tensors(), min_size=1, max_size=5), sides())
+def test_kinds_count_what_ranks_hold(some: list[Tensor], side: Side) -> None:
+    # The first rank of a stage is its busiest.
+    assume(len({t.layers for t in some}) == 1)
+    sizes = [sum(elements(shard(t, side, r)) for t in some) for r in range(side.devices)]
+    width = side.layout.stage_devices
+    for stage in range(side.layout.pp):
+        assert stage_elements(kinds(some), side, stage) == max(sizes[stage * width : (stage + 1) * width])
+    assert held(kinds(some), side) == max(sizes)
 
 
-@settings(max_examples=200)
-@given(TENSORS, layouts(), layouts(), st.booleans(), st.booleans(), st.integers(1, 6))
-def test_between_pools_every_target_byte_comes_once_from_a_rank_that_has_it(
-    tensor: Tensor, source: Layout, target: Layout, divided: bool, target_divided: bool, per_host: int
-) -> None:
-    alike = replicas(target, target_divided, 3, per_host)
-    assert sorted(r for ranks in alike for r in ranks) == list(range(target.devices))
-    for ranks in alike:
-        assert len({(3 + r) // per_host for r in ranks}) == len({shard(tensor, target, r, target_divided) for r in ranks}) == 1
-    heads = [ranks[0] for ranks in alike]
-    moves = transfers(tensor, source, divided, target, target_divided, heads)
-    for head in heads:
-        got = Counter(p for _, taker, box in moves if taker == head for p in points(box))
-        assert got == Counter(points(shard(tensor, target, head, target_divided)))
-    assert all(points(box) <= points(shard(tensor, source, giver, divided)) for giver, _, box in moves)
-    # Ranks that hold the same take turns: none gives to two more than another.
-    for box in {shard(tensor, source, r, divided) for r in range(source.devices)}:
-        same = [r for r in range(source.devices) if shard(tensor, source, r, divided) == box]
-        given = [sum(g == r for g, _, _ in moves) for r in same]
-        assert max(given) - min(given) <= 1
+def test_kinds_join_layers_in_a_row() -> None:
+    some = [Tensor(f"{i}.{n}", (2, 3), 0, layer=i, layers=4) for i in (0, 1, 3) for n in "ab"] + [
+        Tensor("e", (2, 3), 0, layer=-1, layers=4)
+    ]
+    assert [(k.tensor.name, k.start, k.stop, k.each) for k in kinds(some)] == [("0.a", -1, 0, 1), ("0.a", 0, 2, 2), ("0.a", 3, 4, 2)]
 
 
-@given(TENSORS, layouts(), st.booleans())
-def test_rank_0_is_the_busiest_and_boxes_repeat(tensor: Tensor, layout: Layout, divided: bool) -> None:
-    sizes = [held([tensor], layout, divided, r) for r in range(layout.devices)]
-    assert sizes[0] == max(sizes)
-    every = period(layout, divided)
-    assert all(shard(tensor, layout, r, divided) == shard(tensor, layout, r % every, divided) for r in range(layout.devices))
+@pytest.mark.parametrize(
+    ("layout", "layers", "expected"),
+    [
+        (Layout(pp=6), 61, [((0, 10),), ((10, 20),), ((20, 31),), ((31, 41),), ((41, 51),), ((51, 61),)]),
+        (Layout(pp=2, stages=(1, 3)), 4, [((0, 1),), ((1, 4),)]),
+        (Layout(pp=2, vpp=2), 8, [((0, 2), (4, 6)), ((2, 4), (6, 8))]),
+        (Layout(pp=4), 6, [((0, 1),), ((1, 3),), ((3, 5),), ((5, 6),)]),
+    ],
+)
+def test_layers_of_stages(layout: Layout, layers: int, expected: list[tuple[tuple[int, int], ...]]) -> None:
+    assert [layout.stage_layers(s, layers) for s in range(layout.pp)] == expected
+    for stage, stretches in enumerate(expected):
+        assert all(layout.stage_of(layer, layers) == stage for a, b in stretches for layer in range(a, b))
+    assert (layout.stage_of(-1, layers), layout.stage_of(layers, layers)) == (0, layout.pp - 1)
 
 
-@pytest.mark.parametrize(("inner", "group"), [(1, 8), (2, 2), (4, 8)])
-def test_the_papers_case_gathers_among_two_neighbours(inner: int, group: int) -> None:
-    tensors = [Tensor("q", (64, 8), 0), Tensor("o", (8, 64), 1), Tensor("norm", (8,))]
-    assert gather_group(tensors, Layout(tp=8, dp=2), False, Layout(tp=4, dp=4, inner=inner), False) == group
+def test_key_value_heads_are_copied_where_ranks_are_more() -> None:
+    key = Tensor("k", (2 * 4, 3), 0, unit=4, shared=True)
+    assert [shard(key, Side(Layout(tp=4)), r)[0] for r in range(4)] == [(0, 4), (0, 4), (4, 8), (4, 8)]
+    assert [owns(key, Side(Layout(tp=4)), r) for r in range(4)] == [True, False, True, False]
 
 
-def test_a_large_cluster_costs_little() -> None:
-    tensors = [Tensor(f"{i}", (1 << 14, 1 << 10), i % 2) for i in range(1000)]
-    assert gather_group(tensors, Layout(tp=8, dp=1250), False, Layout(tp=4, dp=2500, inner=2), False) == 2
-    assert gather_group(tensors, Layout(tp=8, dp=1250), True, Layout(tp=4, dp=2500), False) == 10000
+def test_heads_stay_whole() -> None:
+    # Three heads on two ranks: two and one, though four and a half rows each would be even.
+    assert [shard(Tensor("q", (9,), 0, unit=3), Side(Layout(tp=2)), r)[0] for r in range(2)] == [(0, 6), (6, 9)]
 
 
-def test_kinds_within_and_text() -> None:
-    assert kinds([Tensor("a", (2, 3), 0), Tensor("b", (2, 3), 0)]) == {Tensor("", (2, 3), 0): 2}
+def test_a_padded_vocabulary_is_cut_at_its_padded_size() -> None:
+    # 1,000 rows padded to 1,024 for four ranks of a multiple of 64: the last has 232.
+    words = Tensor("embed", (1000, 2), 0, padded=True)
+    sizes = [elements(shard(words, Side(Layout(tp=4), multiple=64), r)) // 2 for r in range(4)]
+    assert sizes == [256, 256, 256, 232]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
+def test_boxes_are_the_slices_of_a_fused_projection(groups: int, per_group: int, unit: int, data: st.DataObject) -> None:
+    """Megatron's linear_qkv holds for each group of heads its queries, its key and its value; cut over tp it holds our boxes of q, k, v."""
+    tp = data.draw(st.sampled_from([t for t in range(1, groups + 1) if groups % t == 0]))
+    q, k, v = (np.arange(n * unit) + base for n, base in ((groups * per_group, 0), (groups, 1000), (groups, 2000)))
+    fused = np.concatenate(
+        [np.concatenate([q.reshape(groups, -1)[g], k.reshape(groups, -1)[g], v.reshape(groups, -1)[g]]) for g in range(groups)]
+    )
+    for rank, part in enumerate(np.split(fused, tp)):
+        mine = []
+        for values, shared in ((q, False), (k, True), (v, True)):
+            ((start, stop),) = shard(Tensor("", values.shape, 0, unit=unit, shared=shared), Side(Layout(tp=tp)), rank)
+            mine.append(values[start:stop])
+        assert sorted(np.concatenate(mine)) == sorted(part)
+
+
+def test_within_and_text() -> None:
     assert within(((4, 6), (0, 2)), ((4, 8), (0, 4))) == ((0, 2), (0, 2))
     assert elements(((4, 6), (0, 2))) == 4
     assert str(Layout(tp=8, dp=2)) == "tp8 dp2"

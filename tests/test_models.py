@@ -16,7 +16,14 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 @pytest.mark.parametrize(
     ("name", "parameters"),
     # Counts of the published checkpoints.
-    [("qwen2.5-7b", 7_615_616_512), ("qwen2.5-32b", 32_763_876_352), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+    [
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-r1-671b", 671_026_419_200),
+    ],
 )
 def test_counts_are_the_published_ones(name: str, parameters: int) -> None:
     assert load(name, Path()).parameters == parameters
@@ -28,7 +35,20 @@ def test_tiny_is_about_a_million_in_float32() -> None:
     assert model.dtype == "f32"
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_what_a_token_passes() -> None:
+    # "671B total parameters with 37B activated for each token" (arXiv:2412.19437, abstract), one embedding left out.
+    assert 36.5e9 < load("deepseek-r1-671b", Path()).active_parameters - 129280 * 7168 < 37.5e9
+    assert 3.2e9 < load("qwen3-30b-a3b", Path()).active_parameters < 3.4e9
+    assert load("qwen2.5-7b", Path()).active_parameters == 7_615_616_512
+
+
+def test_what_a_token_leaves_in_the_cache() -> None:
+    # Latent attention keeps 512 + 64 elements a layer (arXiv:2405.04434, section 2.1).
+    assert load("deepseek-r1-671b", Path()).kv_bytes == 61 * 576 * 2
+    assert load("qwen2.5-7b", Path()).kv_bytes == 28 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(PRESETS) if n not in ("deepseek-r1-671b", "qwen3-30b-a3b")])
 def test_what_tensor_parallelism_divides(name: str) -> None:
     tensors = {t.name: t for t in load(name, Path()).tensors}
     layer = "model.layers.0."
@@ -36,6 +56,23 @@ def test_what_tensor_parallelism_divides(name: str) -> None:
     divided |= {f"{layer}mlp.gate_proj.weight": 0, f"{layer}mlp.up_proj.weight": 0, f"{layer}mlp.down_proj.weight": 1}
     divided |= {"model.embed_tokens.weight": 0, "lm_head.weight": 0, "model.norm.weight": -1, f"{layer}input_layernorm.weight": -1}
     assert {n: tensors[n].tp_dim for n in divided} == divided
+
+
+def test_what_divides_experts_and_latent_attention() -> None:
+    tensors = {t.name.removeprefix("model.layers.5."): t for t in load("deepseek-r1-671b", Path()).tensors}
+    expected = {
+        "self_attn.q_a_proj.weight": ((1536, 7168), -1, 1, False),
+        "self_attn.q_b_proj.weight": ((128 * 192, 1536), 0, 192, False),
+        "self_attn.kv_a_proj_with_mqa.weight": ((576, 7168), -1, 1, False),
+        "self_attn.kv_b_proj.weight": ((128 * 256, 512), 0, 256, False),
+        "self_attn.o_proj.weight": ((7168, 128 * 128), 1, 128, False),
+        "mlp.gate.weight": ((256, 7168), -1, 1, False),
+        "mlp.experts.*.gate_proj.weight": ((256, 2048, 7168), 1, 1, True),
+        "mlp.experts.*.down_proj.weight": ((256, 7168, 2048), 2, 1, True),
+        "mlp.shared_experts.up_proj.weight": ((2048, 7168), 0, 1, False),
+    }
+    assert {n: (t.shape, t.tp_dim, t.unit, t.experts) for n, t in tensors.items() if n in expected} == expected
+    assert tensors["model.layers.2.mlp.gate_proj.weight"].shape == (18432, 7168)
 
 
 def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -> None:
@@ -66,6 +103,41 @@ def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -
     assert ours == theirs
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+FAMILIES = {
+    "Qwen3ForCausalLM": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
+    "DeepseekV3ForCausalLM": (
+        "deepseek_v3",
+        {"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, **MOE, **LATENT},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> None:
+    """Names and shapes; of experts, which transformers keep in one tensor a layer with gate beside up, the shapes."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    kind, sizes = FAMILIES[architecture]
+    config = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": False, **SMALL, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = {n: tuple(p.shape) for n, p in [*peer.named_parameters(), *peer.named_buffers()] if "rotary" not in n and "inv_freq" not in n}
+    model = load("./", tmp_path)
+    ours = {t.name: t.shape for t in model.tensors if not t.experts}
+    for layer in {t.layer for t in model.tensors if t.experts}:
+        stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
+        number, width, hidden = stacked["gate_proj"]
+        ours[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (number, 2 * width, hidden)
+        ours[f"model.layers.{layer}.mlp.experts.down_proj"] = stacked["down_proj"]
+    assert ours == theirs
+
+
 def test_a_folder_is_relative_to_the_program() -> None:
     model = load("./model", EXAMPLE)
     assert (model.dtype, model.head_dim, model.parameters, model.tied) == ("f32", 32, 891008, False)
@@ -83,6 +155,8 @@ def test_dtype_overrides() -> None:
         ("./nowhere", None, "unknown-model", "config.json"),
         ("./here", None, "unknown-model", "config.json"),
         ("./here", {"architectures": ["MixtralForCausalLM"]}, "not-yet", "`Qwen2ForCausalLM`"),
+        ("./here", {**PRESETS["qwen3-30b-a3b"], "mlp_only_layers": [1]}, "not-yet", "mlp_only_layers"),
+        ("./here", {**PRESETS["deepseek-r1-671b"], "kv_lora_rank": None}, "unknown-model", ""),
         ("./here", {"architectures": ["LlamaForCausalLM"]}, "unknown-model", ""),
         ("./here", [], "unknown-model", ""),
         ("./here", "no json", "unknown-model", ""),

@@ -47,7 +47,7 @@ def test_stated_layouts_stay_and_states_with_the_same_weights_share_one() -> Non
 
 def test_generation_ranks_are_numbered_for_small_groups() -> None:
     assert PLAN.placement("actor.generate").layout.inner == 2
-    assert PLAN.reshards[0].group == 2
+    assert PLAN.reshards[0].ways[0].ranks == 2
     assert "among 2 ranks, not 8" in PLAN.placement("actor.generate").reason
 
 
@@ -337,7 +337,7 @@ def test_a_large_cluster_compiles_quickly() -> None:
     layouts = {"actor.update": Layout(tp=8, dp=1250), "actor.generate": Layout(tp=4, dp=2500)}
     began = time.perf_counter()
     plan = page.plan(replace(on(devices(1250, 8), layouts=layouts), graph=page.graph(20000, 16)))
-    assert plan.reshards[0].group == 2
+    assert plan.reshards[0].ways[0].ranks == 2
     assert time.perf_counter() - began < 5
 
 
@@ -366,10 +366,11 @@ def test_layouts_of_the_page_are_right() -> None:
         (Layout(tp=8, dp=1), "layout-size", "takes 8 devices", "dp = 2 takes all 16"),
         (Layout(tp=3, dp=0), "layout-size", "takes 15 devices", "the nearest that works: tp = 4, dp = 4"),
         (Layout(tp=16, dp=1), "layout-divide", "does not divide the 40 heads and the 8 key-value heads", "tp = 8, dp = 2"),
-        (Layout(pp=2, dp=8), "not-yet", "along `pp` to update", "leave `pp` at 1"),
-        (Layout(cp=2, dp=8), "not-yet", "along `cp`", ""),
-        (Layout(dp=16, ep=2), "not-yet", "along `ep`", ""),
-        (Layout(tp=8, dp=2, zero=4), "layout-divide", "no ZeRO stage 4", "zero = 0, 1, 2, 3"),
+        (Layout(ep=2, dp=16), "layout-divide", "ep divides experts, and `qwen2.5-32b` has none", ""),
+        (Layout(pp=16, dp=1, stages=(4,) * 15 + (3,)), "layout-divide", "`stages` hold 63 layers, `qwen2.5-32b` has 64", ""),
+        (Layout(vpp=2, dp=16), "layout-divide", "vpp = 2 interleaves the stages of a pipeline, and pp is 1", ""),
+        (Layout(cp=16, dp=1, cp_kind="ulysses"), "layout-divide", "tp x cp = 16 does not divide the 40 heads", ""),
+        (Layout(pp=16, vpp=8, dp=1), "layout-divide", "pp x vpp = 128 is more than the 64 layers", ""),
     ],
 )
 def test_layouts_that_do_not_fit(layout: Layout, code: str, message: str, help: str) -> None:

@@ -19,11 +19,12 @@ from msrl_graph.backends import fsdp, hf
 from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.engine import Sampling, Shard
-from msrl_graph.layout import Layout, elements, gather_group, shard
-from msrl_graph.plan import Reshard, Step
+from msrl_graph.layout import Layout, Side, elements, shard
+from msrl_graph.plan import Reshard, Step, Way
+from msrl_graph.redistribute import gather_block
 from msrl_graph.runtime.columns import ragged
 from msrl_graph.runtime.packing import pack
-from msrl_graph.runtime.reshard import Resharder, Side, Swap
+from msrl_graph.runtime.reshard import Resharder, Swap
 
 FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -38,7 +39,7 @@ def mesh(layout):
 
 def edge(group, mode, order, buckets):
     step = Step("", 0, Figure(0, "assumed"))
-    return Reshard("a", "b", mode, order, "", group, 0, buckets, (), step, 0, 0, 0, 0, 0)
+    return Reshard("a", "b", mode, order, "", (Way("weights", "all-gather", group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0)
 
 
 def reshard_cases(rank, folder, cases):
@@ -50,11 +51,9 @@ def reshard_cases(rank, folder, cases):
         return whole[name][tuple(slice(a, b) for a, b in box)].clone()
 
     for source, target, mode, order, cut in cases:
-        given = [Shard(t.name, box := shard(t, source.layout, rank, source.divided), part(box, t.name)) for t in m.tensors]
-        wanted = [
-            Shard(t.name, box := shard(t, target.layout, rank, target.divided), torch.zeros([b - a for a, b in box])) for t in m.tensors
-        ]
-        group = gather_group(m.tensors, source.layout, source.divided, target.layout, target.divided)
+        given = [Shard(t.name, box := shard(t, source, rank), part(box, t.name)) for t in m.tensors]
+        wanted = [Shard(t.name, box := shard(t, target, rank), torch.zeros([b - a for a, b in box])) for t in m.tensors]
+        group = gather_block(m.kinds, source, target)
         block = None
         for first in range(0, dist.get_world_size(), group):
             members = list(range(first, first + group))
@@ -111,7 +110,7 @@ def train(rank, folder, weights, out, cases):
         m = model(weights)
         engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, {"weight_decay": 0.01})
         prompts, responses, weight = batch()
-        dp = layout.coordinates(rank)[1]
+        dp = layout.coordinates(rank).dp
         rows = np.arange(12)
         norms = []
         for mine in (np.array_split(rows, layout.dp)[dp], rows if dp == 0 else rows[:0]):
@@ -191,7 +190,7 @@ def generate(rank, folder, weights, out, cases):
         weights = load_file(Path(m.path) / "model.safetensors")
         for piece in engine.allocate():
             piece.tensor.copy_(weights[piece.name][tuple(slice(a, b) for a, b in piece.box)])
-        dp = layout.coordinates(rank)[1]
+        dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
         found, _ = engine.generate([prompts[j] for j in mine], rows, sampling)

@@ -11,9 +11,8 @@ import torch
 from test_ranks import model
 
 from msrl_graph.engine import Shard
-from msrl_graph.layout import Layout, elements, shard
+from msrl_graph.layout import Layout, Side, elements, shard
 from msrl_graph.plan import Pool
-from msrl_graph.runtime.reshard import Side
 from msrl_graph.runtime.send import Sender
 
 
@@ -44,14 +43,15 @@ def send(rank, folder, cases):
         plan = planned(*case)
         (edge,) = plan.reshards
         ends = [plan.placement(n) for n in (edge.src, edge.dst)]
-        source, target = sides = Side(ends[0].layout, case[0].dp > 1 and case[0].zero >= 2), Side(ends[1].layout, False)
+        divided = case[0].dp > 1 and case[0].zero >= 2
+        source, target = sides = Side(ends[0].layout, divided, first=ends[0].first), Side(ends[1].layout, first=ends[1].first)
         local = [rank - end.first for end in ends]
         given, wanted = [], []
         if 0 <= local[0] < source.layout.devices:
-            boxes = [(t.name, shard(t, source.layout, local[0], source.divided)) for t in m.tensors]
+            boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
             given = [Shard(name, box, part(box, name)) for name, box in boxes]
         if 0 <= local[1] < target.layout.devices:
-            boxes = [(t.name, shard(t, target.layout, local[1], target.divided)) for t in m.tensors]
+            boxes = [(t.name, shard(t, target, local[1])) for t in m.tensors]
             wanted = [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes]
         sender = Sender(plan, edge, m, rank, sides, given)
         for _ in range(2):
@@ -88,10 +88,10 @@ def half(rank, folder):
     (edge,) = plan.reshards
     torch.manual_seed(0)
     whole = {t.name: torch.randn(t.shape, dtype=torch.bfloat16) for t in m.tensors}
-    boxes = {t.name: shard(t, Layout(), 0, False) for t in m.tensors}
+    boxes = {t.name: shard(t, Side(Layout()), 0) for t in m.tensors}
     given = [Shard(n, boxes[n], whole[n]) for n in whole] if rank == 0 else []
     wanted = [Shard(n, boxes[n], torch.zeros(whole[n].shape)) for n in whole] if rank == 1 else []
-    sender = Sender(plan, edge, replace(m, dtype="bf16"), rank, (Side(Layout(), False), Side(Layout(), False)), given)
+    sender = Sender(plan, edge, replace(m, dtype="bf16"), rank, (Side(Layout()), Side(Layout(), first=1)), given)
     sender.run(lambda: wanted)
     assert all(torch.equal(piece.tensor, whole[piece.name].float()) for piece in wanted)
     assert sender.moved == sum(2 * v.numel() for v in whole.values()) * rank

@@ -242,7 +242,7 @@ def skip_on_all(rank, folder, cases):
         found = []
         for attempt in ("plain", "unsound", "nan", "no rows"):
             engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, {"weight_decay": 0.01})
-            group = layout.coordinates(rank)[1]
+            group = layout.coordinates(rank).dp
             rows = np.array_split(np.arange(4), layout.dp)[group]
 
             def step(factor=1.0, sound=True, rows=rows, engine=engine):

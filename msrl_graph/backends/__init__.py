@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..engine import EngineSpec
-from . import fsdp, hf
+from . import fsdp, hf, megatron, vllm
 
-ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf)}
+ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
 # The light engines, where a program names none.
 DEFAULT = {"generate": "hf", "infer": "fsdp", "update": "fsdp"}

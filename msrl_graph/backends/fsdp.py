@@ -68,7 +68,7 @@ class Engine:
             module.get_submodule(owner).register_buffer(leaf, value, persistent=False)
         self.module = module
         weights = transformer.named_weights(module)
-        self._shards = [Shard(t.name, shard(t, layout, rank, self.divided), _local(weights[t.name])) for t in model.tensors]
+        self._shards = [Shard(t.name, shard(t, SPEC.side(layout), rank), _local(weights[t.name])) for t in model.tensors]
         transformer.fill(model, self._shards)
         self._parameters = [weights[t.name] for t in model.tensors]
         self._optimizer = None if optimizer is None else _Optimizer(self, optimizer)

@@ -40,7 +40,7 @@ class Engine:
         dtype = next(iter(weights.values())).dtype
         self._shards = []
         for tensor in model.tensors:
-            box = shard(tensor, layout, rank, divided=False)
+            box = shard(tensor, SPEC.side(layout), rank)
             local = torch.empty([b - a for a, b in box], dtype=dtype)
             local.untyped_storage().resize_(0)
             self._shards.append(Shard(tensor.name, box, local))
@@ -51,7 +51,7 @@ class Engine:
             self.module.lm_head.weight = self.module.model.embed_tokens.weight
         self.group = mesh["tp"].get_group() if layout.tp > 1 else None
         if self.group is not None:
-            _join(self.module, self.group, layout.coordinates(rank)[0])
+            _join(self.module, self.group, layout.coordinates(rank).tp)
         try:
             ends = GenerationConfig.from_pretrained(model.path).eos_token_id
         except OSError:

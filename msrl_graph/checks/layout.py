@@ -6,15 +6,15 @@ Invariant: one diagnostic a layout statement, the first that makes the others mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from ..diagnostics import Diagnostic, Span
+from ..dividing import misfits
 from ..engine import EngineSpec
 from ..graph import Graph, Node
-from ..layout import Layout
+from ..layout import AXES, Layout
 from ..plan import Placement, Plan, Pool
-
-AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
@@ -81,13 +81,12 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
     span = stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
     for axis in AXES:
         if getattr(layout, axis) > 1 and axis not in spec.axes:
-            others = sorted(n for n, e in engines.items() if axis in e.axes and state.verb in e.verbs)
-            if not others:
-                help = f"leave `{axis}` at 1; the engine `{spec.name}` divides {_and(spec.axes)}"
-                yield Diagnostic("not-yet", f"no engine of this version divides a model along `{axis}` to {state.verb}", span, help)
-            else:
-                help = f"these can: {', '.join(others)}"
-                yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help)
+            help = _others(engines, state.verb, lambda e, a=axis: a in e.axes) or f"leave `{axis}` at 1"  # type: ignore[misc]
+            yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help)
+    family = plan.model(node).family
+    if family not in spec.families:
+        message = f"the engine `{spec.name}` of `{node}` has no models of the family `{family}`"
+        yield Diagnostic("layout-divide", message, span, _others(engines, state.verb, lambda e: family in e.families))
     pool = plan.pool(placement.pool)
     devices = pool.devices
     if layout.devices != devices:
@@ -96,10 +95,8 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
         help = f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
         where = _cluster(plan) if pool.name == "devices" else f"its pool has {devices}, {pool.reason}"
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
-    uneven = _uneven(plan, placement, spec, layout.tp)
-    if uneven:
-        help = _nearest(plan, placement, spec)
-        yield Diagnostic("layout-divide", f"tp = {layout.tp} does not divide {_and(uneven)} of `{plan.model(node).name}`", span, help)
+    for message in misfits(plan.model(node), spec, layout):
+        yield Diagnostic("layout-divide", message, span, _nearest(plan, placement, spec))
     if state.verb == "update" and layout.zero not in spec.zero:
         help = f"the engine `{spec.name}` has zero = {', '.join(map(str, spec.zero))}"
         yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` has no ZeRO stage {layout.zero}", span, help)
@@ -110,29 +107,26 @@ def _update(graph: Graph, worker: str) -> str | None:
     return next((n.name for n in graph.nodes if n.worker == worker and n.verb == "update"), None)
 
 
-def _and(words: tuple[str, ...] | list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _uneven(plan: Plan, placement: Placement, spec: EngineSpec, tp: int) -> list[str]:
-    """What of the model tp does not divide and the engine cannot make up for."""
-    model = plan.model(placement.node)
-    sizes = [(model.heads, "heads"), (model.intermediate, "intermediate size")]
-    if not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
-        sizes.insert(1, (model.kv_heads, "key-value heads"))
-    if not spec.pads_vocabulary:
-        sizes.append((model.vocabulary, "vocabulary"))
-    return [f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}" for size, name in sizes if size % tp]
+def _others(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:
+    """The engines that can do what one cannot."""
+    found = sorted(n for n, e in engines.items() if verb in e.verbs and can(e))
+    return f"these can: {', '.join(f'`{n}`' for n in found)}" if found else ""
 
 
 def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    devices, layout = plan.pool(placement.pool).devices, placement.layout
+    """The layout with the nearest tp that the engine and the devices allow, all else as stated."""
+    devices, layout, model = plan.pool(placement.pool).devices, placement.layout, plan.model(placement.node)
     rest = layout.cp * layout.pp
-    works = [t for t in range(1, devices + 1) if devices % (t * rest) == 0 and not _uneven(plan, placement, spec, t)]
+    works = [
+        found
+        for t in range(1, devices + 1)
+        if devices % (t * rest) == 0 and not any(misfits(model, spec, found := replace(layout, tp=t, dp=devices // (t * rest))))
+    ]
     if not works:
         return ""
-    tp = min(works, key=lambda t: (abs(math.log(t / layout.tp)), t))
-    return f"the nearest that works: tp = {tp}, dp = {devices // (tp * rest)}"
+    best = min(works, key=lambda w: (abs(math.log(w.tp / layout.tp)), w.tp))
+    sizes = [(a, getattr(best, a)) for a in ("cp", "pp") if getattr(best, a) > 1]
+    return f"the nearest that works: tp = {best.tp}, dp = {best.dp}" + "".join(f", {a} = {n}" for a, n in sizes)
 
 
 def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:

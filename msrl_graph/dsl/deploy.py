@@ -23,8 +23,6 @@ from .expressions import TOLD, Names, Problems, mistake
 from .place import lower_pools
 
 LoadModel = Callable[[str, Path, str | None, Span], Model]
-# Engines of the language that this version has no file for.
-PLANNED_ENGINES = ("vllm", "megatron")
 
 
 def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
@@ -224,8 +222,6 @@ class _Deploy:
         nodes = self._refs(statement.nodes, "engine")
         name = statement.name.text
         if name not in self.engines:
-            if name in PLANNED_ENGINES:
-                raise mistake("not-yet", f"the engine `{name}` is not there yet", statement.name.span, _known(self.engines))
             raise mistake("unknown-engine", f"no engine is called `{name}`", statement.name.span, nearest(name, self.engines))
         spec = self.engines[name]
         for ref in statement.nodes:
@@ -340,10 +336,6 @@ def _option_type(kind: str | tuple[str, ...]) -> Type:
     if isinstance(kind, tuple):
         return Words(kind)
     return COUNT if kind == "int" else Number(0, above=True)
-
-
-def _known(engines: Collection[str]) -> str:
-    return "engines of this version: " + ", ".join(f"`{e}`" for e in sorted(engines))
 
 
 def _is_file(path: Path) -> bool:

@@ -18,7 +18,7 @@ from rich.text import Text
 from ..cluster import Figure
 from ..graph import Graph
 from ..layout import Layout
-from ..plan import EngineChoice, Instruction, Plan
+from ..plan import EngineChoice, Instruction, Plan, Way
 from .placed import placed
 
 WIDTH = 100
@@ -256,7 +256,7 @@ def _reshards(page: _Page, plan: Plan) -> None:
         sends = r.mode == "send"
         page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
         largest = "as large as the largest bucket"
-        how = "each rank receives from ranks that hold its slices" if sends else f"ranks gather in groups of {r.group}"
+        how = "each rank receives from ranks that hold its slices" if sends else "; ".join(_way(w, len(r.ways)) for w in r.ways)
         page.line(f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; {how}; the buffer is {largest}")
         steps = [
             (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis) for i, s in enumerate(r.steps, 1)
@@ -273,6 +273,15 @@ def _reshards(page: _Page, plan: Plan) -> None:
         page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
         devices = many(plan.cluster.devices, "device")
         page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
+
+
+def _way(way: Way, ways: int) -> str:
+    """How weights come to the ranks that want them, in words."""
+    of = f"{way.of}: " if ways > 1 else ""
+    blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""
+    if way.how == "all-to-all":
+        return f"{of}each rank receives just its slices, in groups of {way.ranks}{blocks}"
+    return f"{of}ranks gather in groups of {way.ranks}{blocks}"
 
 
 def _peak(order: str) -> str:

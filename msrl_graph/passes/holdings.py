@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec
 from ..graph import Node, Worker
-from ..layout import held
+from ..layout import Side, held
 from ..plan import Plan
 
 Engines = Mapping[str, EngineSpec]
@@ -53,9 +53,15 @@ def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
     return spec(plan, engines, node).divided(plan.placement(node).layout)
 
 
+def side(plan: Plan, engines: Engines, node: str) -> Side:
+    """How a state's weights lie on the devices."""
+    placement = plan.placement(node)
+    return spec(plan, engines, node).side(placement.layout, placement.first)
+
+
 def weights(plan: Plan, engines: Engines, node: str) -> int:
     """Weights at rest."""
-    return held(plan.model(node).tensors, plan.placement(node).layout, is_divided(plan, engines, node)) * BYTES[dtype(plan, node)]
+    return held(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
 def gathered(plan: Plan, engines: Engines, node: str) -> int:
@@ -63,20 +69,20 @@ def gathered(plan: Plan, engines: Engines, node: str) -> int:
     if not is_divided(plan, engines, node):
         return 0
     model, layout = plan.model(node), plan.placement(node).layout
-    whole = held(model.tensors, layout, False) * BYTES[dtype(plan, node)]
+    whole = held(model.kinds, Side(layout)) * BYTES[dtype(plan, node)]
     return whole if layout.zero < 3 else whole * 2 // max(2, model.layers)
 
 
 def gradients(plan: Plan, engines: Engines, node: str) -> int:
     """As large as the weights, divided over dp from ZeRO 2."""
     layout = plan.placement(node).layout
-    return held(plan.model(node).tensors, layout, layout.zero >= 2) * BYTES[dtype(plan, node)]
+    return held(plan.model(node).kinds, Side(layout, layout.zero >= 2)) * BYTES[dtype(plan, node)]
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     """AdamW's state, divided over dp from ZeRO 1 (arXiv:1910.02054)."""
     layout = plan.placement(node).layout
-    return held(plan.model(node).tensors, layout, layout.zero >= 1) * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
+    return held(plan.model(node).kinds, Side(layout, layout.zero >= 1)) * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
 
 
 def row_tokens(plan: Plan, node: str) -> int:
@@ -157,7 +163,9 @@ def logits(plan: Plan, node: str) -> int:
 def kv_sequence(plan: Plan, node: str) -> int:
     """Keys and values of one sequence at its bound, on one device."""
     model, layout = plan.model(node), plan.placement(node).layout
-    token = 2 * model.layers * -(-model.kv_heads // layout.tp) * model.head_dim * BYTES[dtype(plan, node)]
+    each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
+    stage = max(sum(stop - start for start, stop in layout.stage_layers(s, model.layers)) for s in range(layout.pp))
+    token = stage * each * BYTES[dtype(plan, node)]
     return row_tokens(plan, node) * token
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from ..dividing import misfits
 from ..engine import BYTES, EngineSpec
 from ..graph import Node
-from ..layout import Layout, gather_group, held
+from ..layout import AXES, Layout, Side, held
 from ..plan import EngineChoice, Model, Note, Placement, Plan, Pool
+from ..redistribute import gather_block
 from . import holdings
 from .pools import FUNCTIONS, divide
 
@@ -84,13 +86,25 @@ class Place:
         update = holdings.update_of(plan, node.worker) if node.verb == "infer" else None
         owner = update.name if update is not None else _first(plan, node, plan.deploy.engines)
         if owner is None or owner == node.name:
-            return stated or EngineChoice(self.defaults[node.verb], chosen="default")
+            return stated or self._default(plan, node)
         # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
         theirs = found[owner].engine if update is not None else plan.deploy.engines[owner]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{owner}, whose weights it has")
         own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
+
+    def _default(self, plan: Plan, node: Node) -> EngineChoice:
+        """The default of a verb, or where it cannot do what is asked, the first engine that can."""
+        family, layout = plan.model(node.name).family, plan.deploy.layouts.get(node.name, Layout())
+        needed = [a for a in AXES if getattr(layout, a) > 1]
+        first = self.engines[self.defaults[node.verb]]
+        for spec in (first, *(e for e in self.engines.values() if node.verb in e.verbs)):
+            if family in spec.families and set(needed) <= set(spec.axes):
+                lacks = [f"no {family} models"] * (family not in first.families)
+                lacks += [f"no {a}" for a in needed if a not in first.axes]
+                return EngineChoice(spec.name, chosen=f"the plan: `{first.name}` has {', '.join(lacks)}" if lacks else "default")
+        return EngineChoice(first.name, chosen="default")
 
     def _twin(self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement]) -> str | None:
         """The update of the same model and pool, whose layout a frozen state takes: its micro-batches then go to the same ranks."""
@@ -106,7 +120,7 @@ class Place:
         tp = 1
         while tp <= devices:
             layout = Layout(tp=tp, dp=devices // tp)
-            if layout.devices == devices and divides(model, tp):
+            if layout.devices == devices and not any(misfits(model, self.engines[engine.name], layout)):
                 choice = layout
                 need = self._need(model, layout, node.verb, engine)
                 if node.verb == "update":
@@ -121,10 +135,10 @@ class Place:
     def _need(self, model: Model, layout: Layout, verb: str, engine: EngineChoice) -> int:
         spec = self.engines[engine.name]
         dtype = str(engine.options.get("dtype") or model.dtype)
-        need = held(model.tensors, layout, spec.divided(layout)) * BYTES[dtype]
+        need = held(model.kinds, spec.side(layout)) * BYTES[dtype]
         if verb == "update":
-            need += held(model.tensors, layout, layout.zero >= 2) * BYTES[dtype]
-            need += held(model.tensors, layout, layout.zero >= 1) * spec.optimizer_bytes(dtype)
+            need += held(model.kinds, Side(layout, layout.zero >= 2)) * BYTES[dtype]
+            need += held(model.kinds, Side(layout, layout.zero >= 1)) * spec.optimizer_bytes(dtype)
         return need
 
     def _inner(
@@ -134,11 +148,11 @@ class Place:
         source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
         if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
             return layout, reason
-        tensors = plan.model(node.name).tensors
-        divided = self.engines[source.engine.name].divided(source.layout), self.engines[engine.name].divided(layout)
+        kinds = tuple(k for k in plan.model(node.name).kinds if not k.tensor.experts)
+        at_rest = self.engines[source.engine.name].side(source.layout)
 
         def group(inner: int) -> int:
-            return gather_group(tensors, source.layout, divided[0], replace(layout, inner=inner), divided[1])
+            return gather_block(kinds, at_rest, self.engines[engine.name].side(replace(layout, inner=inner)))
 
         # More than the update's tp neighbours never hold anything new.
         choices = [n for n in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % n == 0]
@@ -195,7 +209,3 @@ def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:
         return stated, "stated"
     layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
     return layout, f"stated; dp {layout.dp} from {devices} devices"
-
-
-def divides(model: Model, tp: int) -> bool:
-    return not any(size % tp for size in (model.heads, model.kv_heads, model.vocabulary, model.intermediate))

@@ -6,15 +6,15 @@ two layouts are; in mode naive nothing does, nor in mode send, where generation 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, Figure, weakest
 from ..engine import BYTES, EngineSpec
 from ..graph import Edge
-from ..layout import block_boxes, elements, gather_group, left_behind, replicas, shard
-from ..plan import Placement, Plan, Reshard, Step
+from ..layout import Kind, Side, Tensor, elements, nameless, shard, stages
+from ..plan import Plan, Reshard, Step, Way
+from ..redistribute import Movement, crosses, gather_block, gathered, left_behind, movement
 from . import holdings
 
 GIB = 1 << 30
@@ -35,24 +35,24 @@ class Resharding:
         return replace(plan, reshards=tuple((self._reshard if len(pools(e)) == 1 else self._send)(plan, e) for e in plan.graph.reshards()))
 
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
-        """Between two pools: bucket by bucket, on each host one generation rank of those that hold the same weights receives its box in
-        exact overlaps from ranks that have them, and hands it on to the others."""
-        cluster, tensors = plan.cluster, plan.model(edge.src).tensors
-        source, target = plan.placement(edge.src), plan.placement(edge.dst)
-        divided = holdings.is_divided(plan, self.engines, edge.dst)
+        """Between two pools: bucket by bucket, on each host one generation rank of those that want the same box receives it in exact
+        overlaps from ranks that have them, and hands it on to the others."""
+        cluster, model = plan.cluster, plan.model(edge.src)
+        source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
+        pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
-        sizes = {t.name: item * elements(shard(t, target.layout, 0, divided)) for t in tensors}
-        received = sum(sizes.values())
-        buckets = _buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-received // FEW)))
+        sizes = {t.name: item * _wanted(t, target) for t in model.tensors}
+        buckets = _buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         bucket = max(sum(sizes[n] for n in names) for names in buckets)
+        moved = movement(model.kinds, source, target, cluster.devices_per_node)
         none = Figure(0.0, "derived", "the update weights stay where they are")
-        reason = f"generation is on {target.pool}, so nothing needs to leave {source.pool}"
+        reason = f"generation is on {pools[1]}, so nothing needs to leave {pools[0]}"
         if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
             reason += "; the stated mode and order are for states that share devices"
         steps = (
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated by message, at both ends")),
-            Step("send by bucket", received, _send_seconds(cluster, received, source, target, divided)),
+            Step("send by bucket", item * moved.received, _seconds(cluster, moved, item, source.devices)),
             Step("place slices", generate, _copy_seconds(cluster, generate)),
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         )
@@ -62,7 +62,7 @@ class Resharding:
             mode="send",
             order="direct",
             reason=reason,
-            group=1,
+            ways=(Way("weights", "send", 1, False, 1, item * moved.received),),
             bucket_bytes=bucket,
             buckets=buckets,
             steps=steps,
@@ -75,62 +75,91 @@ class Resharding:
         )
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:
-        options, cluster, tensors = plan.deploy.reshard, plan.cluster, plan.model(edge.src).tensors
-        source, target = plan.placement(edge.src).layout, plan.placement(edge.dst).layout
-        divided = holdings.is_divided(plan, self.engines, edge.src), holdings.is_divided(plan, self.engines, edge.dst)
-        group = gather_group(tensors, source, divided[0], target, divided[1])
+        options, cluster, model = plan.deploy.reshard, plan.cluster, plan.model(edge.src)
+        source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
+        families = [tuple(k for k in model.kinds if k.tensor.experts is experts) for experts in (False, True)]
+        found = [_way(family, source, target, cluster.devices_per_node, item) for family in families if family]
+        ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
 
-        # The temporary buffer holds a bucket as gathered by the block's ranks: their shards, each once.
-        kind_bytes: dict[tuple[tuple[int, ...], int], int] = {}
-        sizes = {}
-        for t in tensors:
-            key = t.shape, t.tp_dim
-            if key not in kind_bytes:
-                kind_bytes[key] = item * sum(map(elements, block_boxes(t, source, range(group), divided[0])))
-            sizes[t.name] = kind_bytes[key]
-        total = sum(sizes.values())
-        buckets = _buckets(sizes, options.bucket or min(GIB, -(-total // FEW)))
+        # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this rank wants.
+        taken = {}
+        for tensor in {nameless(k.tensor): k.tensor for k in model.kinds}.values():
+            way = next(w for w in ways if (w.of == "experts") is tensor.experts)
+            taken[nameless(tensor)] = item * (_wanted(tensor, target) if way.how == "all-to-all" else gathered(tensor, source, way.block))
+        sizes = {t.name: taken[nameless(t)] for t in model.tensors}
+        ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
+        buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         bucket = max(sum(sizes[n] for n in names) for names in buckets)
 
         swap = options.mode == "swap"
-        pool = plan.placement(edge.src)
-        others = sum(holdings.resident(plan, self.engines, pool.pool).values()) - update
+        others = sum(holdings.resident(plan, self.engines, plan.placement(edge.src).pool).values()) - update
         order, reason = _order(plan, others, update, generate, bucket)
-        direct_peak = update + generate + bucket
-        received = total - update if group > 1 else 0
+        received, link = item * moved.received, cluster.device.host_link
+        out = Step("swap out (D2H)", update if swap else 0, _ratio(update if swap else 0, link, "bytes / host link"))
+        methods = list(dict.fromkeys(w.how for w in ways if w.bytes)) or ["all-gather"]
         steps = [
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated once, reused by every bucket")),
-            Step("all-gather by bucket", received, _gather_seconds(cluster, pool.first, received, total, group)),
+            Step(f"{' and '.join(methods)} by bucket", received, _seconds(cluster, moved, item)),
             Step("select slices", generate, _copy_seconds(cluster, generate)),
-            Step("swap out (D2H)", update if swap else 0, _ratio(update if swap else 0, cluster.device.host_link, "bytes / host link")),
+            out,
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         ]
         if swap and order == "staged":
-            link = _ratio(update, cluster.device.host_link, "bytes / host link, read back from the host by bucket")
-            gather = _gather_seconds(cluster, pool.first, received, total, group)
-            both = Figure(link.value + gather.value, weakest(link, gather), f"{link.basis}; {gather.basis}")
-            steps = [steps[0], steps[3], replace(steps[1], seconds=both), steps[2], steps[4]]
+            back, gather = _ratio(update, link, "bytes / host link, read back from the host by bucket"), steps[1].seconds
+            both = Figure(back.value + gather.value, weakest(back, gather), f"{back.basis}; {gather.basis}")
+            steps = [steps[0], out, replace(steps[1], seconds=both), steps[2], steps[4]]
         return Reshard(
             src=edge.src,
             dst=edge.dst,
             mode=options.mode,
             order=order,
             reason=reason,
-            group=group,
+            ways=ways,
             bucket_bytes=bucket,
             buckets=buckets,
             steps=tuple(steps),
-            swap_in=Step(
-                "swap in (H2D)", update if swap else 0, _ratio(update if swap else 0, cluster.device.host_link, "bytes / host link")
-            ),
+            swap_in=Step("swap in (H2D)", out.bytes, _ratio(out.bytes, link, "bytes / host link")),
             update_bytes_per_device=update,
             generate_bytes_per_device=generate,
-            released_bytes_per_device=update if swap else 0,
-            peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else direct_peak,
-            redundant_bytes=left_behind(tensors, source, divided[0], target, divided[1]) * item,
+            released_bytes_per_device=out.bytes,
+            peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else update + generate + bucket,
+            redundant_bytes=left_behind(model.kinds, source, target) * item,
         )
+
+
+def _way(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:
+    """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves less than half."""
+    block = gather_block(kinds, source, target)
+    across = any(crosses(source, target, k.tensor.layers) for k in kinds)
+    of, ranks = "experts" if kinds[0].tensor.experts else "weights", block * (source.layout.pp if across else 1)
+    if ranks == 1:
+        return Way(of, "in place", 1, False, 1, 0), Movement()
+    gather, exact = (movement(kinds, source, target, per_host, b) for b in (block, 0))
+    how, moved = ("all-to-all", exact) if 2 * exact.received < gather.received else ("all-gather", gather)
+    return Way(of, how, block, across, ranks, item * moved.received), moved
+
+
+def _sum(found: list[Movement]) -> Movement:
+    """The movements of one edge, one after another; the busiest device of each is taken to be the same."""
+    return Movement(*(sum(getattr(m, name) for m in found) for name in ("received", "inward", "outward", "total", "between")))
+
+
+def _wanted(tensor: Tensor, target: Side) -> int:
+    """Elements of a tensor that the busiest generation rank holds."""
+    return elements(shard(tensor, target, stages(tensor, target.layout)[0] * target.layout.stage_devices))
+
+
+def _in_turn(tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool) -> Mapping[str, int]:
+    """Sizes in the order of the buckets: the model's own, or where layers cross stages a layer of each stage in turn, so that all give."""
+    if not across:
+        return {t.name: sizes[t.name] for t in tensors}
+    order = []
+    for stage in range(source.layout.pp):
+        layers = list(dict.fromkeys(t.layer for t in tensors if stages(t, source.layout)[0] == stage))
+        order += [(layers.index(t.layer), stage, t.name) for t in tensors if t.layer in set(layers)]
+    return {name: sizes[name] for _, _, name in sorted(order, key=lambda o: o[:2])}
 
 
 def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
@@ -166,30 +195,15 @@ def _copy_seconds(cluster: Cluster, amount: int) -> Figure:
     return _ratio(2 * amount, cluster.device.memory_bandwidth, "2 x bytes (read, write) / memory bandwidth")
 
 
-def _send_seconds(cluster: Cluster, received: int, source: Placement, target: Placement, divided: bool) -> Figure:
-    """The busier end's time. Where pools lie on several hosts, all that a host's devices send or receive goes through its link."""
-    each = cluster.devices_per_node
-    alike = replicas(target.layout, divided, target.first, each)
-    sent = -(-received * len(alike) // source.layout.devices)
-    hosts = {cluster.host(d) for p in (source, target) for d in (p.first, p.first + p.layout.devices - 1)}
-    if len(hosts) == 1:
-        taken = _ratio(max(received, sent), cluster.device.device_link, "bytes at the busier end / device link")
-    else:
-        heads = Counter(cluster.host(target.first + ranks[0]) for ranks in alike)
-        most = max(received * max(heads.values()), sent * min(each, source.layout.devices))
-        taken = _ratio(most, cluster.network, "bytes of the busier host / network link")
-    if all(len(ranks) == 1 for ranks in alike):
-        return taken
-    handed = _ratio(received, cluster.device.device_link, "handed on within a host: bytes / device link")
-    return Figure(taken.value + handed.value, weakest(taken, handed), f"{taken.basis}; {handed.basis}")
-
-
-def _gather_seconds(cluster: Cluster, first: int, received: int, total: int, group: int) -> Figure:
-    """A ring all-gather. Where a group spans hosts, each host's link carries (group - 1) / group of the whole once a group on it."""
-    if not received:
+def _seconds(cluster: Cluster, moved: Movement, item: int, givers: int = 1) -> Figure:
+    """Between hosts at the busier end's link, then within the host; `givers` devices send what no host hands on."""
+    if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")
-    per_host = cluster.devices_per_node
-    if group <= per_host and per_host % group == first % group == 0:
-        return _ratio(received, cluster.device.device_link, "bytes received / device link")
-    rings = max(1, per_host // group)
-    return _ratio(total * (group - 1) / group * rings, cluster.network, f"{rings} ring(s) through each host's network link")
+    if not moved.between:
+        busiest = max(moved.received, -(-moved.total // givers) if givers > 1 else 0)
+        return _ratio(item * busiest, cluster.device.device_link, "bytes at the busier end / device link")
+    far = _ratio(item * max(moved.inward, moved.outward), cluster.network, "bytes of the busiest host / network link")
+    if moved.total == moved.between:
+        return far
+    near = _ratio(item * moved.received, cluster.device.device_link, "then within the host: bytes received / device link")
+    return Figure(far.value + near.value, weakest(far, near), f"{far.basis}; {near.basis}")

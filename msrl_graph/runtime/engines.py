@@ -23,8 +23,9 @@ from ..engine import EngineSpec, Generator, Trainer
 from ..graph import Node
 from ..layout import owns, slices
 from ..plan import Placement, Plan
+from ..redistribute import gatherers
 from . import checkpoint
-from .reshard import Resharder, Side, Swap
+from .reshard import Resharder, Swap
 from .send import Sender
 
 
@@ -92,15 +93,15 @@ class Engines:
         worker = plan.graph.node(src).worker
         source, model = plan.placement(src), plan.model(src)
         shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
-        sides = [Side(p.layout, self._spec(p.node).divided(p.layout)) for p in (source, plan.placement(dst))]
+        sides = [self._spec(p.node).side(p.layout, p.first) for p in (source, plan.placement(dst))]
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
             return
         block = None
-        for first in range(source.first, source.first + source.layout.devices, edge.group):
-            members = list(range(first, first + edge.group))
-            group = dist.new_group(members) if edge.group > 1 else None
+        for ranks in gatherers(sides[0], edge.ways[0].across, edge.ways[0].block):
+            members = [source.first + r for r in ranks]
+            group = dist.new_group(members) if len(members) > 1 else None
             if self.rank in members:
                 block = group
         if shards:
@@ -117,8 +118,8 @@ class Engines:
             if node.worker not in self.trainers:
                 continue
             trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
-            divided = self._spec(node.name).divided(placement.layout)
-            owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, placement.layout, self.local, divided)}
+            side = self._spec(node.name).side(placement.layout)
+            owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, side, self.local)}
             kinds = {"weights": trainer.shards(), **trainer.moments()}
             pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
             try:

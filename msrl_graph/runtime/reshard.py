@@ -10,24 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
 from ..engine import Shard
-from ..layout import Box, Layout, elements, overlap, shard, slices, within
+from ..layout import Box, Side, elements, overlap, shard, slices, within
 from ..plan import Model, Reshard
 from . import memory
-
-
-@dataclass(frozen=True)
-class Side:
-    """The layout of one end of the edge."""
-
-    layout: Layout
-    divided: bool
 
 
 class Swap:
@@ -78,11 +69,11 @@ class Swap:
 
 
 class Resharder:
-    """One resharding edge on one rank. `block` is the process group of the `size` neighbours that gather together."""
+    """One resharding edge on one rank; `block` is the process group of the neighbours that gather together."""
 
     def __init__(self, plan: Reshard, model: Model, rank: int, source: Side, target: Side, block: Any, swap: Swap) -> None:
         self.plan, self.block, self.swap = plan, block, swap
-        size = plan.group
+        size = plan.ways[0].ranks
         first = rank // size * size
         self.tensors = {t.name: t for t in model.tensors}
         self.boxes = {s.name: s.box for s in swap.shards}
@@ -91,12 +82,12 @@ class Resharder:
         for name, tensor in self.tensors.items():
             given: list[tuple[int, Box]] = []
             for index in range(size):
-                box = shard(tensor, source.layout, first + index, source.divided)
+                box = shard(tensor, source, first + index)
                 if elements(box) and all(box != other for _, other in given):
                     given.append((index, box))
             self.given[name] = given
         self.index, self.size = rank - first, size
-        self.target = {n: shard(t, target.layout, rank, target.divided) for n, t in self.tensors.items()}
+        self.target = {n: shard(t, target, rank) for n, t in self.tensors.items()}
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received from neighbours in the last run
 

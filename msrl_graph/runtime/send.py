@@ -16,14 +16,14 @@ from torch import distributed as dist
 
 from ..backends import transformer
 from ..engine import Shard
-from ..layout import Box, kinds, replicas, slices, transfers, within
+from ..layout import Box, Side, slices, within
 from ..plan import Model, Plan, Reshard
-from .reshard import Side
+from ..redistribute import fetches
 
 
 @dataclass(frozen=True)
 class Message:
-    """Boxes of tensors, from a rank to the first of some that hold the same weights on one host (`group`), which hands them on."""
+    """Boxes of tensors, from a rank to the first of some on one host that want the same (`group`), which hands them on."""
 
     giver: int
     takers: tuple[int, ...]
@@ -37,25 +37,24 @@ class Sender:
 
     def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
         self.rank, self.shards = rank, shards
-        (source, target), ends = sides, [plan.placement(n) for n in (edge.src, edge.dst)]
-        groups: dict[int, tuple[tuple[int, ...], Any]] = {}
-        for alike in replicas(target.layout, target.divided, ends[1].first, plan.cluster.devices_per_node):
-            members = tuple(ends[1].first + r for r in alike)
-            groups[alike[0]] = members, dist.new_group(list(members)) if len(members) > 1 else None
-        tensors = {t.name: t for t in model.tensors}
-        moves = {k: transfers(k, source.layout, source.divided, target.layout, target.divided, groups) for k in kinds(model.tensors)}
+        (source, target), per_host = sides, plan.cluster.devices_per_node
+        # What holds for a tensor holds for all that differ from it in nothing but the name.
+        alike = {t.name: replace(t, name="") for t in model.tensors}
+        found = {t: fetches(t, source, target, per_host) for t in dict.fromkeys(alike.values())}
+        groups: dict[tuple[int, ...], Any] = {}
+        for takers in dict.fromkeys(f.takers for fetched in found.values() for f in fetched):
+            groups[takers] = dist.new_group(list(takers)) if len(takers) > 1 else None
         self.messages: list[Message] = []
+        most = max(source.devices, target.devices)
         for names in edge.buckets:
-            found: dict[tuple[int, int], list[tuple[str, Box]]] = {}
+            wanted: dict[tuple[int, tuple[int, ...]], list[tuple[str, Box]]] = {}
             for name in names:
-                for giver, taker, box in moves[replace(tensors[name], name="")]:
-                    found.setdefault((giver, taker), []).append((name, box))
+                for giver, takers, box in found[alike[name]]:
+                    wanted.setdefault((giver, takers), []).append((name, box))
             # In a round each source rank has another target, so that messages of a round pass side by side.
-            most = max(source.layout.devices, target.layout.devices)
-            for giver, taker in sorted(found, key=lambda pair: ((pair[1] - pair[0]) % most, pair)):
-                message = Message(ends[0].first + giver, *groups[taker], found[giver, taker])
-                if rank in (message.giver, *message.takers):
-                    self.messages.append(message)
+            for giver, takers in sorted(wanted, key=lambda pair: ((pair[1][0] - pair[0]) % most, pair)):
+                if rank in (giver, *takers):
+                    self.messages.append(Message(giver, takers, groups[takers], wanted[giver, takers]))
         self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received in the last run

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ..backends import ENGINES
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
@@ -109,6 +110,13 @@ def check(plan: Plan) -> dict[str, int]:
     if plan.cluster.device.backend != "cpu":
         what = f"devices of kind {plan.cluster.device.backend} can be planned for, not run on, in this version"
         found.append(Diagnostic("not-yet", what, plan.cluster.span, 'run on `device = "cpu"`'))
+    for placement in plan.placements:
+        if placement.engine.name in ENGINES and not ENGINES[placement.engine.name].runs:
+            what = f"the engine `{placement.engine.name}` of `{placement.node}` can be planned for, not run, in this version"
+            others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]
+            layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
+            span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
+            found.append(Diagnostic("not-yet", what, span, f"these run: {', '.join(others)}"))
     for model in plan.deploy.models.values():
         if not model.path:
             what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"

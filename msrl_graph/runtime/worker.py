@@ -138,7 +138,7 @@ class Rank(Engines):
 
     def _first(self, node: Node) -> bool:
         """Whether this rank speaks for its data-parallel group."""
-        return self.plan.placement(node.name).layout.coordinates(self.local)[0] == 0
+        return self.plan.placement(node.name).layout.coordinates(self.local).tp == 0
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer. While
@@ -162,7 +162,7 @@ class Rank(Engines):
     def _ask(self, node: Node, task: Task) -> None:
         """Asks the dock for the node's next share, unless that is under way."""
         if node.name not in self.asked:
-            group = self.plan.placement(node.name).layout.coordinates(self.local)[1]
+            group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
     # The verbs: a batch in, the written columns out.

@@ -1,0 +1,292 @@
+"""From one layout to another: who gathers with whom, what moves between which devices, and how many bytes that is.
+
+Invariant: every element of a target box comes from exactly one source box, and all ranks that ask work out the same list in the same
+order. What is counted (`movement`) is what is moved (`fetches`): between hosts a piece goes once to each host that lacks it, within a host
+to each device that lacks it. Counting goes by classes of hosts that hold the same, never by pairs of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from .layout import Box, Coordinates, Kind, Side, Tensor, box_at, elements, overlap, shard, stages
+
+
+def period(side: Side, experts: bool = False) -> int:
+    """The number of consecutive ranks of a stage after which boxes repeat: dp makes no difference unless it divides weights."""
+    layout = side.layout
+    if side.divided and layout.dp > 1:
+        return layout.stage_devices
+    if experts:
+        repeat = layout.etp * layout.ep
+        return min(layout.stage_devices, repeat if layout.inner == 1 else math.lcm(repeat, layout.inner * layout.cp * layout.tp))
+    return layout.inner * layout.tp
+
+
+def boxes(tensor: Tensor, side: Side, ranks: Iterable[int]) -> set[Box]:
+    """The different boxes that `ranks` would hold of a tensor if it lay on their stage, without empty ones."""
+    found = {_staged(tensor, side, rank) for rank in ranks}
+    return {box for box in found if elements(box)}
+
+
+def _staged(tensor: Tensor, side: Side, rank: int) -> Box:
+    at = side.layout.coordinates(rank)
+    return box_at(tensor, side, (at.etp, at.ep, at.edp) if tensor.experts else (at.tp, 0, at.dp))
+
+
+def crosses(source: Side, target: Side, layers: int) -> bool:
+    """Whether layers change their pipeline stage."""
+    a, b = source.layout, target.layout
+    if a.pp == b.pp == 1:
+        return False
+    return a.pp != b.pp or any(a.stage_layers(s, layers) != b.stage_layers(s, layers) for s in range(a.pp))
+
+
+@lru_cache(maxsize=1 << 14)
+def gather_block(kinds: tuple[Kind, ...], source: Side, target: Side) -> int:
+    """The smallest g that divides a source stage, such that in each aligned block of g consecutive ranks (and where layers change their
+    stage, the blocks at the same place of all stages) the `source` boxes cover every rank's `target` box: an all-gather among them is
+    then enough to reshard.
+
+    Both sides have the same devices. A whole stage always suffices.
+    """
+    width = source.layout.stage_devices
+    across = any(crosses(source, target, k.tensor.layers) for k in kinds)
+    offsets = [s * width for s in range(source.layout.pp)] if across else [0]
+    for g in (g for g in range(1, width) if width % g == 0):
+        if all(_covers(kind.tensor, source, target, g, width, offsets) for kind in kinds):
+            return g
+    return width
+
+
+def _covers(tensor: Tensor, source: Side, target: Side, g: int, width: int, offsets: Sequence[int]) -> bool:
+    # Beyond this number of ranks, blocks repeat.
+    repeat = math.lcm(period(source, tensor.experts), period(target, tensor.experts), g)
+    for start in range(0, min(width, repeat), g):
+        have = boxes(tensor, source, range(start, start + g))
+        want = boxes(tensor, target, (o + r for o in offsets for r in range(start, start + g)))
+        if have >= want:
+            continue
+        # Boxes of `have` are apart, so covering is a matter of counting; too little in all is seen at once.
+        amount = sum(map(elements, have))
+        if any(elements(box) > amount for box in want):
+            return False
+        if any(sum(elements(o) for h in have if (o := overlap(box, h))) != elements(box) for box in want - have):
+            return False
+    return True
+
+
+def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
+    """The groups of ranks that gather together, in blocks of `block` ranks of a stage, `across` the stages or each stage alone."""
+    width, pp = source.layout.stage_devices, source.layout.pp
+    stages_of = [range(pp)] if across else [range(s, s + 1) for s in range(pp)]
+    return [tuple(s * width + start + i for s in some for i in range(block)) for some in stages_of for start in range(0, width, block)]
+
+
+def gathered(tensor: Tensor, source: Side, block: int) -> int:
+    """Elements of a tensor that an all-gather over a block brings together: each different box once."""
+    return sum(map(elements, boxes(tensor, source, range(min(block, period(source, tensor.experts))))))
+
+
+class Pair(NamedTuple):
+    """`number` tensors of a kind that lie on the same stages at both sides; `tensor` is one of them."""
+
+    tensor: Tensor
+    number: int
+
+
+def pairs(kinds: Iterable[Kind], source: Side, target: Side) -> Iterator[Pair]:
+    """The tensors of a model by kind, and stage at both ends."""
+    for kind in kinds:
+        if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
+            yield Pair(kind.tensor, kind.each * (kind.stop - kind.start))
+            continue
+        found: dict[tuple[int, int], list[int]] = {}
+        for layer in range(kind.start, kind.stop):
+            key = source.layout.stage_of(layer, kind.tensor.layers), target.layout.stage_of(layer, kind.tensor.layers)
+            found.setdefault(key, []).append(layer)
+        yield from (Pair(_at(kind.tensor, layers[0]), kind.each * len(layers)) for layers in found.values())
+
+
+@lru_cache(maxsize=1 << 14)
+def _at(tensor: Tensor, layer: int) -> Tensor:
+    return replace(tensor, layer=layer)
+
+
+class Fetch(NamedTuple):
+    """A box that `giver` sends to the first of `takers`, all on one host, which hands it on to the others. Devices, not ranks."""
+
+    giver: int
+    takers: tuple[int, ...]
+    box: Box
+
+
+def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[Fetch]:
+    """What moves for one tensor, in an order that all ranks agree on; holders of the same box take turns."""
+    holders: dict[Box, list[int]] = {}
+    for rank in range(source.devices):
+        if elements(box := shard(tensor, source, rank)):
+            holders.setdefault(box, []).append(source.first + rank)
+    turns = dict.fromkeys(holders, 0)
+    wants: dict[tuple[int, Box], list[int]] = {}
+    for rank in range(target.devices):
+        if elements(box := shard(tensor, target, rank)):
+            wants.setdefault(((target.first + rank) // per_host, box), []).append(target.first + rank)
+    found = []
+    for (host, want), devices in wants.items():
+        for box, owners in holders.items():
+            common = overlap(want, box)
+            takers = tuple(d for d in devices if d not in owners) if common else ()
+            if common and takers:
+                near = [d for d in owners if d // per_host == host] or owners
+                found.append(Fetch(near[turns[box] % len(near)], takers, common))
+                turns[box] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Elements that move. `received`: by the busiest device, from its host or another; `inward`: between hosts, into the busiest host;
+    `outward`: out of one, if those that hold a piece take turns; `total`, `between`: all that devices receive, and all that hosts do."""
+
+    received: int = 0
+    inward: int = 0
+    outward: int = 0
+    total: int = 0
+    between: int = 0
+
+
+@lru_cache(maxsize=1 << 12)
+def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
+    """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all that an all-gather over
+    blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
+    hosts = range(target.first // per_host, (target.first + target.devices - 1) // per_host + 1)
+    received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(hosts, 0)
+    demand = [0] * source.layout.pp  # elements that hosts take from each stage
+    for experts in (False, True):
+        found = list(pairs((k for k in kinds if k.tensor.experts is experts), source, target))
+        counting = _Hosts(source, target, per_host, block, experts)
+        classes: dict[tuple[object, ...], list[int]] = {}
+        for host in hosts if found else ():
+            classes.setdefault(counting.signature(host), []).append(host)
+        for alike in classes.values():
+            amounts, taken = counting.count(found, alike[0])
+            for host in alike:
+                inward[host] += sum(taken)
+                for device, amount in amounts.items():
+                    received[device + (host - alike[0]) * per_host - target.first] += amount
+            demand = [d + len(alike) * t for d, t in zip(demand, taken, strict=True)]
+    outward, width = 0, source.layout.stage_devices
+    for stage, amount in enumerate(demand):
+        first = source.first + stage * width
+        outward = max(outward, -(-amount // ((first + width - 1) // per_host - first // per_host + 1)))
+    return Movement(max(received.values()), max(inward.values()), outward, sum(received.values()), sum(inward.values()))
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """What the devices of a host lack, by the boxes that they and their host hold."""
+
+    source: Side
+    target: Side
+    per_host: int
+    block: int
+    experts: bool
+
+    def signature(self, host: int) -> tuple[object, ...]:
+        """What of a host's ranks decides the boxes that they hold: hosts with the same are alike."""
+        found: list[object] = []
+        for device in range(host * self.per_host, (host + 1) * self.per_host):
+            for side in (self.source, self.target):
+                rank = device - side.first
+                found.append(position(side, rank, self.experts) if 0 <= rank < side.devices else None)
+            if self.block and found[-1]:
+                found.append(self._start(device - self.source.first))
+        return tuple(found)
+
+    def _start(self, rank: int) -> int:
+        """Where the block of a rank starts in its stage, or where one starts that holds the same."""
+        start = rank % self.source.layout.stage_devices // self.block * self.block
+        return start % math.lcm(period(self.source, self.experts), self.block)
+
+    def count(self, found: Sequence[Pair], host: int) -> tuple[dict[int, int], list[int]]:
+        """The elements that each device of a host receives, and those that come from other hosts, by the stage that they come from."""
+        source, target = self.source, self.target
+        here = range(host * self.per_host, (host + 1) * self.per_host)
+        givers, takers = (
+            {d: side.layout.coordinates(d - side.first) for d in here if 0 <= d - side.first < side.devices} for side in (source, target)
+        )
+        starts = {d: self._start(d - source.first) for d in takers} if self.block else {}
+        received, taken = dict.fromkeys(takers, 0), [0] * source.layout.pp
+        for tensor, number in found:
+            have = {d: _box_of(tensor, source, at) for d, at in givers.items()}
+            present = {box for box in have.values() if elements(box)}
+            missing: dict[Box, int] = {}
+            lacking = 0
+            if self.block:
+                # A block's boxes are those of its ranks: what a rank has of them is its own, what a host has, its ranks'.
+                blocks = {start: _block(replace(tensor, name=""), source, start, self.block) for start in set(starts.values())}
+                for device, start in starts.items():
+                    received[device] += number * (blocks[start][1] - elements(have[device]))
+                if len(blocks) == 1:
+                    lacking = sum(total for _, total in blocks.values()) - sum(map(elements, present))
+                else:
+                    lacking = sum(map(elements, frozenset().union(*(some for some, _ in blocks.values())) - present))
+            for device, at in takers.items() if not self.block else ():
+                want = _box_of(tensor, target, at)
+                if elements(want):
+                    received[device] += number * _less(want, (have[device],) if device in have else ())
+                    if want not in missing:
+                        missing[want] = _less(want, present)
+            taken[stages(tensor, source.layout)[0]] += number * (lacking + sum(missing.values()))
+        return received, taken
+
+
+def _box_of(tensor: Tensor, side: Side, at: Coordinates) -> Box:
+    """What layout.shard gives for a rank at these coordinates."""
+    if side.layout.pp > 1 and at.pp not in stages(tensor, side.layout):
+        return ((0, 0),) * len(tensor.shape)
+    return box_at(tensor, side, (at.etp, at.ep, at.edp) if tensor.experts else (at.tp, 0, at.dp))
+
+
+@lru_cache(maxsize=1 << 12)
+def _block(tensor: Tensor, source: Side, start: int, block: int) -> tuple[frozenset[Box], int]:
+    """The boxes of a block of ranks, and their elements."""
+    found = frozenset(boxes(tensor, source, range(start, start + block)))
+    return found, sum(map(elements, found))
+
+
+def _less(want: Box, present: Iterable[Box]) -> int:
+    """Elements of a box that are in none of `present`, which are apart."""
+    return elements(want) - sum(elements(common) for box in present if (common := overlap(want, box)))
+
+
+def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
+    """What of a rank decides its boxes: its stage, and where it stands in it."""
+    at = side.layout.coordinates(rank)
+    own = (at.etp, at.ep, at.edp) if experts else (at.tp, 0, at.dp)
+    return (at.pp, *(own if side.divided else own[:2]))
+
+
+def left_behind(kinds: Iterable[Kind], source: Side, target: Side) -> int:
+    """Elements, over all devices, that naive resharding leaves beside the generation weights (arXiv:2507.19017, figure 3 and eq. 3).
+
+    A rank whose target box lies within its source box generates from the buffer that is there, and the rest of that buffer is useless;
+    where it does not, a new buffer is made and the whole old one is useless.
+    """
+    total = 0
+    for experts in (False, True):
+        found = list(pairs((k for k in kinds if k.tensor.experts is experts), source, target))
+        places: dict[tuple[object, ...], list[int]] = {}
+        for rank in range(target.devices if found else 0):
+            places.setdefault((position(source, rank, experts), position(target, rank, experts)), []).append(rank)
+        for tensor, number in found:
+            for ranks in places.values():
+                old, new = shard(tensor, source, ranks[0]), shard(tensor, target, ranks[0])
+                kept = elements(new) if elements(new) and overlap(old, new) == new else 0
+                total += number * len(ranks) * (elements(old) - kept)
+    return total

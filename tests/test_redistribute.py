@@ -1,0 +1,175 @@
+"""From any layout to any layout: every byte of the target has one source, and bytes counted are bytes moved."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import layouts, points, sides, tensors
+
+from msrl_graph.backends import ENGINES
+from msrl_graph.layout import Box, Layout, Side, Tensor, elements, kinds, overlap, shard, slices
+from msrl_graph.models import load
+from msrl_graph.redistribute import crosses, fetches, gather_block, gatherers, left_behind, movement, pairs
+
+Case = tuple[list[Tensor], Side, Side, int]
+
+
+@st.composite
+def cases(draw: st.DrawFn, same: bool = False) -> Case:
+    """Tensors, two sides on the same devices, or on any, and the devices of a host."""
+    some = draw(st.lists(tensors(), min_size=1, max_size=4))
+    source = draw(sides())
+    target = draw(sides(source.devices) if same or draw(st.booleans()) else sides(first=draw(st.integers(0, 20))))
+    return some, source, target, draw(st.integers(1, 6))
+
+
+def boxes(tensor: Tensor, side: Side) -> dict[int, Box]:
+    """By device."""
+    return {side.first + r: box for r in range(side.devices) if elements(box := shard(tensor, side, r))}
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
+    some, source, target, per_host = case
+    for tensor in some:
+        whole = np.random.default_rng(0).random(tensor.shape)
+        given = {d: whole[slices(box)] for d, box in boxes(tensor, source).items()}
+        have, want = boxes(tensor, source), boxes(tensor, target)
+        arrived = {d: np.full(tensor.shape, np.nan) for d in want}
+        times = Counter[tuple[int, tuple[int, ...]]]()
+        for device, box in have.items():
+            if device in arrived and (own := overlap(box, want[device])):
+                arrived[device][slices(own)] = whole[slices(own)]
+                times.update((device, p) for p in points(own))
+        for giver, takers, box in fetches(tensor, source, target, per_host):
+            assert overlap(have[giver], box) == box
+            assert len({t // per_host for t in takers}) == 1 and giver not in takers
+            within = tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(box, have[giver], strict=True))
+            for taker in takers:
+                arrived[taker][slices(box)] = given[giver][within]
+                times.update((taker, p) for p in points(box))
+        assert set(times.values()) <= {1}
+        assert all(np.array_equal(arrived[d][slices(box)], whole[slices(box)]) for d, box in want.items())
+
+
+@settings(max_examples=200)
+@given(cases())
+def test_bytes_counted_are_bytes_moved(case: Case) -> None:
+    some, source, target, per_host = case
+    received, inward = dict.fromkeys(range(target.first, target.first + target.devices), 0), defaultdict[int, int](int)
+    for tensor in some:
+        for giver, takers, box in fetches(tensor, source, target, per_host):
+            for taker in takers:
+                received[taker] += elements(box)
+            if giver // per_host != takers[0] // per_host:
+                inward[takers[0] // per_host] += elements(box)
+    found = movement(kinds(some), source, target, per_host)
+    assert (found.received, found.total) == (max(received.values()), sum(received.values()))
+    assert (found.inward, found.between) == (max(inward.values(), default=0), sum(inward.values()))
+
+
+@given(cases())
+def test_holders_of_a_box_take_turns(case: Case) -> None:
+    some, source, target, _ = case
+    for tensor in some:
+        have = boxes(tensor, source)
+        # On hosts of one device, nobody is nearer than another.
+        gave = Counter(f.giver for f in fetches(tensor, source, target, 1) if f.giver not in f.takers)
+        for box in set(have.values()):
+            counts = [gave[d] for d, b in have.items() if b == box]
+            assert max(counts) - min(counts) <= 1
+
+
+@settings(max_examples=200)
+@given(cases(same=True))
+def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> None:
+    some, source, target, per_host = case
+    source, target = Side(source.layout, source.divided, source.multiple), Side(target.layout, target.divided, target.multiple)
+    found = kinds(some)
+    across = any(crosses(source, target, t.layers) for t in some)
+    width = source.layout.stage_devices
+
+    def enough(block: int) -> bool:
+        """Whether each group holds all boxes that its ranks want, whatever stage a tensor is on (groups do not depend on it)."""
+        for group in gatherers(source, across, block):
+            for tensor in some:
+                flat = Tensor(**{**vars(tensor), "layer": 0, "layers": 1, "tied": False})
+                one, other = (Side(_flat(s.layout), s.divided, s.multiple) for s in (source, target))
+                # A stage at a time: the same tensor as if it lay on each.
+                have = set().union(*(points(shard(flat, one, r % width)) for r in group))
+                wide = target.layout.stage_devices
+                if any(not points(shard(flat, other, r % wide)) <= have for r in group):
+                    return False
+        return True
+
+    block = gather_block(found, source, target)
+    assert enough(block)
+    assert block == next(b for b in range(1, width + 1) if width % b == 0 and (enough(b) or b == width))
+    if all(t.experts is some[0].experts for t in some):
+        counted = movement(found, source, target, per_host, block)
+        exact = movement(found, source, target, per_host)
+        assert counted.received >= exact.received and counted.inward >= exact.inward
+        received = []
+        for rank in range(source.devices):
+            group = next(g for g in gatherers(source, across, block) if rank in g)
+            got = 0
+            for tensor in some:
+                others = {b for r in group for b in [_on_any_stage(tensor, source, r)] if elements(b)}
+                mine = shard(tensor, source, rank)
+                got += sum(map(elements, others)) - elements(mine)
+            received.append(got)
+        assert across is False or counted.received == max(received)
+
+
+def _flat(layout: Layout) -> Layout:
+    return Layout(**{**vars(layout), "pp": 1, "vpp": 1, "stages": ()})
+
+
+def _on_any_stage(tensor: Tensor, side: Side, rank: int) -> Box:
+    """The box that a rank would hold if the tensor were on its stage."""
+    flat = Tensor(**{**vars(tensor), "layer": 0, "layers": 1, "tied": False})
+    return shard(flat, Side(_flat(side.layout), side.divided, side.multiple), rank % side.layout.stage_devices)
+
+
+@given(cases(same=True))
+def test_left_behind_is_what_naive_resharding_cannot_reuse(case: Case) -> None:
+    some, source, target, _ = case
+    source, target = Side(source.layout, source.divided), Side(target.layout, target.divided)
+    expected = 0
+    for tensor in some:
+        for rank in range(target.devices):
+            old, new = points(shard(tensor, source, rank)), points(shard(tensor, target, rank))
+            expected += len(old) - len(new) if new and new <= old else len(old)
+    assert left_behind(kinds(some), source, target) == expected
+
+
+@given(st.lists(tensors(), min_size=1, max_size=5), layouts(), layouts())
+def test_pairs_count_every_tensor_once(some: list[Tensor], source: Layout, target: Layout) -> None:
+    assert sum(p.number for p in pairs(kinds(some), Side(source), Side(target))) == len(some)
+
+
+@pytest.mark.parametrize(("inner", "block"), [(1, 8), (2, 2), (4, 8)])
+def test_the_papers_case_gathers_among_two_neighbours(inner: int, block: int) -> None:
+    some = kinds([Tensor("q", (64, 8), 0), Tensor("o", (8, 64), 1), Tensor("norm", (8,))])
+    assert gather_block(some, Side(Layout(tp=8, dp=2)), Side(Layout(tp=4, dp=4, inner=inner))) == block
+
+
+def test_the_papers_largest_case() -> None:
+    """TP4 PP6 DP16 with EP16 (etp 2) to TP2 DP192 with EP64 on 384 devices (arXiv:2507.19017, section 5)."""
+    model = load("deepseek-r1-671b", Path())
+    stages = (10, 10, 11, 10, 10, 10)
+    source = ENGINES["megatron"].side(Layout(tp=4, pp=6, dp=16, ep=16, etp=2, stages=stages))
+    target = ENGINES["vllm"].side(Layout(tp=2, dp=192, ep=64))
+    assert (source.layout.edp, target.layout.edp) == (2, 6)
+    experts = sum(t.elements for t in model.tensors if t.experts)
+    # Each generation rank holds a 64th of the experts, which lie on six stages.
+    found = movement(tuple(k for k in model.kinds if k.tensor.experts), source, target, 8)
+    assert found.received <= experts // 64
+    assert found.received >= experts // 64 * 5 // 6
+    assert found.total <= 384 * experts // 64
