@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
-from .checks import layout, memory, sharing
+from .checks import layout, lints, memory, sharing
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -74,7 +74,8 @@ def _covers(plan: Plan, names: Sequence[str]) -> bool:
 def _misplaced(plan: Plan) -> list[Diagnostic]:
     """What is wrong with where and how states are placed; a statement that is wrong by itself is not told to differ from another."""
     found = layout.check(plan, ENGINES)
-    return [*found, *(d for d in sharing.check(plan) if d.span not in {f.span for f in found})]
+    found += [d for d in sharing.check(plan) if d.span not in {f.span for f in found}]
+    return found or lints.check(plan, ENGINES)
 
 
 def _reshards(plan: Plan) -> list[tuple[str, str]]:
@@ -213,8 +214,10 @@ def translate(
         plan = step.apply(plan)
         after(step.name, time.perf_counter() - began, plan)
         # A mistake in the program comes before what the pass promises: it promises nothing for a program that is wrong.
-        if step.check is not None and (wrong := step.check(plan)):
-            raise Fault(*wrong)
+        told = step.check(plan) if step.check is not None else []
+        if any(d.severity == "error" for d in told):
+            raise Fault(*told)
+        warnings = (*warnings, *told)
         assert step.holds(plan), f"the pass `{step.name}` broke its promise"
         placed = plan if step.stage == "placed" else placed
     return Compilation(source, tree, graph, placed, plan, warnings)

@@ -189,6 +189,10 @@ CODES: dict[str, str] = {
     "division-by-zero": "An expression divides by zero.",
     "layout-size": "A layout takes tp x cp x pp x dp devices; its placement has fewer, or a different number.",
     "layout-divide": "The engine cannot divide the model's heads, layers or vocabulary so.",
+    "known-bad": (
+        "This combination is known to fail, or to be very slow: an engine's own rule, or a fault that others have met. The help says what "
+        "to do instead."
+    ),
     "mini-batch-divide": "The data-parallel size does not divide the mini-batch, so ranks would compute unequal shares.",
     "out-of-memory": "A phase needs more memory than a device or a host has. The table says what takes how much in each phase.",
     "no-deploy": "The program names no deploy with this name, or none that could be planned.",

@@ -5,6 +5,7 @@ Invariant: torch-free; the runtime half of an engine stands in the same file of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +17,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BYTES = {"f32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What an engine may know to fail or to crawl: a state's layout on devices of a kind, `per_host` of them, the micro-batches of an
+    optimizer step, and the engines of the states that share the devices."""
+
+    verb: str
+    layout: Layout
+    backend: str
+    per_host: int
+    micro_batches: int
+    beside: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Lint:
+    """A combination that is known to be bad; one that is not `fatal` runs, but not well. `help` says what to do."""
+
+    message: str
+    help: str
+    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,7 @@ class EngineSpec:
     replicates_kv_heads: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
     runs: bool = True
-    remarks: tuple[str, ...] = ()
+    lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..engine import EngineSpec, Packed, Shard
+from ..engine import EngineSpec, Lint, Packed, Shard, Situation
 from ..layout import Layout, shard
 from ..plan import Model
 from . import prefixes, transformer
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+
+def _lints(situation: Situation) -> Iterator[Lint]:
+    if situation.verb == "update" and situation.layout.zero == 2 and situation.layout.dp > 1:
+        message = "zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for"
+        yield Lint(message, "zero = 3 needs less memory still, zero = 1 less communication")
+
+
 SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
@@ -27,7 +34,7 @@ SPEC = EngineSpec(
     options={"micro_batch": "int", "recompute": ("none", "full"), "dtype": ("f32", "bf16")},
     zero=(0, 1, 2, 3),
     divided_from=2,
-    remarks=("zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for",),
+    lints=_lints,
 )
 
 

@@ -1,0 +1,45 @@
+"""Combinations that are known to fail or to crawl, of a plan whose states are placed.
+
+Invariant: what an engine knows stands in its spec; what holds for all engines stands here. A fatal one is an error, others are warnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..diagnostics import Diagnostic
+from ..engine import EngineSpec, Lint, Situation
+from ..plan import Placement, Plan
+
+
+def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+    """One diagnostic a message: states that share a statement share it."""
+    found: dict[str, Diagnostic] = {}
+    for placement in plan.placements:
+        if placement.pool == "functions":
+            continue
+        situation = _situation(plan, placement)
+        layout = plan.deploy.layouts.get(placement.node)
+        spans = [s.span for s in (layout, placement.engine) if s is not None and s.span.line]
+        for lint in (*engines[placement.engine.name].lints(situation), *_everywhere(placement, situation)):
+            span = spans[0] if spans else plan.deploy.span
+            told = Diagnostic("known-bad", lint.message, span, lint.help, "error" if lint.fatal else "warning")
+            found.setdefault(lint.message, told)
+    return list(found.values())
+
+
+def _situation(plan: Plan, placement: Placement) -> Situation:
+    node, layout = plan.graph.node(placement.node), placement.layout
+    rows = plan.graph.rows[min(plan.graph.level(node), len(plan.graph.rows) - 1)]
+    micro_batch = placement.engine.options.get("micro_batch")
+    step = -(-int(node.number("mini_batch", rows)) // layout.dp)
+    number = -(-step // micro_batch) if isinstance(micro_batch, int) and micro_batch > 0 else 1
+    beside = frozenset(p.engine.name for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
+    return Situation(node.verb, layout, plan.cluster.device.backend, plan.cluster.devices_per_node, number, beside)
+
+
+def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:
+    layout, each = situation.layout, situation.per_host
+    if layout.tp > each or (layout.tp > 1 and each % layout.tp and layout.devices > each):
+        message = f"the {layout.tp} tensor-parallel ranks of `{placement.node}` lie on hosts of {each}: each layer waits for the link"
+        yield Lint(message, "a tp that divides the devices of a host keeps them together; pp or zero = 3 divide further")
