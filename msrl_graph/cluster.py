@@ -43,6 +43,7 @@ class Device:
     device_link: Figure  # within a host, a device
     host_memory: Figure
     launch: Figure  # seconds that one kernel takes at least
+    fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,17 @@ class Cluster:
     device: Device
     nodes: int
     devices_per_node: int
-    network: Figure  # bytes/s between two hosts
+    network: Figure  # bytes/s between two hosts: what rows go over
     span: Span = NOWHERE
 
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def between(self, devices: int) -> Figure:
+        """Bytes/s that a host exchanges with others in collectives that so many devices take part in, at each end."""
+        fabric, each = self.device.fabric, min(devices, self.devices_per_node)
+        return self.network if fabric is None else Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
 
     def host(self, device: int) -> int:
         return device // self.devices_per_node
@@ -90,6 +96,7 @@ def _ascend_910c(name: str, dies: int) -> Device:
         device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
         host_memory=_assumed(1.5e12, "a host of 8 packages"),
         launch=_LAUNCH,
+        fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
     )
 
 
@@ -106,6 +113,7 @@ def _hopper(name: str, memory: float, bandwidth: float) -> Device:
         device_link=_datasheet(450e9, f"{sheet}, NVLink one way"),
         host_memory=_assumed(2e12, "a host of 8 devices"),
         launch=_LAUNCH,
+        fabric=_datasheet(50e9, "NVIDIA DGX H100 datasheet: one 400 Gb/s ConnectX-7 a device"),
     )
 
 
@@ -150,6 +158,7 @@ def _presets() -> dict[str, Device]:
                 device_link=_assumed(56e9, "HCCS, one way"),
                 host_memory=_assumed(1.5e12, "a host of 8 devices"),
                 launch=_LAUNCH,
+                fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
             ),
             _hopper("h100", 80e9, 3.35e12),
             _hopper("h200", 141e9, 4.8e12),

@@ -253,9 +253,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Way:
-    """How some weights (`of`: weights, or experts) come to where they are wanted: in place, all-gather, all-to-all, or send. Aligned blocks
-    of `block` consecutive ranks take part together, the same blocks of all pipeline stages where layers go `across` them: `ranks` in
-    all. `bytes`: what the busiest device receives."""
+    """How some weights (`of`: weights, embeddings, experts) come to where they are wanted: in place, all-gather, all-to-all, or send.
+    Aligned blocks of `block` consecutive ranks take part together, the same blocks of all pipeline stages where layers go `across` them:
+    `ranks` in all. `bytes`: what the busiest device receives."""
 
     of: str
     how: str

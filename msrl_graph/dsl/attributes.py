@@ -215,6 +215,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "memory_bandwidth": RATE,
         "host_link": RATE,
         "device_link": RATE,
+        "fabric": RATE,
         "host_memory": BYTES,
         "flops_bf16": FLOPS,
         "flops_f32": FLOPS,

@@ -164,6 +164,7 @@ def _head(page: _Page, plan: Plan) -> None:
             ("memory bandwidth", device.memory_bandwidth),
             ("link to host", device.host_link),
             ("link to device", device.device_link),
+            *([("fabric", device.fabric)] if device.fabric else []),
             ("host memory", device.host_memory),
             ("network", cluster.network),
         )

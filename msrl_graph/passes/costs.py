@@ -152,9 +152,9 @@ class Costs:
         if cluster.host(placement.first) == cluster.host(placement.first + layout.devices - 1):
             link = cluster.device.device_link
             return Figure(ring / link.value, link.source, "2 x gradients x (dp - 1) / dp / device link")
-        rings = min(layout.tp, cluster.devices_per_node)
-        basis = f"2 x gradients x (dp - 1) / dp, {rings} ring(s) through each host's network link; {cluster.network.basis}"
-        return Figure(ring * rings / cluster.network.value, cluster.network.source, basis)
+        rings, link = min(layout.tp, cluster.devices_per_node), cluster.between(layout.devices)
+        basis = f"2 x gradients x (dp - 1) / dp, {rings} ring(s) through each host's links; {link.basis}"
+        return Figure(ring * rings / link.value, link.source, basis)
 
     def micro_batches(self) -> int:
         """Of one group, in a pass over an iteration's rows."""

@@ -148,7 +148,7 @@ class Place:
         source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
         if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
             return layout, reason
-        kinds = tuple(k for k in plan.model(node.name).kinds if not k.tensor.experts)
+        kinds = tuple(k for k in plan.model(node.name).kinds if not k.tensor.experts and not k.tensor.padded)
         at_rest = self.engines[source.engine.name].side(source.layout)
 
         def group(inner: int) -> int:

@@ -6,7 +6,7 @@ two layouts are; in mode naive nothing does, nor in mode send, where generation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster import Cluster, Figure, weakest
@@ -52,7 +52,7 @@ class Resharding:
             reason += "; the stated mode and order are for states that share devices"
         steps = (
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated by message, at both ends")),
-            Step("send by bucket", item * moved.received, _seconds(cluster, moved, item, source.devices)),
+            Step("send by bucket", item * moved.received, _seconds(cluster, moved, item, (source, target))),
             Step("place slices", generate, _copy_seconds(cluster, generate)),
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         )
@@ -79,15 +79,16 @@ class Resharding:
         source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
-        families = [tuple(k for k in model.kinds if k.tensor.experts is experts) for experts in (False, True)]
-        found = [_way(family, source, target, cluster.devices_per_node, item) for family in families if family]
+        families = _families(model.kinds, source, target)
+        found = [_way(of, family, source, target, cluster.devices_per_node, item) for of, family in families.items()]
         ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
 
         # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this rank wants.
         taken = {}
-        for tensor in {nameless(k.tensor): k.tensor for k in model.kinds}.values():
-            way = next(w for w in ways if (w.of == "experts") is tensor.experts)
-            taken[nameless(tensor)] = item * (_wanted(tensor, target) if way.how == "all-to-all" else gathered(tensor, source, way.block))
+        for way in ways:
+            for tensor in {nameless(k.tensor): k.tensor for k in families[way.of]}.values():
+                amount = _wanted(tensor, target) if way.how == "all-to-all" else gathered(tensor, source, way.block)
+                taken[nameless(tensor)] = item * amount
         sizes = {t.name: taken[nameless(t)] for t in model.tensors}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
         buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
@@ -101,7 +102,7 @@ class Resharding:
         methods = list(dict.fromkeys(w.how for w in ways if w.bytes)) or ["all-gather"]
         steps = [
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated once, reused by every bucket")),
-            Step(f"{' and '.join(methods)} by bucket", received, _seconds(cluster, moved, item)),
+            Step(f"{' and '.join(methods)} by bucket", received, _seconds(cluster, moved, item, (source, target))),
             Step("select slices", generate, _copy_seconds(cluster, generate)),
             out,
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
@@ -129,11 +130,26 @@ class Resharding:
         )
 
 
-def _way(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:
+def _families(kinds: tuple[Kind, ...], source: Side, target: Side) -> dict[str, tuple[Kind, ...]]:
+    """Weights that gather in the same blocks: experts are divided in a mesh of their own, and a vocabulary that two engines pad to
+    different sizes is cut at other rows than everything else."""
+    found: dict[str, tuple[Kind, ...]] = {}
+    for kind in kinds:
+        of = "experts" if kind.tensor.experts else "embeddings" if kind.tensor.padded else "weights"
+        found[of] = (*found.get(of, ()), kind)
+    if "embeddings" in found and "weights" in found:
+        joined = tuple(k for k in kinds if not k.tensor.experts)
+        if gather_block(joined, source, target) == gather_block(found["weights"], source, target):
+            del found["embeddings"]
+            found["weights"] = joined
+    return {of: found[of] for of in ("weights", "embeddings", "experts") if of in found}
+
+
+def _way(of: str, kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:
     """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves less than half."""
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, k.tensor.layers) for k in kinds)
-    of, ranks = "experts" if kinds[0].tensor.experts else "weights", block * (source.layout.pp if across else 1)
+    ranks = block * (source.layout.pp if across else 1)
     if ranks == 1:
         return Way(of, "in place", 1, False, 1, 0), Movement()
     gather, exact = (movement(kinds, source, target, per_host, b) for b in (block, 0))
@@ -195,15 +211,18 @@ def _copy_seconds(cluster: Cluster, amount: int) -> Figure:
     return _ratio(2 * amount, cluster.device.memory_bandwidth, "2 x bytes (read, write) / memory bandwidth")
 
 
-def _seconds(cluster: Cluster, moved: Movement, item: int, givers: int = 1) -> Figure:
-    """Between hosts at the busier end's link, then within the host; `givers` devices send what no host hands on."""
+def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
+    """Between hosts at the busier end's links, then within the host. Devices of another pool take turns in giving."""
     if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")
     if not moved.between:
-        busiest = max(moved.received, -(-moved.total // givers) if givers > 1 else 0)
+        apart = ends[0].first != ends[1].first
+        busiest = max(moved.received, -(-moved.total // ends[0].devices) if apart else 0)
         return _ratio(item * busiest, cluster.device.device_link, "bytes at the busier end / device link")
-    far = _ratio(item * max(moved.inward, moved.outward), cluster.network, "bytes of the busiest host / network link")
+    links = cluster.between(min(e.devices for e in ends))
+    far = _ratio(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
     if moved.total == moved.between:
         return far
-    near = _ratio(item * moved.received, cluster.device.device_link, "then within the host: bytes received / device link")
+    handed = item * moved.received * (moved.total - moved.between) / moved.total
+    near = _ratio(handed, cluster.device.device_link, "the rest within the host: bytes / device link")
     return Figure(far.value + near.value, weakest(far, near), f"{far.basis}; {near.basis}")
