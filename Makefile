@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-phases bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-phases bench-seconds bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -40,6 +40,10 @@ bench-compile: $(VENV)/ready
 
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
+
+# Seconds, predicted against measured; measures this machine first. About 10 minutes.
+bench-seconds: $(VENV)/ready
+	$(BIN)/python bench/seconds.py
 
 $(VENV_TRL)/ready: constraints/trl.txt
 	$(PYTHON) -m venv $(VENV_TRL)

@@ -29,7 +29,7 @@ COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 def compile_main(argv: Sequence[str] | None = None) -> int:
     """`msrl-compile`."""
-    return _guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
+    return guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
 
 
 # msrl-compile
@@ -178,7 +178,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
 
 def run_main(argv: Sequence[str] | None = None) -> int:
     """`msrl-run`."""
-    return _guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
+    return guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -253,7 +253,7 @@ def run_plan(text: str, out: str | None) -> int:
             _tell(fault.diagnostics, None, options)
             return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
 
-    return _guarded("msrl-run", main, sys.argv[1:])
+    return guarded("msrl-run", main, sys.argv[1:])
 
 
 def _execute(plan: Plan, options: argparse.Namespace) -> int:
@@ -333,7 +333,7 @@ def _tell(diagnostics: Sequence[Diagnostic], source: Source | None, options: arg
         print(separator.join(shown), file=sys.stderr)
 
 
-def _guarded(program: str, main: object, argv: list[str]) -> int:
+def guarded(program: str, main: object, argv: list[str]) -> int:
     """Runs a command; a mistake of our own becomes one line and a folder with what reproduces it."""
     assert callable(main)
     try:

@@ -5,8 +5,9 @@ Invariant: a figure is never bare; `source` says whether it was measured, derive
 
 from __future__ import annotations
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .diagnostics import NOWHERE, Span
@@ -29,9 +30,45 @@ def weakest(*figures: Figure) -> Source:
     return min((f.source for f in figures), key=TRUST.index)
 
 
+# A rate at some sizes of an operation, the sizes rising.
+Curve = tuple[tuple[float, float], ...]
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """The rate at a size: a straight line between the two nearest on scales of logarithms, level beyond the ends. So size / rate
+    never falls with size, if it does not between the curve's own points."""
+    before = [p for p in curve if p[0] <= size] or [curve[0]]
+    after = [p for p in curve if p[0] >= size] or [curve[-1]]
+    (low, slow), (high, fast) = before[-1], after[0]
+    if not low < size < high:
+        return slow
+    part = math.log(size / low) / math.log(high / low)
+    return float(math.exp((1 - part) * math.log(slow) + part * math.log(fast)))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective takes among the devices of a host: seconds at least, and beyond that bytes/s that a device receives."""
+
+    least: Figure
+    rate: Figure
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What the runtime itself takes, in seconds."""
+
+    turn: Figure  # to begin an iteration and to end it
+    handover: Figure  # from a state's rows to the next state's having them, through the dock
+    row: Figure  # a row on its way into tensors and out of them
+    function: Figure  # a row that a Python function is called with, what it does itself left out
+
+
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. Bytes, bytes/s and FLOP/s; `resource` is Ray's name for one device."""
+    """A kind of device. Bytes, bytes/s and FLOP/s; `resource` is Ray's name for one device. Where rates were measured at several sizes,
+    `curves` has them: FLOP/s of a matrix product by its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of the
+    memory by the bytes that an operation moves, streaming (`memory_bandwidth`) or in the order of an eager `layer`."""
 
     name: str
     backend: str  # cpu, cuda, ascend
@@ -43,7 +80,20 @@ class Device:
     device_link: Figure  # within a host, a device
     host_memory: Figure
     launch: Figure  # seconds that one kernel takes at least
+    latency: Figure  # seconds that a collective takes at least
+    overheads: Overheads
     fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
+    collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    def rate(self, of: str, size: float) -> Figure:
+        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory (`memory_bandwidth`, `layer`)."""
+        whole = self.memory_bandwidth if of in ("memory_bandwidth", "layer") else self.flops.get(of) or next(iter(self.flops.values()))
+        curve = self.curves.get(of)
+        return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
+
+    def collective(self, kind: str) -> Collective:
+        return self.collectives.get(kind) or Collective(self.latency, self.device_link)
 
 
 @dataclass(frozen=True)
@@ -81,6 +131,13 @@ def _assumed(value: float, basis: str) -> Figure:
 _PAPER_LINK = Figure(50e9, "measured", "H2D and D2H, arXiv:2507.19017, experiment setup")
 _CM384 = "arXiv:2506.12708, CloudMatrix384"
 _LAUNCH = _assumed(10e-6, "a kernel launch takes 5-20 us on current accelerators")
+_LATENCY = _assumed(20e-6, "a small collective within a host takes 10-50 us")
+OVERHEADS = Overheads(
+    turn=_assumed(5e-3, "some calls between processes of Ray"),
+    handover=_assumed(4e-3, "four calls between processes of Ray"),
+    row=_assumed(10e-6, "some numpy operations"),
+    function=_assumed(20e-6, "a call of Python and the check of its result"),
+)
 
 
 def _ascend_910c(name: str, dies: int) -> Device:
@@ -96,6 +153,8 @@ def _ascend_910c(name: str, dies: int) -> Device:
         device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
         host_memory=_assumed(1.5e12, "a host of 8 packages"),
         launch=_LAUNCH,
+        latency=_LATENCY,
+        overheads=OVERHEADS,
         fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
     )
 
@@ -113,6 +172,8 @@ def _hopper(name: str, memory: float, bandwidth: float) -> Device:
         device_link=_datasheet(450e9, f"{sheet}, NVLink one way"),
         host_memory=_assumed(2e12, "a host of 8 devices"),
         launch=_LAUNCH,
+        latency=_LATENCY,
+        overheads=OVERHEADS,
         fabric=_datasheet(50e9, "NVIDIA DGX H100 datasheet: one 400 Gb/s ConnectX-7 a device"),
     )
 
@@ -138,6 +199,8 @@ def _cpu(name: str) -> Device:
         device_link=_assumed(1e9, "gloo between two processes"),
         host_memory=memory,
         launch=_assumed(12e-6, "an eager torch operator on a CPU"),
+        latency=_assumed(200e-6, "gloo between two processes"),
+        overheads=OVERHEADS,
     )
 
 
@@ -158,6 +221,8 @@ def _presets() -> dict[str, Device]:
                 device_link=_assumed(56e9, "HCCS, one way"),
                 host_memory=_assumed(1.5e12, "a host of 8 devices"),
                 launch=_LAUNCH,
+                latency=_LATENCY,
+                overheads=OVERHEADS,
                 fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
             ),
             _hopper("h100", 80e9, 3.35e12),

@@ -208,5 +208,10 @@ CODES: dict[str, str] = {
         "The checkpoint was written by a program that differs in what decides the result. The run goes on from its weights, but is not the "
         "run that either program alone would have given."
     ),
+    "calibration": (
+        "What was measured of this machine cannot be used: the file that MSRL_HERE names, or here.json among the user's settings, is "
+        "missing, broken, of another version, or of another machine. Seconds are predicted with assumed figures. `msrl-doctor --calibrate` "
+        "writes it anew."
+    ),
     "run-failed": "A process of the run died, or a wait passed its deadline.",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from .layout import Box, Layout, Side
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BYTES = {"f32": 4, "bf16": 2}
+
+
+# What an engine does at once: a forward pass over prompts, over one more token of each sequence, over rows, the same with its backward
+# pass, an optimizer step.
+Act = Literal["prefill", "decode", "infer", "update", "step"]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers, `rest` besides."""
+
+    layer: float
+    rest: float
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,12 @@ class EngineSpec:
     """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "float", or the words
     that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
     that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
-    planned."""
+    planned.
+
+    What seconds follow from: `calls` counts operators where the engine is eager torch, and is None where its kernels are fused;
+    `shares_beginnings`: rows of a batch that begin alike are computed once, and a row's last token, which predicts nothing, not at all;
+    `cache_passes`: how often a step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
+    and in a backward pass."""
 
     name: str
     verbs: tuple[str, ...]
@@ -59,6 +77,10 @@ class EngineSpec:
     families: tuple[str, ...] = ("llama", "qwen2")
     runs: bool = True
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
+    calls: Callable[[Act, Layout], Calls] | None = None
+    shares_beginnings: bool = False
+    cache_passes: int = 1
+    sums: tuple[int, int] = (2, 2)
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""

@@ -11,7 +11,7 @@ from msrl_graph.graph import Column, Dim, Expr, Graph, Node, Worker
 from msrl_graph.plan import Deploy, Plan, Run
 from msrl_graph.runtime import columns, folder
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.functions import _Function, _tokenizer
+from msrl_graph.runtime.functions import Function, _tokenizer
 from msrl_graph.runtime.report import RunError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -47,7 +47,7 @@ def call(tmp_path, source, writes, per="row", arguments=()):
     )  # fmt: skip
     graph = Graph("g", {}, COLUMNS, (), (node,), (), (2, 4))
     plan = Plan(graph, None, Deploy("d", {}, {}, {}, {}, run=Run(seed=4)))
-    function = _Function(node, plan, Letters())
+    function = Function(node, plan, Letters())
     units = np.arange(4) if per == "row" else np.arange(2) if per == "prompt" else np.zeros(1, int)
     batch = Batch(
         Share(units, {}, 4, 4, {}, 0, True), np.arange(4),

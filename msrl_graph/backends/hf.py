@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..engine import EngineSpec, Sampling, Shard
+from ..engine import Act, Calls, EngineSpec, Sampling, Shard
 from ..layout import Layout, elements, shard
 from ..plan import Model
 from . import transformer
@@ -19,11 +19,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch.distributed.device_mesh import DeviceMesh
 
+
+def _calls(act: Act, layout: Layout) -> Calls:
+    """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
+    return Calls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
+
+
 SPEC = EngineSpec(
     name="hf",
     verbs=("generate",),
     axes=("tp", "dp"),
     options={"micro_batch": "int", "dtype": ("f32", "bf16"), "memory": "float"},
+    calls=_calls,
+    shares_beginnings=True,
+    cache_passes=3,  # attention reads it, a step's keys and values are put behind it in a copy
 )
 
 

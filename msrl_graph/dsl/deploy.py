@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from .. import calibration
 from ..cluster import DEVICES, NETWORK, Cluster, Figure
 from ..diagnostics import Span, nearest
 from ..engine import EngineSpec
@@ -39,11 +40,15 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
         return None
     stated = {k: Figure(float(e.value), "stated", "the program") for k, e in attributes.items() if isinstance(e.value, int | float)}
     device = DEVICES[str(named.value)]
+    if device.name == "here":
+        device, told = calibration.here(device.name, _int(attributes, "devices_per_node", 1), named.span)
+        problems.found += told
     flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
     figures = {k: f for k, f in stated.items() if hasattr(device, k)}
+    curves = {k: c for k, c in device.curves.items() if k not in stated and f"flops_{k}" not in stated}
     return Cluster(
         name=cluster.name.text,
-        device=replace(device, flops=flops, **figures),  # type: ignore[arg-type]
+        device=replace(device, flops=flops, curves=curves, **figures),  # type: ignore[arg-type]
         nodes=_int(attributes, "nodes", 1),
         devices_per_node=_int(attributes, "devices_per_node", 1),
         network=stated.get("network", NETWORK),
@@ -53,7 +58,7 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
 
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[Cluster, Deploy]:
     """What a program without a deploy gets when the command line names a model: the machine at hand, that model for every worker."""
-    cluster = Cluster("here", DEVICES["here"], 1, 1, NETWORK)
+    cluster = Cluster("here", calibration.here("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
     models = {w.model: model for w in graph.workers if w.model}
     return cluster, Deploy(graph.name, models, {}, {}, {})

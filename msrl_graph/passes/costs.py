@@ -2,49 +2,81 @@
 
 Invariant: nothing is composed here and no order assumed; estimate.py adds pieces up at the columns' bounds, a simulation at lengths of
 its own. Seconds are those of one data-parallel group (all its devices work on the same rows), and never less for more rows or tokens.
+
+A pass is the sum over its operators: products by the rate at their size, attention, what reads and writes memory, and what any operator
+takes at least; where a device works beside Python only the longer of the two counts. One set of constants, the device's, for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..cluster import Figure, weakest
-from ..engine import BYTES
+from ..cluster import Device, Figure, weakest
+from ..engine import BYTES, Act, EngineSpec
 from ..graph import Node
-from ..plan import Plan, Reshard, Traffic
+from ..layout import Layout
+from ..plan import Model, Plan, Reshard, Traffic
 from . import holdings
 
-UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s")
-KERNELS = Figure(12, "assumed", "12 kernels a layer")
+UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s, where no rate was measured")
+KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
+PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
+# Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is drawn.
+SCORING, DRAWING = 7, 15
+PER_TENSOR = 8  # operators of a reshard
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows that are computed together, in sums over them: tokens of the prompts (each row its own), of the responses, and squares of the
-    whole lengths, for attention. Numbers may be fractions: what stands for a mean."""
+    whole lengths, for attention. `shared` tokens begin a row as another row begins, `twins` rows are another's equals. Numbers may be
+    fractions: what stands for a mean."""
 
     count: float
     prompt: float
     response: float
     squares: float
+    longest: float
+    shared: float = 0.0
+    twins: float = 0.0
 
     @property
     def tokens(self) -> float:
         return self.prompt + self.response
 
     @classmethod
-    def alike(cls, count: float, prompt: float, response: float) -> Rows:
-        """`count` rows, all of one length."""
-        return cls(count, count * prompt, count * response, count * (prompt + response) ** 2)
+    def alike(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
+        """`count` rows, all of one length, `samples` of each prompt."""
+        shared = count * prompt * (1 - 1 / samples)
+        return cls(count, count * prompt, count * response, count * (prompt + response) ** 2, prompt + response, shared)
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
         """Rows of (prompt, response) tokens."""
         found = list(lengths)
         prompt, response = (sum(x[i] for x in found) for i in (0, 1))
-        return cls(len(found), prompt, response, sum((p + r) ** 2 for p, r in found))
+        return cls(len(found), prompt, response, sum((p + r) ** 2 for p, r in found), max((p + r for p, r in found), default=0))
+
+    def part(self, share: float) -> Rows:
+        """A share of these rows, that are like the rest."""
+        count, prompt, response, squares, shared, twins = (
+            x * share for x in (self.count, self.prompt, self.response, self.squares, self.shared, self.twins)
+        )
+        return Rows(count, prompt, response, squares, self.longest, shared, twins)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a forward pass meets, on all devices of a group: tokens in the layers, positions in the head, sequences in attention with as
+    many pairs of query and key each, bytes that are moved besides weights."""
+
+    tokens: float
+    scored: float
+    sequences: float
+    pairs: float
+    moved: float
 
 
 @dataclass(frozen=True)
@@ -61,120 +93,257 @@ class Costs:
         return self.plan.graph.node(self.node)
 
     @cached_property
-    def _rate(self) -> Figure:
-        """FLOP/s of a data-parallel group."""
-        layout, flops = self.plan.placement(self.node).layout, self.plan.cluster.device.flops[self._dtype]
-        devices = layout.devices // layout.dp
-        return Figure(devices * flops.value * UTILISATION.value, weakest(flops, UTILISATION), f"devices x {UTILISATION.value} x FLOP/s")
+    def layout(self) -> Layout:
+        return self.plan.placement(self.node).layout
 
     @cached_property
-    def _dtype(self) -> str:
+    def spec(self) -> EngineSpec:
+        return holdings.spec(self.plan, self.engines, self.node)
+
+    @cached_property
+    def model(self) -> Model:
+        return self.plan.model(self.node)
+
+    @property
+    def device(self) -> Device:
+        return self.plan.cluster.device
+
+    @cached_property
+    def dtype(self) -> str:
         return holdings.dtype(self.plan, self.node)
+
+    @cached_property
+    def group(self) -> int:
+        """Devices of a data-parallel group, which work on the same rows."""
+        return self.layout.devices // self.layout.dp
+
+    @cached_property
+    def recomputes(self) -> bool:
+        return self.plan.placement(self.node).engine.options.get("recompute") == "full"
 
     @cached_property
     def _parameters(self) -> tuple[float, float]:
         """That every token meets in the layers, and in the head."""
-        model = self.plan.model(self.node)
-        ends = model.vocabulary * model.hidden
-        return model.parameters - ends * (1 if model.tied else 2), ends
+        ends = self.model.vocabulary * self.model.hidden
+        return self.model.parameters - ends * (1 if self.model.tied else 2), ends
 
     @cached_property
     def _weights(self) -> int:
         return holdings.weights(self.plan, self.engines, self.node)
 
     @cached_property
-    def _cache(self) -> float:
-        """Bytes of keys and values that a step reads on one device, a token."""
-        model, layout = self.plan.model(self.node), self.plan.placement(self.node).layout
-        return 2 * model.layers * -(-model.kv_heads // layout.tp) * model.head_dim * BYTES[self._dtype]
+    def _optimizer(self) -> int:
+        return holdings.optimizer(self.plan, self.engines, self.node)
 
     @cached_property
-    def _launches(self) -> Figure:
-        """Seconds that the kernels of a forward pass take at least."""
-        launch = self.plan.cluster.device.launch
-        seconds = self.plan.model(self.node).layers * KERNELS.value * launch.value
-        return Figure(seconds, weakest(launch, KERNELS), f"layers x {KERNELS.value:.0f} x launch")
-
-    def _flops(self, tokens: float, scored: float, pairs: float) -> float:
-        """Of a forward pass: `pairs` counts the keys that all tokens together look at."""
-        model = self.plan.model(self.node)
-        layers, head = self._parameters
-        return 2 * layers * tokens + 2 * head * scored + 4 * model.layers * model.heads * model.head_dim * pairs
+    def _cache(self) -> float:
+        """Bytes of keys and values a token, on one device."""
+        return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
         """So many rows at their bounds."""
         written = holdings.scored_tokens(self.plan, self.node)
-        return Rows.alike(count, holdings.row_tokens(self.plan, self.node) - written, written)
+        fan = self.plan.graph.rows[-1] / self.plan.graph.rows[0]
+        return Rows.alike(count, holdings.row_tokens(self.plan, self.node) - written, written, fan)
+
+    # The acts of an engine.
 
     def prefill(self, lengths: Sequence[float]) -> Figure:
         """The forward pass over prompts of so many tokens each, once for all samples of a prompt."""
-        flops = self._flops(sum(lengths), len(lengths), sum(n * n for n in lengths) / 2)
-        seconds = flops / self._rate.value + self._launches.value
-        return Figure(seconds, weakest(self._rate, self._launches), f"FLOP / ({self._rate.basis}) + {self._launches.basis}")
+        count, tokens = len(lengths), sum(lengths)
+        moved = self._between(tokens) + self._logits(count, DRAWING)
+        work = _Work(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
+        return self._sum(self._pass("prefill", work), self._tensor_parallel(tokens, count, drawn=True))
 
     def decode_step(self, sequences: float, cached: float) -> Figure:
         """One more token of each of so many sequences, whose keys and values are `cached` tokens in all."""
-        bandwidth = self.plan.cluster.device.memory_bandwidth
-        moved = (self._weights + cached * self._cache) / bandwidth.value
-        seconds = max(moved, self._flops(sequences, sequences, cached) / self._rate.value) + self._launches.value
-        basis = f"max((weights + KV read) / bandwidth, FLOP / ({self._rate.basis})) + {self._launches.basis}"
-        return Figure(seconds, weakest(self._rate, bandwidth, self._launches), basis)
+        passes = self.spec.cache_passes * cached * self._cache * self.group
+        moved = self._between(sequences) + self._logits(sequences, DRAWING) + passes
+        # A query looks at every key: to be compared with whole squares, of which causal attention needs half.
+        pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
+        work = _Work(sequences, sequences, sequences, pairs, moved)
+        return self._sum(self._pass("decode", work), self._tensor_parallel(sequences, sequences, drawn=True))
 
     def micro_batch(self, rows: Rows) -> Figure:
         """One micro-batch: a forward pass of an infer; of an update the backward pass too, and with full recomputation a second forward
         pass."""
-        factor = 1
-        if self.state.verb == "update":
-            factor = 4 if self.plan.placement(self.node).engine.options.get("recompute") == "full" else 3
-        flops = self._flops(rows.tokens, rows.response, rows.squares / 2)
-        seconds = factor * (flops / self._rate.value + self._launches.value)
-        basis = f"{factor} x (FLOP / ({self._rate.basis}) + {self._launches.basis})"
-        return Figure(seconds, weakest(self._rate, self._launches), basis)
+        update = self.state.verb == "update"
+        tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
+        laid = 0.0
+        if self.spec.shares_beginnings:
+            tokens, count, pairs = max(rows.tokens - rows.shared - rows.count, 0.0), rows.count - rows.twins, rows.longest**2
+            # Attention's operands are laid out by rows, its result back by tokens.
+            laid = 4 * (self.model.heads + self.model.kv_heads) * self.model.head_dim * count * rows.longest * self.model.layers
+        moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]
+        work = _Work(tokens, rows.response, count, pairs, moved)
+        parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
+        if update and self.recomputes:
+            parts.append(self._pass("infer", work))
+        parts += [self._tensor_parallel(tokens, rows.response, backward=update), self._gathers(update)]
+        host = self.device.overheads.row
+        return self._sum(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
 
     def optimizer_step(self) -> Figure:
-        """AdamW on a device's part: gradients and state are read, weights and state written."""
-        bandwidth = self.plan.cluster.device.memory_bandwidth
-        moved = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
-        return Figure(moved / bandwidth.value, bandwidth.source, "weights, gradients and optimizer state / memory bandwidth")
-
-    @cached_property
-    def _optimizer(self) -> int:
-        return holdings.optimizer(self.plan, self.engines, self.node)
+        """The norm of the gradients and AdamW on a device's part: gradients and state are read, weights and state written."""
+        moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
+        basis = "weights, gradients and optimizer state / memory bandwidth"
+        if self.spec.calls is not None:
+            # An eager norm makes float64 squares of the gradients: a float32 read, four float64 written or read.
+            moved += 9 * holdings.gradients(self.plan, self.engines, self.node) * 4 / BYTES[self.dtype]
+        size = moved / max(len(self.model.tensors), 1)
+        bandwidth = self.device.rate("memory_bandwidth", size)
+        parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
+        agree = self.device.collective("all_reduce").least
+        return self._sum(
+            *parts, Figure(agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm")
+        )
 
     def exchange(self) -> Figure:
-        """The gradients' ring all-reduce over dp (2 x bytes x (dp - 1) / dp a rank), of one optimizer step."""
-        cluster, placement = self.plan.cluster, self.plan.placement(self.node)
-        layout = placement.layout
-        if self.state.verb != "update" or layout.dp == 1:
-            return Figure(0.0, "derived", "one data-parallel group")
-        whole = self.plan.model(self.node).parameters * BYTES[self._dtype] // layout.tp
-        ring = 2 * whole * (layout.dp - 1) / layout.dp
-        if cluster.host(placement.first) == cluster.host(placement.first + layout.devices - 1):
-            link = cluster.device.device_link
-            return Figure(ring / link.value, link.source, "2 x gradients x (dp - 1) / dp / device link")
-        rings, link = min(layout.tp, cluster.devices_per_node), cluster.between(layout.devices)
+        """The gradients' all-reduce over dp (2 x bytes x (dp - 1) / dp a rank) of one optimizer step, and at ZeRO 1 the gathering of the
+        weights. Where weights are divided, each micro-batch does it."""
+        cluster, placement, dp = self.plan.cluster, self.plan.placement(self.node), self.layout.dp
+        if self.state.verb != "update" or dp == 1 or self.spec.divided(self.layout):
+            return Figure(0.0, "derived", "one data-parallel group" if dp == 1 else "within each micro-batch")
+        whole = self.model.parameters * BYTES[self.dtype] // self.group
+        ring = 2 * whole * (dp - 1) / dp
+        if cluster.host(placement.first) == cluster.host(placement.first + self.layout.devices - 1):
+            parts = [self._collective("all_reduce", ring)]
+            if self.layout.zero == 1:
+                parts.append(self._collective("all_gather", ring / 2))
+            return self._sum(*parts)
+        rings, link = min(self.layout.tp, cluster.devices_per_node), cluster.between(self.layout.devices)
         basis = f"2 x gradients x (dp - 1) / dp, {rings} ring(s) through each host's links; {link.basis}"
         return Figure(ring * rings / link.value, link.source, basis)
 
+    # What they are made of.
+
+    def _calls(self, act: Act) -> Figure:
+        launch, layers = self.device.launch, self.model.layers
+        if self.spec.calls is None:
+            factor = 3 if act == "update" else act != "step"
+            return Figure(factor * layers * KERNELS.value * launch.value, weakest(launch, KERNELS), "layers x 12 x launch")
+        calls = self.spec.calls(act, self.layout)
+        return Figure((calls.layer * layers + calls.rest) * launch.value, launch.source, "operators x launch")
+
+    def _pass(self, act: Act, work: _Work, factor: int = 1) -> Figure:
+        device, item, layers, group = self.device, BYTES[self.dtype], self.model.layers, self.group
+        inside, head = self._parameters
+        products = [(2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers), (2 * work.scored * head / group, 1)]
+        rates = [device.rate(self.dtype, each) for each, _ in products]
+        used = 1.0 if rates[0].source == "measured" else UTILISATION.value
+        multiplied = sum(each * n / (rate.value * used) for (each, n), rate in zip(products, rates, strict=True))
+        whole = 4 * work.pairs * self.model.head_dim
+        # Where it was measured, what is masked is in the rate.
+        each = whole / device.rate("attention", whole).value if "attention" in device.curves else whole / 2 / (rates[0].value * used)
+        attention = each * work.sequences * self.model.heads * layers / group
+        weights = self._weights if act == "decode" else (inside + head) * item / group
+        size = work.tokens * self.model.hidden * 3 * item / group
+        read = weights / device.rate("memory_bandwidth", weights / (PRODUCTS * layers)).value
+        moved = work.moved / group / device.rate("layer", size).value
+        calls = self._calls(act)
+        if device.backend == "cpu":
+            seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
+        else:
+            seconds = max(calls.value, factor * max(multiplied + attention, read + moved))
+        measured = used == 1
+        source = weakest(*rates, device.memory_bandwidth, calls, *([] if measured else [UTILISATION]))
+        how = "products, attention, memory at their rates" if measured else f"FLOP / ({UTILISATION.value} x FLOP/s), bytes / bandwidth"
+        return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
+
+    def _between(self, tokens: float) -> float:
+        """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of queries and keys
+        10 elements each, gating 5 f; a fused engine's are counted in UTILISATION."""
+        if self.spec.calls is None:
+            return 0.0
+        model = self.model
+        divided = 10 * (model.heads + model.kv_heads) * model.head_dim + 5 * model.intermediate
+        return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
+
+    def _logits(self, positions: float, times: int) -> float:
+        """Bytes of float32 logits, read or written so often; those of a draw are whole on every device."""
+        if self.spec.calls is None:
+            return 0.0
+        return positions * self.model.vocabulary * times * 4 * (self.layout.tp if times == DRAWING else 1)
+
+    def _collective(self, kind: str, received: float, count: float = 1) -> Figure:
+        """`count` collectives within a host, in which a device receives so many bytes in all."""
+        known = self.device.collective(kind)
+        seconds = count * known.least.value + received / known.rate.value
+        return Figure(seconds, weakest(known.least, known.rate), "collectives x latency + bytes / device link")
+
+    def _tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
+        """All-reduces of the hidden states, after the embedding and in each layer, and the gathering of the logits."""
+        tp, model, item = self.layout.tp, self.model, BYTES[self.dtype]
+        if tp == 1:
+            return Figure(0.0, "derived", "no tensor parallelism")
+        count = 1 + model.layers * (self.spec.sums[0] + backward * self.spec.sums[1])
+        parts = [self._collective("all_reduce", count * tokens * model.hidden * item * 2 * (tp - 1) / tp, count)]
+        parts.append(self._collective("all_gather", scored * model.vocabulary * item * (tp - 1) / tp))
+        if drawn:
+            parts.append(self._collective("broadcast", 8 * scored))
+        return self._sum(*parts)
+
+    def _gathers(self, update: bool) -> Figure:
+        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at ZeRO 3 once more for
+        the backward pass, whose gradients are summed and divided."""
+        if not self.spec.divided(self.layout):
+            return Figure(0.0, "derived", "weights are whole")
+        dp, units = self.layout.dp, self.model.layers + 1
+        received = self.model.parameters * BYTES[self.dtype] / self.group * (dp - 1) / dp
+        times = 2 if update and self.layout.zero >= 3 else 1
+        parts = [self._collective("all_gather", received * times, units * times)]
+        if update:
+            parts.append(self._collective("reduce_scatter", received, units))
+        return self._sum(*parts)
+
+    @staticmethod
+    def _sum(*parts: Figure) -> Figure:
+        """The sum of what takes any time."""
+        some = [p for p in parts if p.value] or list(parts[:1])
+        return Figure(sum(p.value for p in some), weakest(*some), "; ".join(dict.fromkeys(p.basis for p in some)))
+
+    # How often.
+
     def micro_batches(self) -> int:
         """Of one group, in a pass over an iteration's rows."""
-        return -(-holdings.group_rows(self.plan, self.node) // holdings.micro_batch(self.plan, self.node))
+        rows, step = holdings.group_rows(self.plan, self.node), holdings.row_count(self.plan, self.node)
+        if self.state.verb == "update":
+            step = min(step, int(self.state.number("mini_batch", step)))
+        step = min(rows, -(-step // self.layout.dp))
+        return -(-rows // step) * -(-step // holdings.micro_batch(self.plan, self.node))
 
     def steps(self) -> int:
         """Optimizer steps of an update in an iteration."""
         rows = holdings.row_count(self.plan, self.node)
-        return max(1, rows // int(self.state.number("mini_batch", rows))) * int(self.state.number("epochs", 1))
+        return -(-rows // int(self.state.number("mini_batch", rows))) * int(self.state.number("epochs", 1))
 
 
 def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
     """Moving a part of an iteration's rows along a sample edge."""
-    return Figure(edge.seconds.value * part, edge.seconds.source, edge.seconds.basis)
+    return replace(edge.seconds, value=edge.seconds.value * part)
 
 
-def reshard(edge: Reshard) -> Figure:
-    """All steps of a reshard but the swap-in, which overlaps."""
+def handover(plan: Plan) -> Figure:
+    """From the rows of one state to the next state's having them, their moving left out."""
+    return plan.cluster.device.overheads.handover
+
+
+def function(plan: Plan, rows: float) -> Figure:
+    """A Python function on so many rows, what it does itself left out."""
+    each = plan.cluster.device.overheads.function
+    return replace(each, value=each.value * rows / plan.cluster.nodes)
+
+
+def reshard(plan: Plan, edge: Reshard) -> Figure:
+    """All steps of a reshard but the swap-in, which overlaps, and what its operators take at least: a tensor is laid into the bucket,
+    taken out of it, and swapped out; a bucket is gathered."""
+    device, tensors = plan.cluster.device, sum(map(len, edge.buckets))
     count = "four" if edge.mode == "send" else "five"
-    return Figure(sum(s.seconds.value for s in edge.steps), weakest(*(s.seconds for s in edge.steps)), f"the sum of the {count} steps")
+    operators = PER_TENSOR * tensors * device.launch.value
+    gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
+    source = weakest(*(s.seconds for s in edge.steps), device.launch)
+    seconds = sum(s.seconds.value for s in edge.steps) + operators + gathers
+    return Figure(seconds, source, f"the sum of the {count} steps, and what operators take at least")
 
 
 def swap_in(edge: Reshard) -> Figure:

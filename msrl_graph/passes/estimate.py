@@ -14,7 +14,7 @@ from ..cluster import Figure, weakest
 from ..engine import EngineSpec
 from ..plan import Estimate, Note, Phase, Plan
 from . import costs, holdings
-from .costs import Costs
+from .costs import Costs, Rows
 from .pools import FUNCTIONS
 
 EXCHANGE = "gradient exchange"
@@ -22,15 +22,16 @@ EXCHANGE = "gradient exchange"
 
 @dataclass(frozen=True)
 class EstimateTime:
-    """`engines` are the specs by name."""
+    """`engines` are the specs by name; `rows` the responses of an iteration, where their lengths are known, not only their bounds."""
 
     engines: Mapping[str, EngineSpec]
+    rows: Rows | None = None
 
     def __call__(self, plan: Plan) -> Plan:
         seconds: dict[tuple[str, str], Figure] = {}  # by instruction
         phases: list[Phase] = []
         for r in plan.reshards:
-            seconds["RESHARD", r.dst] = costs.reshard(r)
+            seconds["RESHARD", r.dst] = costs.reshard(plan, r)
             if r.swap_in.bytes:
                 seconds["SWAP_IN", r.src] = costs.swap_in(r)
         for name, op in (("reshard", "RESHARD"), ("swap in (H2D)", "SWAP_IN")):
@@ -42,6 +43,10 @@ class EstimateTime:
         for node in plan.graph.nodes:
             pool = plan.placement(node.name).pool
             if pool == FUNCTIONS:
+                if node.verb != "source":
+                    figure = costs.function(plan, holdings.row_count(plan, node.name))
+                    phases.append(Phase(node.name, pool, figure))
+                    seconds["RUN", node.name] = figure
                 continue
             state = Costs(plan, self.engines, node.name)
             figure, exchange = self._state(state), state.exchange()
@@ -55,60 +60,81 @@ class EstimateTime:
         if dispatch:
             total = sum(f.value for f in dispatch)
             phases.append(Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges")))
+        overheads = plan.cluster.device.overheads
+        phases.append(Phase("start and end", "driver", overheads.turn))
         length, path = _critical(plan, {k: f.value for k, f in seconds.items()})
-        source = weakest(*seconds.values(), *dispatch) if seconds else "derived"
+        length += overheads.turn.value
+        source = weakest(overheads.turn, overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(length, source, f"critical path: {path}")
         notes = plan.notes
         if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:
-            notes += (Note("estimate", f"Python functions count as 0 seconds until a run measures them: {', '.join(names)}"),)
+            notes += (Note("estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"),)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
 
     def _state(self, node: Costs) -> Figure:
-        """All of an iteration's rows at their bounds, but for the exchange of gradients."""
+        """All of an iteration's rows, but for the exchange of gradients."""
         if node.state.verb == "generate":
             return self._generate(node)
         plan, batches, epochs = node.plan, node.micro_batches(), int(node.state.number("epochs", 1))
-        rows = holdings.row_count(plan, node.node) / plan.placement(node.node).layout.dp
-        batch = node.micro_batch(node.rows(rows / batches))
-        seconds, basis, source = batch.value * batches * epochs, f"micro-batches of {batch.basis}", batch.source
+        count = holdings.row_count(plan, node.node)
+        rows = node.rows(count) if self.rows is None else self.rows.part(count / self.rows.count)
+        batch = node.micro_batch(rows.part(1 / (node.layout.dp * batches)))
+        seconds, basis, source = batch.value * batches * epochs, f"micro-batches: {batch.basis}", batch.source
         if node.state.verb == "update":
             step = node.optimizer_step()
             seconds += step.value * node.steps()
-            basis, source = f"{basis}; steps of {step.basis}", weakest(batch, step)
+            basis, source = f"{basis}; steps: {step.basis}", weakest(batch, step)
         return Figure(seconds, source, basis)
 
     def _generate(self, node: Costs) -> Figure:
         plan, name = node.plan, node.node
+        samples, prompts = holdings.samples(plan, name), holdings.group_rows(plan, name)
+        written = holdings.written_tokens(plan, name)
+        rows = self.rows or Rows.alike(prompts * samples, holdings.row_tokens(plan, name) - written, written, samples)
+        prompt = rows.prompt / rows.count
+        # The first token comes with the prompt, the last of a row is not fed; rows that have drawn alike so far may be one.
+        steps = max(rows.longest - prompt - 1, 0)
+        fed = rows.response - rows.count
+        if node.spec.shares_beginnings:
+            fed -= rows.shared - rows.prompt * (1 - 1 / samples) - rows.twins
+        fed /= rows.count
         at_once, _ = holdings.waves(plan, name)
-        written, whole = holdings.written_tokens(plan, name), holdings.row_tokens(plan, name)
-        prompt = whole - written
-        prompts, samples, total = holdings.group_rows(plan, name), holdings.samples(plan, name), 0.0
+        prefill = step = Figure(0.0, "derived", "nothing is generated")
+        total = 0.0
         while prompts > 0:
             wave = min(at_once, prompts)
             alike = prompts // wave
             prefill = node.prefill([prompt] * wave)
-            step = node.decode_step(wave * samples, wave * samples * (prompt + written / 2))
-            total += alike * (prefill.value + written * step.value)
+            live = wave * samples * fed / max(steps, 1)
+            step = node.decode_step(live, live * (prompt + steps / 2))
+            total += alike * (prefill.value + steps * step.value)
             prompts -= alike * wave
-        return Figure(total, weakest(prefill, step), f"a wave: prefill {prefill.basis}; each step {step.basis}")
+        host = plan.cluster.device.overheads.row
+        total += holdings.group_rows(plan, name) * samples * host.value
+        return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
 
 
 def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:
-    """When the last of an iteration is done, and the chain that leads there: streams run side by side, rows come by the edges."""
+    """When the last of an iteration is done, and the chain that leads there: streams run side by side, rows come by the edges. The ranks
+    of a CPU cluster have all cores, so what functions take is taken from them."""
     done: dict[str, float] = {}
     cause: dict[str, str] = {}
     streams = {s.pool: list(s.instructions) for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
     edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
     order = {n.name: n for n in plan.graph.nodes}
+    shared = plan.cluster.device.backend == "cpu"
+    functions = {n: seconds.get(("RUN", n), 0.0) for n in order if plan.placement(n).pool == FUNCTIONS}
+    handover = costs.handover(plan).value
 
     def arrival(name: str) -> tuple[float, str]:
-        into = [(finish(e.src) + edges.get((e.src, name), 0.0), e.src) for e in plan.graph.samples() if e.dst == name]
+        into = [(finish(e.src) + edges.get((e.src, name), 0.0) + handover, e.src) for e in plan.graph.samples() if e.dst == name]
         return max(into, default=(0.0, ""))
 
     def finish(name: str) -> float:
         # A function starts when its rows are there; a state on devices has its turn in the stream, which is walked in order.
-        if name not in done and plan.placement(name).pool == FUNCTIONS:
+        if name not in done and name in functions:
             done[name], cause[name] = arrival(name)
+            done[name] += 0.0 if shared else functions[name]
         return done.get(name, 0.0)
 
     def known(name: str) -> bool:
@@ -151,7 +177,7 @@ def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[flo
     for name in order:
         finish(name)
     last = max(done, key=lambda n: (done[n], n), default="")
-    length, chain = done.get(last, 0.0), []
+    length, chain = done.get(last, 0.0) + shared * sum(functions.values()), []
     while last:
         chain.append(last)
         last = cause.get(last, "")

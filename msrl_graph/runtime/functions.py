@@ -39,7 +39,7 @@ class FunctionHost:
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
         self.client = Client(f"functions of host {host}", readers(self.plan), controllers, warehouses, host, home(self.plan, host, 0))
-        self.functions: dict[str, _Function] | None = None
+        self.functions: dict[str, Function] | None = None
 
     def start(self) -> dict[str, tuple[int, int]]:
         """Loads functions and data; (usable rows, rows left out) of each data file."""
@@ -48,7 +48,7 @@ class FunctionHost:
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan, tokenizer) for n, d in files.items()}
         self.watch = Watch(plan)
-        self.functions = {n.name: _Function(n, plan, tokenizer) for n in plan.graph.nodes if "call" in n.attributes}
+        self.functions = {n.name: Function(n, plan, tokenizer) for n in plan.graph.nodes if "call" in n.attributes}
         return {name: (len(d), d.too_long) for name, d in self.data.items()}
 
     def run(self, task: Task) -> Report:
@@ -88,7 +88,7 @@ class FunctionHost:
         numbers = np.arange(task.prompts)
         self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
 
-    def _function(self, function: _Function, task: Task, report: Report) -> None:
+    def _function(self, function: Function, task: Task, report: Report) -> None:
         last = False
         while not last:
             waiting = time.perf_counter()
@@ -124,7 +124,7 @@ class BadResult(ValueError):
     """A function returned what its columns cannot hold."""
 
 
-class _Function:
+class Function:
     """A function node made callable on batches."""
 
     def __init__(self, node: Node, plan: Plan, tokenizer: Any) -> None:

@@ -35,3 +35,24 @@ def flat(column: Column, rows: Array, lengths: Array) -> torch.Tensor:
     some = column.take(rows)
     values = some.values if some.offsets is not None else np.repeat(some.values, lengths)
     return torch.from_numpy(values.astype(np.float32, copy=False))
+
+
+def distinct(rows: Sequence[Array], fan: int) -> tuple[int, int]:
+    """How many different beginnings the responses to each prompt have, which is how many tokens there are to compute where rows share
+    them, and how many different responses; `fan` rows in turn answer one prompt."""
+    lengths = np.array([len(r) for r in rows], np.int64)
+    tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    base = int(tokens.max(initial=0)) + 1
+    live, parent = np.arange(len(rows)), np.arange(len(rows)) // fan
+    beginnings = ended = 0
+    for column in range(tokens.shape[1]):
+        over = lengths[live] == column
+        ended += len(np.unique(parent[over]))
+        live, parent = live[~over], parent[~over]
+        if len(np.unique(parent)) == len(live):  # nothing is alike any more
+            return beginnings + int((lengths[live] - column).sum()), ended + len(live)
+        _, parent = np.unique(parent * base + tokens[live, column], return_inverse=True)
+        beginnings += int(parent.max(initial=-1)) + 1
+    return beginnings, ended

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..plan import Plan, Reshard
 from .board import Board
+from .predicted import estimate
 from .report import Report
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
@@ -154,18 +155,19 @@ class Recorder:
 
     def table(self) -> list[tuple[str, str, float, float, str]]:
         """Predicted against measured: (what, unit, predicted, measured, source); measured are medians over the iterations, the first
-        left out when there are several."""
+        left out when there are several. Seconds are predicted for the lengths that rows had, bytes for their bounds."""
         plan = self.plan
         lines = self.lines[1:] or self.lines
         rows: list[tuple[str, str, float, float, str]] = []
         if plan.estimate is None or not lines:
             return rows
-        for phase in plan.estimate.phases:
+        found = estimate(plan, lines) or plan.estimate
+        for phase in found.phases:
             measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
             known = [m for m in measured if m is not None]
             if known:
                 rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))
-        whole = plan.estimate.iteration_seconds
+        whole = found.iteration_seconds
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
         for edge in plan.reshards:
             gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)

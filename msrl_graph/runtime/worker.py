@@ -29,7 +29,7 @@ from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
 from .engines import Engines
-from .packing import flat, pack
+from .packing import distinct, flat, pack
 from .report import Report
 from .rows import Recording
 
@@ -193,6 +193,9 @@ class Rank(Engines):
         report.count("response_length", float(len(column.values)), len(column))
         report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
         report.count("response_tokens", float(len(column.values)), 0)
+        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(tokens, task.fan), strict=True):
+            report.count(name, float(number), 0)
+        report.peak("response_length_max", float(column.lengths.max(initial=0)))
         return {response: (rows, column), as_drawn: (rows, logp)}
 
     def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:

@@ -1,0 +1,161 @@
+"""Seconds, predicted against measured: the example and four variants of it, interleaved.
+
+This machine is measured first (or `--here FILE` is taken), by the calibration that every run uses. Each variant then runs in each round;
+measured is the median over rounds of a run's median iteration, the first ones left out. Predicted is the estimate for the lengths of the
+rows that the runs had: nothing else of a run goes into it. Prints a table and, last, one line of JSON; status 1 where a ratio is off by
+more than the bar or the variants come in another order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from msrl_graph import calibration, compile, run
+from msrl_graph.plan import Plan
+from msrl_graph.runtime import predicted
+from msrl_graph.runtime.calibrate import measure
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+BAR = 0.2
+WARM = 4  # iterations that are left out
+LONG = 24  # tokens
+SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+PHASES = ("actor.generate", "reference.infer", "actor.infer", "actor.update", "reshard")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A file of the example with words in it replaced, and how many iterations a run has."""
+
+    file: str
+    model: str = "model"
+    changes: tuple[tuple[str, str], ...] = ()
+    iterations: int = 24
+
+
+VARIANTS = {
+    "the demo on one rank": Variant("one_rank.rlg"),
+    "two ranks": Variant("grpo.rlg"),
+    "longer responses": Variant("one_rank.rlg", "endless", (("i32[<= 5]", f"i32[<= {LONG}]"),), 14),
+    "larger model": Variant("one_rank.rlg", "larger", iterations=14),
+    "naive reshard on two ranks": Variant(
+        "grpo.rlg", changes=(("  evaluate held_out", "  reshard { mode = naive }\n\n  evaluate held_out"),)
+    ),
+}
+
+
+def prepare(folder: Path) -> None:
+    """The example, a model like its own that never ends a response, and a larger one with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
+    endless = shutil.copytree(folder / "model", folder / "endless")
+    for name in ("generation_config.json", "config.json"):
+        settings = json.loads((endless / name).read_text())
+        (endless / name).write_text(json.dumps(settings | {"eos_token_id": None}))
+    larger = shutil.copytree(folder / "model", folder / "larger")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(larger)
+    for name, size in SIZES.items():
+        setattr(config, name, size)
+    config.layer_types = config.layer_types[:1] * config.num_hidden_layers
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(larger)
+
+
+def plan_of(variant: Variant, folder: Path) -> Plan:
+    """The variant's plan, without evaluations."""
+    place = folder / f"{variant.model}-{len(variant.changes)}-{variant.file.removesuffix('.rlg')}"
+    place.mkdir(exist_ok=True)
+    for name in ("grpo.rlg", "one_rank.rlg"):
+        text = (folder / name).read_text()
+        for old, new in (*variant.changes, ('"./model"', f'"../{variant.model}"'), ('jsonl"', 'jsonl"'), ('= "t', '= "../t')):
+            text = text.replace(old, new)
+        (place / name).write_text(text)
+    plan = compile(place / variant.file)
+    deploy = replace(plan.deploy, evaluations=(), run=replace(plan.deploy.run, iterations=variant.iterations))
+    return replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
+
+
+def measured(plan: Plan) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, the first ones left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "log").open("w") as log:
+            run(plan, out=Path(folder) / "out", stderr=log)
+        return [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()][WARM:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", metavar="NAME", help="a variant whose name has this in it")
+    parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine now")
+    options = parser.parse_args()
+    chosen = {n: v for n, v in VARIANTS.items() if not options.only or options.only in n}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        os.environ["MSRL_HERE"] = options.here or str(folder / "here.json")
+        if not options.here:
+            sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
+            measure(compile("grpo", model="tiny", sets=sizes), folder / "here.json")
+        known = calibration.read(Path(os.environ["MSRL_HERE"]))
+        if not isinstance(known, calibration.Calibration):
+            print(known.message, file=sys.stderr)
+            return 1
+        plans = {n: plan_of(v, folder) for n, v in chosen.items()}
+        runs: dict[str, list[list[dict[str, Any]]]] = {n: [] for n in plans}
+        for _ in range(options.rounds):
+            for n, plan in plans.items():
+                runs[n].append(measured(plan))
+        return report(plans, runs, known.noise)
+
+
+def report(plans: dict[str, Plan], runs: dict[str, list[list[dict[str, Any]]]], noise: float) -> int:
+    table = Table(title="seconds of an iteration", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("variant", no_wrap=True)
+    for heading in ("predicted", "measured", "ratio", "spread"):
+        table.add_column(heading, justify="right")
+    seconds: dict[str, tuple[float, float]] = {}
+    phases = Table(title="of which, predicted / measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    phases.add_column("variant", no_wrap=True)
+    for heading in PHASES:
+        phases.add_column(heading, justify="right")
+    for name, plan in plans.items():
+        lines = [line for one in runs[name] for line in one]
+        estimate = predicted.estimate(plan, lines)
+        assert estimate is not None
+        rounds = [statistics.median(line["seconds"] for line in one) for one in runs[name]]
+        want, got = estimate.iteration_seconds.value, statistics.median(rounds)
+        seconds[name] = want, got
+        table.add_row(
+            name, f"{want * 1e3:.0f} ms", f"{got * 1e3:.0f} ms", f"{want / got:.2f}", f"{min(rounds) * 1e3:.0f}-{max(rounds) * 1e3:.0f} ms"
+        )
+        by_phase = {p.name: p.seconds.value for p in estimate.phases}
+        cells = [(by_phase[p], statistics.median(line["phases"][p] for line in lines)) for p in PHASES]
+        phases.add_row(name, *(f"{a * 1e3:.1f} / {b * 1e3:.1f}" for a, b in cells))
+    console = Console(width=130)
+    console.print(table)
+    console.print()
+    console.print(phases)
+    orders = [sorted(seconds, key=lambda n, i=i: seconds[n][i]) for i in (0, 1)]  # type: ignore[misc]
+    ratios = {n: round(want / got, 3) for n, (want, got) in seconds.items()}
+    worst = max(abs(r - 1) for r in ratios.values())
+    print(json.dumps({"ratios": ratios, "worst": round(worst, 3), "same_order": orders[0] == orders[1], "noise": round(noise, 3)}))
+    return 0 if worst <= BAR and orders[0] == orders[1] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

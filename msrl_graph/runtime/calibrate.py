@@ -1,0 +1,229 @@
+"""Measures this machine: as many ranks at once as it has cores, fewer and more, in processes of Ray as a run's are.
+
+Invariant: what is measured is what a run calls, in its surroundings: ranks are actors, and rows go through a dock of real controllers and
+warehouses. The parent starts one process group, and ends it whatever happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from .. import calibration
+from ..calibration import VERSION, Busy, Calibration, this_machine
+from ..cluster import Curve
+from ..plan import Plan, from_json
+from . import probes
+from .actors import Client, ControllerHost, Task, WarehouseHost
+from .columns import Column, ragged
+from .dock import Batch, Share, readers
+from .functions import Function
+from .wrong import drawn
+
+PACKAGES = ("torch", "ray", "transformers")
+LIMIT = 600.0  # seconds after which measuring is given up
+ROUNDS = 3
+
+
+def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
+    """Measures and writes `path`. `plan` is a small one, whose dock is tried; `most` bounds the ranks at once (0: twice the cores). Raises
+    CalibrationError."""
+    with tempfile.TemporaryDirectory(prefix="msrl-calibrate-") as folder:
+        Path(folder, "plan.json").write_text(plan.to_json(), encoding="utf-8")
+        log = Path(folder, "log")
+        command = [sys.executable, "-m", "msrl_graph.runtime.calibrate", folder, str(path), str(rounds), str(most)]
+        with log.open("wb") as output:
+            child = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True)
+            try:
+                status = child.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                raise CalibrationError(f"it did not end within {LIMIT:.0f} s") from None
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if status:
+            lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+            raise CalibrationError(lines[-1] if lines else f"it ended with status {status}")
+
+
+class CalibrationError(Exception):
+    """Measuring failed; the message is for the user."""
+
+
+@ray.remote
+class Prober:
+    """A rank that does nothing but probes."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.store: Any = None
+
+    def address(self) -> int:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return int(self.store.port)
+
+    def join(self, port: int, rank: int, world: int) -> None:
+        store = self.store or TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+    def probe(self, world: int) -> Busy:
+        """One round of all probes, each begun by all ranks together."""
+
+        def together(action: Callable[[], Any]) -> Any:
+            dist.barrier()
+            return action()
+
+        curves: dict[str, Curve] = {}
+        for name, dtype in probes.DTYPES.items():
+            curves[name] = tuple(together(lambda dtype=dtype: probes.matrix(dtype)))  # type: ignore[misc]
+        curves["memory_bandwidth"] = tuple(together(probes.memory))
+        curves["layer"] = tuple(together(probes.layer))
+        curves["attention"] = tuple(together(probes.attention))
+        launch, row = together(probes.launch), together(probes.row)
+        kinds = together(lambda: probes.collectives(world)) if world > 1 else {}
+        return Busy(torch.get_num_threads(), launch, row, curves, kinds)
+
+
+def middle(found: list[Busy]) -> Busy:
+    """Figure by figure, the median over ranks and rounds."""
+    first = found[0]
+    return Busy(
+        threads=first.threads,
+        launch=statistics.median(b.launch for b in found),
+        row=statistics.median(b.row for b in found),
+        curves={
+            k: tuple((size, statistics.median(b.curves[k][i][1] for b in found)) for i, (size, _) in enumerate(curve))
+            for k, curve in first.curves.items()
+        },
+        collectives={
+            k: (statistics.median(b.collectives[k][0] for b in found), statistics.median(b.collectives[k][1] for b in found))
+            for k in first.collectives
+        },
+    )
+
+
+def spread(found: list[Busy]) -> list[float]:
+    """The relative spread of each rate over ranks and rounds: the median distance from the median."""
+    series = [[b.launch for b in found]]
+    series += [[b.curves[k][i][1] for b in found] for k, c in found[0].curves.items() for i in range(len(c))]
+    return [statistics.median(abs(x / statistics.median(s) - 1) for x in s) for s in series]
+
+
+def worlds(most: int = 0) -> list[int]:
+    """Numbers of ranks that are tried together: powers of two, up to two ranks a core."""
+    cores = os.cpu_count() or 1
+    return sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)} | {2 * cores}) if not most else list(range(1, most + 1))
+
+
+def busy(world: int) -> Callable[[], list[Busy]]:
+    """Starts `world` probers; each call is one round of them."""
+    threads = max(1, (os.cpu_count() or 1) // world)
+    ranks = [Prober.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
+    port = ray.get(ranks[0].address.remote())
+    ray.get([r.join.remote(port, i, world) for i, r in enumerate(ranks)])
+    return lambda: list(ray.get([r.probe.remote(world) for r in ranks]))
+
+
+def dock(plan: Plan) -> tuple[float, float]:
+    """Seconds from one state's rows to the next state's having them, and of an iteration's start and end."""
+    names = {c.node: "controllers" for c in plan.docks.controllers}
+    kinds: Any = (WarehouseHost, ControllerHost)
+    warehouse = kinds[0].options(name="warehouse").remote(0, 0)
+    found = readers(plan)
+    board = kinds[1].options(name="controllers").remote(found, 60.0, "warehouse", ["warehouse"])
+    ray.get(warehouse.connect.remote([board], [sorted({c for r in found for c, _, _ in r.reads})]))
+    writer, reader = (Client(name, found, names, ["warehouse"], 0, 0) for name in ("writer", "reader"))
+    prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
+    prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
+    response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
+    logp = Column(np.ones(len(response.values), np.float32), response.offsets)
+    names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
+    hands, turns = [], []
+    for number in range(12):
+        task = Task("train", number, prompts, fan)
+        start = time.perf_counter()
+        ray.get(warehouse.open.remote(task))
+        ray.get(board.open.remote(task))
+        turn = time.perf_counter() - start
+        rows = np.arange(prompts * fan)
+        start = time.perf_counter()
+        writer.put("source", task, {"prompt": (np.arange(prompts), prompt)})
+        reader.take("actor.generate", task, 0)
+        writer.put("actor.generate", task, dict(zip(names_drawn, ((rows, response), (rows, logp)), strict=True)))
+        reader.take("actor.infer", task, 0)
+        hands.append((time.perf_counter() - start) / 2)
+        start = time.perf_counter()
+        for client in (writer, reader):
+            client.flush()
+        board.close.remote(task.key)
+        ray.get(warehouse.drop.remote(task.key))
+        turns.append(turn + time.perf_counter() - start)
+    for actor in (warehouse, board):
+        ray.kill(actor)
+    return statistics.median(hands[2:]), statistics.median(turns[2:])
+
+
+def function(plan: Plan) -> float:
+    """Seconds a row of a Python function that is handed groups of rows."""
+    node = next(n for n in plan.graph.nodes if n.per == "prompt")
+    called, (prompts, rows) = Function(node, plan, None), plan.graph.rows
+    response = ragged([np.ones(4, np.int32)] * rows, np.int32)
+    columns = {"response": response, "reward": Column(np.random.default_rng(0).random(rows, np.float32))}
+    batch = Batch(Share(np.arange(prompts), {}, prompts, prompts, {}, 0, True), np.arange(rows), columns)
+    return probes.seconds(lambda: called(batch, 0), 0.3) / rows
+
+
+def main(folder: str, path: str, rounds: int, most: int) -> None:
+    """The child: one number of ranks after another, all of them again in each round."""
+    began = time.monotonic()
+    plan = from_json(Path(folder, "plan.json").read_bytes())
+    cores = os.cpu_count() or 1
+    ray.init(
+        address="local", num_cpus=cores, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder
+    )
+    # Processes that wait take nothing, so all are there from the start.
+    tried = {world: busy(world) for world in worlds(most)}
+    found: dict[int, list[Busy]] = {world: [] for world in tried}
+    for _ in range(rounds):
+        for world, probe in tried.items():
+            found[world] += probe()
+    handover, turn = dock(plan)
+    result = Calibration(
+        version=VERSION,
+        date=datetime.now(UTC).date().isoformat(),
+        seconds=0.0,
+        machine=this_machine(),
+        versions={name: version(name) for name in PACKAGES},
+        noise=statistics.median(x for some in found.values() for x in spread(some)),
+        turn=turn,
+        handover=handover,
+        function=function(plan),
+        busy={world: middle(some) for world, some in found.items()},
+    )
+    calibration.write(replace(result, seconds=time.monotonic() - began), Path(path))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    # Without a farewell to Ray, which would take a second: the parent ends the group.
+    sys.stdout.flush()
+    os._exit(0)

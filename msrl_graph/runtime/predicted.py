@@ -1,0 +1,37 @@
+"""What a run should have taken: the estimate once more, for the lengths of its rows and as this machine was measured.
+
+Invariant: measured seconds go nowhere in; of a run only the lengths of its rows are used.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from .. import calibration
+from ..backends import ENGINES
+from ..passes import holdings
+from ..passes.costs import Rows
+from ..passes.estimate import EstimateTime
+from ..passes.reshard import Resharding
+from ..plan import Estimate, Plan
+
+
+def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
+    """The rows of an iteration, in medians over lines of the metrics; None where nothing is generated."""
+    if not plan.graph.verb("generate") or not all("distinct_tokens" in line for line in lines):
+        return None
+    names = ("prompt_tokens", "response_tokens", "response_length_max", "distinct_tokens", "distinct_rows")
+    prompt, response, longest, tokens, different = (statistics.median(line[name] for line in lines) for name in names)
+    count, samples = plan.graph.rows[-1], holdings.samples(plan, plan.graph.verb("generate")[0].name)
+    shared = prompt * (1 - 1 / samples) + response - tokens
+    mean = (prompt + response) / count
+    return Rows(count, prompt, response, count * mean**2, prompt / count + longest, shared, count - different)
+
+
+def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
+    """What an iteration of a run takes, whose lines these are, where it ran on this machine."""
+    plan = replace(plan, cluster=calibration.applied(plan.cluster)[0])
+    return EstimateTime(ENGINES, rows(plan, lines))(Resharding(ENGINES)(plan)).estimate
