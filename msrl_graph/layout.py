@@ -237,8 +237,9 @@ def shard(tensor: Tensor, side: Side, rank: int) -> Box:
 
 
 @lru_cache(maxsize=1 << 16)
-def _box(tensor: Tensor, side: Side, tp: int, ep: int, dp: int) -> Box:
-    layout = side.layout
+def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
+    """The box at (tp, 0, dp), for experts at (etp, ep, edp), whatever the stage."""
+    (tp, ep, dp), layout = at, side.layout
     box = list(full(tensor.shape))
     ranks, replicas = (layout.etp, layout.edp) if tensor.experts else (layout.tp, layout.dp)
     if tensor.experts:
@@ -260,13 +261,6 @@ def _box(tensor: Tensor, side: Side, tp: int, ep: int, dp: int) -> Box:
         low, high = chunk(stop - start, replicas, dp)
         box[0] = (start + low, start + high)
     return tuple(box)
-
-
-def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
-    """The box at (tp, 0, dp), for experts at (etp, ep, edp), whatever the stage."""
-    # Nothing but what the box depends on is part of the cache's key.
-    kind = tensor if not tensor.name and not tensor.layer else replace(tensor, name="", layer=0, layers=1)
-    return _box(kind, side, *at)
 
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:

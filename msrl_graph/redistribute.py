@@ -229,7 +229,7 @@ class _Hosts:
             lacking = 0
             if self.block:
                 # A block's boxes are those of its ranks: what a rank has of them is its own, what a host has, its ranks'.
-                blocks = {start: _block(replace(tensor, name=""), source, start, self.block) for start in set(starts.values())}
+                blocks = {start: _block(tensor, source, start, self.block) for start in set(starts.values())}
                 for device, start in starts.items():
                     received[device] += number * (blocks[start][1] - elements(have[device]))
                 if len(blocks) == 1:
