@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ class Layout:
     inner: int = 1
     stages: tuple[int, ...] = ()
     cp_kind: str = "ring"
-    span: Span = NOWHERE
+    span: Span = field(default=NOWHERE, compare=False)
 
     @property
     def devices(self) -> int:
