@@ -48,8 +48,9 @@ def test_an_update_is_three_forward_passes() -> None:
     rows = Rows.alike(4, 2048, 8192)
     host = rows.count * PLAN.cluster.device.overheads.row.value
     forward, both = (state.micro_batch(rows).value - host for state in (INFER, UPDATE))
-    collectives = UPDATE._tensor_parallel(rows.tokens, rows.response, backward=True).value  # what a forward pass has of them is in it
-    assert both - collectives == pytest.approx(3 * (forward - INFER._tensor_parallel(rows.tokens, rows.response).value), rel=0.01)
+    forward_sums = INFER.collectives.tensor_parallel(rows.tokens, rows.response).value
+    sums = UPDATE.collectives.tensor_parallel(rows.tokens, rows.response, backward=True).value
+    assert both - sums == pytest.approx(3 * (forward - forward_sums), rel=0.01)
 
 
 def test_attention_is_counted_once_and_grows_with_the_square() -> None:

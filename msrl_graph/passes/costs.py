@@ -19,8 +19,10 @@ from ..graph import Node
 from ..layout import Layout
 from ..plan import Model, Plan, Reshard, Traffic
 from . import holdings
+from .collectives import Collectives, total
 
 UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s, where no rate was measured")
+STREAMING = Figure(0.7, "assumed", "70 % of peak memory bandwidth, where no rate was measured")
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 # Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is drawn.
@@ -122,10 +124,31 @@ class Costs:
         return self.plan.placement(self.node).engine.options.get("recompute") == "full"
 
     @cached_property
+    def collectives(self) -> Collectives:
+        return Collectives(self.plan.cluster, self.plan.placement(self.node), self.model, self.spec, self.dtype)
+
+    @cached_property
     def _parameters(self) -> tuple[float, float]:
         """That every token meets in the layers, and in the head."""
         ends = self.model.vocabulary * self.model.hidden
-        return self.model.parameters - ends * (1 if self.model.tied else 2), ends
+        return self.model.active_parameters - ends * (1 if self.model.tied else 2), ends
+
+    @cached_property
+    def _slowest(self) -> float:
+        """How much longer than their mean the stage with the most layers takes."""
+        layout, layers = self.layout, self.model.layers
+        most = max(sum(stop - start for start, stop in layout.stage_layers(s, layers)) for s in range(layout.pp))
+        return most * layout.pp / layers
+
+    @cached_property
+    def _filling(self) -> float:
+        """A micro-batch's share of filling and draining the pipeline in each step (arXiv:2104.04473, section 2.2), as a factor."""
+        layout, steps = self.layout, self.steps() if self.state.verb == "update" else 1
+        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._epochs)))
+
+    @property
+    def _epochs(self) -> int:
+        return int(self.state.number("epochs", 1))
 
     @cached_property
     def _weights(self) -> int:
@@ -153,7 +176,8 @@ class Costs:
         count, tokens = len(lengths), sum(lengths)
         moved = self._between(tokens) + self._logits(count, DRAWING)
         work = _Work(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
-        return self._sum(self._pass("prefill", work), self._tensor_parallel(tokens, count, drawn=True))
+        parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
+        return total(*parts, self.collectives.experts(tokens, 1))
 
     def decode_step(self, sequences: float, cached: float) -> Figure:
         """One more token of each of so many sequences, whose keys and values are `cached` tokens in all."""
@@ -162,7 +186,8 @@ class Costs:
         # A query looks at every key: to be compared with whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
         work = _Work(sequences, sequences, sequences, pairs, moved)
-        return self._sum(self._pass("decode", work), self._tensor_parallel(sequences, sequences, drawn=True))
+        parts = [self._pass("decode", work), self.collectives.tensor_parallel(sequences, sequences, drawn=True)]
+        return total(*parts, self.collectives.experts(sequences, 1))
 
     def micro_batch(self, rows: Rows) -> Figure:
         """One micro-batch: a forward pass of an infer; of an update the backward pass too, and with full recomputation a second forward
@@ -179,9 +204,16 @@ class Costs:
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
         if update and self.recomputes:
             parts.append(self._pass("infer", work))
-        parts += [self._tensor_parallel(tokens, rows.response, backward=update), self._gathers(update)]
+        passes = (3 if update else 1) + (update and self.recomputes)
+        among, cp = self.collectives, self.layout.cp
+        parts += [among.tensor_parallel(tokens / cp, rows.response / cp, backward=update), among.context(tokens, passes)]
+        parts += [among.experts(tokens / cp, passes), among.gathers(update)]
         host = self.device.overheads.row
-        return self._sum(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
+        found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
+        if self.layout.pp == 1:
+            return found
+        factor = self._slowest * self._filling
+        return replace(found, value=found.value * factor, basis=f"{found.basis}; x {factor:.3g}, the slowest stage and the bubbles")
 
     def optimizer_step(self) -> Figure:
         """The norm of the gradients and AdamW on a device's part: gradients and state are read, weights and state written."""
@@ -194,32 +226,21 @@ class Costs:
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
         agree = self.device.collective("all_reduce").least
-        return self._sum(
-            *parts, Figure(agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm")
-        )
+        return total(*parts, Figure(agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm"))
 
     def exchange(self) -> Figure:
-        """The gradients' all-reduce over dp (2 x bytes x (dp - 1) / dp a rank) of one optimizer step, and at ZeRO 1 the gathering of the
-        weights. Where weights are divided, each micro-batch does it."""
-        cluster, placement, dp = self.plan.cluster, self.plan.placement(self.node), self.layout.dp
-        if self.state.verb != "update" or dp == 1 or self.spec.divided(self.layout):
-            return Figure(0.0, "derived", "one data-parallel group" if dp == 1 else "within each micro-batch")
-        whole = self.model.parameters * BYTES[self.dtype] // self.group
-        ring = 2 * whole * (dp - 1) / dp
-        if cluster.host(placement.first) == cluster.host(placement.first + self.layout.devices - 1):
-            parts = [self._collective("all_reduce", ring)]
-            if self.layout.zero == 1:
-                parts.append(self._collective("all_gather", ring / 2))
-            return self._sum(*parts)
-        rings, link = min(self.layout.tp, cluster.devices_per_node), cluster.between(self.layout.devices)
-        basis = f"2 x gradients x (dp - 1) / dp, {rings} ring(s) through each host's links; {link.basis}"
-        return Figure(ring * rings / link.value, link.source, basis)
+        """The exchange of gradients of one optimizer step. Where weights are divided, each micro-batch does it."""
+        if self.state.verb != "update" or self.spec.divided(self.layout):
+            return Figure(0.0, "derived", "within each micro-batch" if self.state.verb == "update" else "no gradients")
+        return self.collectives.exchange()
 
     # What they are made of.
 
     def _calls(self, act: Act) -> Figure:
         launch, layers = self.device.launch, self.model.layers
         if self.spec.calls is None:
+            # Of a pipeline, a stage runs its own layers; in decoding once for each part.
+            layers = layers if act == "decode" else -(-layers // self.layout.pp)
             factor = 3 if act == "update" else act != "step"
             return Figure(factor * layers * KERNELS.value * launch.value, weakest(launch, KERNELS), "layers x 12 x launch")
         calls = self.spec.calls(act, self.layout)
@@ -232,14 +253,15 @@ class Costs:
         rates = [device.rate(self.dtype, each) for each, _ in products]
         used = 1.0 if rates[0].source == "measured" else UTILISATION.value
         multiplied = sum(each * n / (rate.value * used) for (each, n), rate in zip(products, rates, strict=True))
-        whole = 4 * work.pairs * self.model.head_dim
+        whole = self._head_flops(act) * work.pairs
         # Where it was measured, what is masked is in the rate.
         each = whole / device.rate("attention", whole).value if "attention" in device.curves else whole / 2 / (rates[0].value * used)
         attention = each * work.sequences * self.model.heads * layers / group
-        weights = self._weights if act == "decode" else (inside + head) * item / group
+        weights = self._read(work.tokens) if act == "decode" else self._met
         size = work.tokens * self.model.hidden * 3 * item / group
-        read = weights / device.rate("memory_bandwidth", weights / (PRODUCTS * layers)).value
-        moved = work.moved / group / device.rate("layer", size).value
+        bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
+        streamed = STREAMING.value if bandwidths[0].source == "datasheet" else 1.0
+        read, moved = weights / (bandwidths[0].value * streamed), work.moved / group / (bandwidths[1].value * streamed)
         calls = self._calls(act)
         if device.backend == "cpu":
             seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
@@ -249,6 +271,29 @@ class Costs:
         source = weakest(*rates, device.memory_bandwidth, calls, *([] if measured else [UTILISATION]))
         how = "products, attention, memory at their rates" if measured else f"FLOP / ({UTILISATION.value} x FLOP/s), bytes / bandwidth"
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
+
+    def _head_flops(self, act: Act) -> float:
+        """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents (arXiv:2405.04434, 2.1.2)."""
+        if latent := self.model.latent:
+            return 2 * (2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value)
+        return 4 * self.model.head_dim
+
+    @cached_property
+    def _met(self) -> float:
+        """Bytes of weights that a device reads in a pass over many tokens: of experts all that it holds."""
+        if self.model.experts:
+            return sum(self.collectives.held) * BYTES[self.dtype]
+        return sum(self._parameters) * BYTES[self.dtype] / self.group
+
+    def _read(self, sequences: float) -> float:
+        """Bytes of weights that a device reads for one more token of each sequence: of experts those that a token of their ranks goes to,
+        if routers choose evenly; a pipeline's stages read theirs once for each of its parts."""
+        dense, routed = self.collectives.held
+        touched = 1.0
+        if found := self.model.experts:
+            tokens = sequences * max(1.0, self.layout.ep * self.layout.etp / self.layout.tp)
+            touched = 1 - (1 - found.active / found.number) ** tokens
+        return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _between(self, tokens: float) -> float:
         """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of queries and keys
@@ -265,43 +310,6 @@ class Costs:
             return 0.0
         return positions * self.model.vocabulary * times * 4 * (self.layout.tp if times == DRAWING else 1)
 
-    def _collective(self, kind: str, received: float, count: float = 1) -> Figure:
-        """`count` collectives within a host, in which a device receives so many bytes in all."""
-        known = self.device.collective(kind)
-        seconds = count * known.least.value + received / known.rate.value
-        return Figure(seconds, weakest(known.least, known.rate), "collectives x latency + bytes / device link")
-
-    def _tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
-        """All-reduces of the hidden states, after the embedding and in each layer, and the gathering of the logits."""
-        tp, model, item = self.layout.tp, self.model, BYTES[self.dtype]
-        if tp == 1:
-            return Figure(0.0, "derived", "no tensor parallelism")
-        count = 1 + model.layers * (self.spec.sums[0] + backward * self.spec.sums[1])
-        parts = [self._collective("all_reduce", count * tokens * model.hidden * item * 2 * (tp - 1) / tp, count)]
-        parts.append(self._collective("all_gather", scored * model.vocabulary * item * (tp - 1) / tp))
-        if drawn:
-            parts.append(self._collective("broadcast", 8 * scored))
-        return self._sum(*parts)
-
-    def _gathers(self, update: bool) -> Figure:
-        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at ZeRO 3 once more for
-        the backward pass, whose gradients are summed and divided."""
-        if not self.spec.divided(self.layout):
-            return Figure(0.0, "derived", "weights are whole")
-        dp, units = self.layout.dp, self.model.layers + 1
-        received = self.model.parameters * BYTES[self.dtype] / self.group * (dp - 1) / dp
-        times = 2 if update and self.layout.zero >= 3 else 1
-        parts = [self._collective("all_gather", received * times, units * times)]
-        if update:
-            parts.append(self._collective("reduce_scatter", received, units))
-        return self._sum(*parts)
-
-    @staticmethod
-    def _sum(*parts: Figure) -> Figure:
-        """The sum of what takes any time."""
-        some = [p for p in parts if p.value] or list(parts[:1])
-        return Figure(sum(p.value for p in some), weakest(*some), "; ".join(dict.fromkeys(p.basis for p in some)))
-
     # How often.
 
     def micro_batches(self) -> int:
@@ -315,7 +323,7 @@ class Costs:
     def steps(self) -> int:
         """Optimizer steps of an update in an iteration."""
         rows = holdings.row_count(self.plan, self.node)
-        return -(-rows // int(self.state.number("mini_batch", rows))) * int(self.state.number("epochs", 1))
+        return -(-rows // int(self.state.number("mini_batch", rows))) * self._epochs
 
 
 def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
