@@ -21,6 +21,13 @@ LINKS = Figure(0.6, "assumed", "60 % of a link")
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
+def reached(link: Figure) -> Figure:
+    """What of a link collectives reach."""
+    if link.source != "datasheet":
+        return link
+    return Figure(link.value * LINKS.value, LINKS.source, f"{LINKS.basis}; {link.basis}")
+
+
 def total(*parts: Figure) -> Figure:
     """The sum of what takes any time."""
     some = [p for p in parts if p.value] or list(parts[:1])
@@ -66,11 +73,10 @@ class Collectives:
             each = min(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(each)
             known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
-        used = LINKS.value if known.rate.source == "datasheet" else 1.0
-        seconds = count * known.least.value + received / (known.rate.value * used)
+        rate = reached(known.rate)
+        seconds = count * known.least.value + received / rate.value
         where = "device link" if self.near(axis) else "link between hosts"
-        source = weakest(known.least, known.rate, *([LINKS] if used < 1 else []))
-        return Figure(seconds, source, f"{axis}: collectives x latency + bytes / {where}")
+        return Figure(seconds, weakest(known.least, rate), f"{axis}: collectives x latency + bytes / {where}")
 
     @cached_property
     def _item(self) -> int:

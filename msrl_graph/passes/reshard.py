@@ -16,6 +16,7 @@ from ..layout import Kind, Side, Tensor, elements, nameless, shard, stages
 from ..plan import Plan, Reshard, Step, Way
 from ..redistribute import Movement, crosses, gather_block, gathered, left_behind, movement
 from . import holdings
+from .collectives import reached
 
 GIB = 1 << 30
 # Small models are cut into a few buckets all the same, so that gathering and selecting can overlap.
@@ -218,11 +219,11 @@ def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side])
     if not moved.between:
         apart = ends[0].first != ends[1].first
         busiest = max(moved.received, -(-moved.total // ends[0].devices) if apart else 0)
-        return _ratio(item * busiest, cluster.device.device_link, "bytes at the busier end / device link")
-    links = cluster.between(min(e.devices for e in ends))
+        return _ratio(item * busiest, reached(cluster.device.device_link), "bytes at the busier end / device link")
+    links = reached(cluster.between(min(e.devices for e in ends)))
     far = _ratio(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
     if moved.total == moved.between:
         return far
     handed = item * moved.received * (moved.total - moved.between) / moved.total
-    near = _ratio(handed, cluster.device.device_link, "the rest within the host: bytes / device link")
+    near = _ratio(handed, reached(cluster.device.device_link), "the rest within the host: bytes / device link")
     return Figure(far.value + near.value, weakest(far, near), f"{far.basis}; {near.basis}")
