@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-phases bench-seconds bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -37,6 +37,10 @@ chaos: $(VENV)/ready
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py
+
+# Predicted against measured on 1 to 4 ranks, about 5 minutes.
+bench-memory: $(VENV)/ready
+	$(BIN)/python bench/memory.py
 
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py

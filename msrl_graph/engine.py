@@ -54,12 +54,16 @@ class Lint:
     fatal: bool = False
 
 
+Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a phase: bytes by item
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "float", or the words
     that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
     that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
-    planned.
+    planned. `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
+    rest; without it general formulas stand in.
 
     What seconds follow from: `calls` counts operators where the engine is eager torch, and is None where its kernels are fused;
     `shares_beginnings`: rows of a batch that begin alike are computed once, and a row's last token, which predicts nothing, not at all;
@@ -81,6 +85,7 @@ class EngineSpec:
     shares_beginnings: bool = False
     cache_passes: int = 1
     sums: tuple[int, int] = (2, 2)
+    peaks: Callable[..., Moments] | None = None
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""

@@ -263,7 +263,7 @@ def test_the_python_interface() -> None:
 def test_recomputation_is_advised_where_no_layout_helps_and_it_fits(tmp_path: Path, capsys: Capture) -> None:
     program = tmp_path / "h100.rlg"
     text = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"h100"')
-    program.write_text(text, encoding="utf-8")
+    program.write_text(text.replace("  run {", "  engine actor.update = fsdp { recompute = none }\n  run {"), encoding="utf-8")
     assert compile_main([str(program), "--check"]) == 1
     help = "this fits: `engine actor.update = fsdp { recompute = full }`"
     assert capsys.readouterr().err.rstrip().endswith(help)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.passes.costs import Costs, Rows, _Work
+from msrl_graph.plan import EngineChoice
 from tests import page
 
-PLAN = page.plan(page.start())
+PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))
 GENERATE, INFER, UPDATE = (Costs(PLAN, ENGINES, n) for n in ("actor.generate", "actor.infer", "actor.update"))
 LENGTHS = st.lists(st.tuples(st.integers(1, 2048), st.integers(1, 8192)), min_size=1, max_size=20)
 

@@ -13,14 +13,14 @@ FLOORS = (
     ("compile", "runtime"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
-        *("graph", "dividing", "plan", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
+        *("graph", "dividing", "work", "plan", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
         *("functions", "closed_forms", "noise"),
     ),
     ("diagnostics",),
 )
 # Within the ground floor, who may stand on whom.
 GROUND = (
-    *("models", "dividing", "plan", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
+    *("models", "dividing", "work", "plan", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
     *("functions", "closed_forms", "noise"),
 )
 

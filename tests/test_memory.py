@@ -1,7 +1,8 @@
-"""Memory measured: what a tracker sees against sums done by hand."""
+"""Memory: what a tracker sees against sums done by hand, and what the planner predicts against what a run holds."""
 
 import pytest
 import torch
+import walk
 
 from msrl_graph.runtime import memory
 
@@ -66,3 +67,22 @@ def test_operations_made_of_others_are_looked_into():
             torch.nn.functional.linear(torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]).sum()
         assert over(peak, before) >= N + 4 * 300 * 300
     assert {"device", "host"} == set(peak.peak)
+
+
+TINY = (64, 3, 4, 2, 192, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        walk.case("tied", "qwen2", TINY, "dp = 1", engine=", recompute = full", tied=True, dtype="bf16", tokens=(12, 10)),
+        walk.case("divided", "llama", TINY, "dp = 2, zero = 3", "tp = 2", 4, ranks=2, tokens=(12, 10)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_the_plan_says_what_a_run_holds(case, tmp_path):
+    plan = case.write(tmp_path)
+    found = walk.measured(plan)
+    for key, wanted in walk.predicted(plan).items():
+        assert wanted.total == pytest.approx(found[key][0], rel=0.05), (key, wanted.items)

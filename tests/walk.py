@@ -1,16 +1,21 @@
 """Ranks without Ray and without a dock that walk their instruction streams, every row at its bound: what each instruction holds at its
 peak, beside what the plan says."""
 
+import gc
 import json
+import tempfile
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import ranks
 import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 
 from msrl_graph import compile, models
+from msrl_graph.plan import from_json
 from msrl_graph.runtime import memory, wrong
 from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, offsets_of, ragged
@@ -118,14 +123,14 @@ class Walk(Rank):
         every = np.arange(graph.rows[graph.level(node)])
         size = int(node.number("mini_batch", len(every)))
         for start in range(0, len(every), size):
-            rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.local)[1]]
+            rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.local).dp]
             known = [c for c in self.columns if c in (*node.reads, "response.logp")]
             # A prompt goes with each of its responses.
             columns = {c: self.columns[c].take(rows * len(self.columns[c]) // len(every)) for c in known}
             elements = {c: size * graph.bound(c) for c in node.reads}
             yield Batch(Share(rows, {}, len(rows), size, elements, 0, True), rows, columns)
 
-    def iteration(self, number):
+    def iteration(self, number, measure):
         """The instructions of one iteration, with what ranks write shared among them; the report."""
         graph, draw = self.plan.graph, np.random.default_rng(number)
         prompts, responses = graph.rows[0], graph.rows[-1]
@@ -134,7 +139,94 @@ class Walk(Rank):
         self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
         offsets = offsets_of(np.full(responses, longest))
         self.columns["advantage"] = Column(draw.normal(size=responses * longest).astype(np.float32), offsets)
-        return self.run(Task("train", number, prompts, responses // prompts), True)
+        return self.run(Task("train", number, prompts, responses // prompts), measure)
 
 
-__all__ = ["Case", "Walk"]
+# What the instructions of each phase are called in a report.
+OPS = {"RESHARD": "reshard", "WAIT": "swap", "generate": "generate", "infer": "infer", "update": "update"}
+
+
+def predicted(plan):
+    """By place and phase, the plan's entry; of hosts only what is swapped to them."""
+    return {(m.place, m.phase): m for m in plan.memory if m.place == "device"}
+
+
+def measured(plan, moments=False):
+    """By place and phase, the bytes of the busiest rank in the second iteration (the first makes the optimizer's states), and with
+    `moments` what it held then."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks.run(plan.cluster.devices, _walk, plan.to_json(), folder, moments)
+        reports = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
+    found = {}
+    for report in reports:
+        for name, (size, moment) in report.items():
+            place, phase = name.split(" ")
+            found[place, phase] = max(found.get((place, phase), (0, "")), (size, moment))
+    return found
+
+
+def _walk(rank, _, plan, out, moments):
+    gc.collect()  # what the last case held
+    walk = Walk(from_json(plan), rank)
+    walk.iteration(0, False)
+    peaks = []
+    told = memory.Peak.__init__
+
+    def remembered(self):
+        told(self)
+        peaks.append(self)
+
+    memory.Peak.__init__ = remembered
+    try:
+        report = walk.iteration(1, True)
+    finally:
+        memory.Peak.__init__ = told
+    found = {"device load": (walk.loaded, "")}
+    keys = [key for key in report.bytes if key.startswith("peak of ") and key.endswith(", device")]
+    for key, peak in zip(keys, peaks, strict=True):
+        op, node = key.removeprefix("peak of ").removesuffix(", device").split(" ")
+        phase = OPS.get(node.split(".")[1] if op == "RUN" else op)
+        for place, size in peak.peak.items():
+            if phase:
+                told_of = _largest(peak) if moments else ""
+                found[f"{place} {phase}"] = max(found.get(f"{place} {phase}", (0, "")), (size, told_of))
+    (Path(out) / str(rank)).write_text(json.dumps(found))
+
+
+def _largest(peak):
+    counts = Counter(peak.largest).most_common()
+    lines = [f"{n:4} x {size:>12,} {made} {shape}" for (size, made, shape), n in sorted(counts, key=lambda i: -i[0][0] * i[1])]
+    return "\n  ".join([peak.moment, *lines[:40]])
+
+
+def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, engine="", **more):
+    deploy = f"""layout actor.update {{ {update} }}
+  layout actor.generate {{ {generate} }}
+  engine actor.update = fsdp {{ micro_batch = {micro}{engine} }}
+  engine actor.generate = hf {{ micro_batch = {prompts} }}"""
+    return Case(name, family, shape, deploy, **more)
+
+
+# Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
+WIDE = (256, 4, 8, 4, 704, 2048)
+DEEP = (128, 8, 4, 2, 448, 512)
+EVEN = (192, 3, 6, 6, 512, 4096)
+CASES = (
+    case("llama", "llama", WIDE, "dp = 1"),
+    case("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),
+    case("qwen2, tied, deep", "qwen2", DEEP, "dp = 1", micro=16, tied=True),
+    case("llama, recompute", "llama", WIDE, "dp = 1", engine=", recompute = full"),
+    case("llama, bf16, recompute, long prompts", "llama", DEEP, "dp = 1", dtype="bf16", engine=", recompute = full", tokens=(96, 16)),
+    *(case(f"llama, dp 2, zero {z}", "llama", WIDE, f"dp = 2, zero = {z}", "dp = 2", 4, 2, ranks=2) for z in range(4)),
+    case("qwen2, bf16, dp 2, zero 1", "qwen2", EVEN, "dp = 2, zero = 1", "tp = 2", 4, 4, ranks=2, dtype="bf16"),
+    case(
+        "qwen2, tied, dp 2, zero 3, recompute", "qwen2", DEEP, "dp = 2, zero = 3", "tp = 2", 8, 4, ", recompute = full", ranks=2, tied=True
+    ),
+    case("llama, tp 2", "llama", WIDE, "tp = 2", "tp = 2", ranks=2),
+    case("qwen2, tied, tp 2, then dp 2", "qwen2", EVEN, "tp = 2", "dp = 2", 8, 2, ranks=2, tied=True),
+    case("llama, dp 2 x tp 2, zero 3", "llama", WIDE, "dp = 2, tp = 2, zero = 3", "dp = 4", 4, 1, ranks=4),
+    case("qwen2, bf16, tp 2 x dp 2, zero 2", "qwen2", EVEN, "tp = 2, dp = 2, zero = 2", "tp = 2", 4, 2, ranks=4, dtype="bf16"),
+    case("llama, dp 4, zero 3", "llama", DEEP, "dp = 4, zero = 3", "tp = 2", 4, 2, ranks=4),
+)
+
+__all__ = ["CASES", "Case", "Walk", "case", "measured", "predicted"]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ..engine import Act, Calls, EngineSpec, Lint, Packed, Shard, Situation
 from ..layout import Layout, shard
 from ..plan import Model
-from . import prefixes, transformer
+from . import peaks, prefixes, transformer
+from .peaks import CHUNK
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +54,8 @@ SPEC = EngineSpec(
     calls=_calls,
     shares_beginnings=True,
     sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
+    peaks=peaks.trainer,
 )
-
-
-# Elements of a buffer that the optimizer needs beside what it holds.
-CHUNK = 1 << 22
 
 
 class Engine:

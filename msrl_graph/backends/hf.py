@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine import Act, Calls, EngineSpec, Sampling, Shard
 from ..layout import Layout, elements, shard
 from ..plan import Model
-from . import transformer
+from . import peaks, transformer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +33,7 @@ SPEC = EngineSpec(
     calls=_calls,
     shares_beginnings=True,
     cache_passes=3,  # attention reads it, a step's keys and values are put behind it in a copy
+    peaks=peaks.generator,
 )
 
 

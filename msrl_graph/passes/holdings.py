@@ -13,6 +13,7 @@ from ..engine import BYTES, EngineSpec
 from ..graph import Node, Worker
 from ..layout import Side, held
 from ..plan import Plan
+from ..work import Work
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
@@ -131,6 +132,58 @@ def micro_batch(plan: Plan, node: str) -> int:
     return stated if isinstance(stated, int) and stated > 0 else 1
 
 
+def work(plan: Plan, engines: Engines, node: str) -> Work:
+    """What a node-state computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to one prompt
+    lie together."""
+    placement, state = plan.placement(node), plan.graph.node(node)
+    generates = state.verb == "generate"
+    response = written_tokens(plan, node) if generates else scored_tokens(plan, node)
+    size, fan, batches = micro_batch(plan, node), most_samples(plan, node), 1
+    prompts = size
+    if generates:
+        size = min(size, group_rows(plan, node))
+    else:
+        # Micro-batches of a group's share are of like size, however large they may be.
+        share = group_rows(plan, node)
+        if state.verb == "update":
+            share = min(share, -(-int(state.number("mini_batch", row_count(plan, node))) // placement.layout.dp))
+        batches = max(1, -(-share // size))
+        size = -(-share // batches)
+        fan = plan.graph.rows[-1] // plan.graph.rows[0] if plan.graph.level(state) else 1
+        prompts = size // fan if size % fan == 0 else 1 if fan % size == 0 else min(size, -(-(size - 1) // fan) + 1)
+    return Work(
+        model=plan.model(node),
+        layout=placement.layout,
+        dtype=dtype(plan, node),
+        rows=size,
+        prompts=prompts,
+        prompt=row_tokens(plan, node) - response,
+        response=response,
+        samples=fan,
+        batches=batches,
+        divided=is_divided(plan, engines, node),
+        trained=update_of(plan, state.worker) is not None,
+        recompute=placement.engine.options.get("recompute") == "full",
+    )
+
+
+def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
+    """The moment at which a node-state holds most beside what is resident, by the engine's own account, else by general formulas."""
+    peaks = spec(plan, engines, node).peaks
+    verb = plan.graph.node(node).verb
+    if peaks is not None:
+        moments = peaks(verb, work(plan, engines, node))
+        name = max(moments, key=lambda m: sum(moments[m].values()))
+        return name, {k: v for k, v in moments[name].items() if v}
+    if verb == "generate":
+        at_once, _ = waves(plan, node)
+        return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
+    items = {"gathered weights": gathered(plan, engines, node)}
+    if verb == "update":
+        items["gradients"] = gradients(plan, engines, node)
+    return "", items | {"activations": activations(plan, node), "logits": logits(plan, node)}
+
+
 def activations(plan: Plan, node: str) -> int:
     """Activations of a micro-batch, by the tensors that a layer's backward needs: per token and layer 4 h + (2 a d + 2 k d + 4 f) / tp
     elements (h hidden, a heads, k key-value heads of size d, f intermediate), attention scores never stored (counting as
@@ -185,6 +238,18 @@ def resident(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
         for node in _own(plan, worker, pool):
             items[node] = weights(plan, engines, node.removesuffix(" weights"))
     return items
+
+
+def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """The float32 copies of bf16 weights that the optimizers of a pool keep, by item; part of their states."""
+    found = {}
+    for worker in plan.graph.workers:
+        update = update_of(plan, worker.name) if worker.kind != "function" else None
+        if update is not None and plan.placement(update.name).pool == pool and dtype(plan, update.name) != "f32":
+            found[f"{worker.name} masters"] = (
+                optimizer(plan, engines, update.name) * 4 // spec(plan, engines, update.name).optimizer_bytes("bf16")
+            )
+    return found
 
 
 def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:

@@ -39,7 +39,9 @@ class CountMemory:
         return Memory("device", pool, phase, {k: v for k, v in items.items() if v}, holdings.capacity(plan.cluster), remark)
 
     def _load(self, plan: Plan, pool: str) -> Memory:
+        # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come with the first step.
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(" optimizer")}
+        items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
         largest = max((t.elements * BYTES[holdings.dtype(plan, n)] for n in nodes for t in plan.model(n).tensors), default=0)
         return self._entry(plan, pool, "load", {**items, "largest tensor": largest}, "tensors are read one by one, each cut to its slice")
@@ -53,7 +55,8 @@ class CountMemory:
             items = holdings.resident(plan, self.engines, pool)
             worker = plan.graph.node(r.src).worker
             if r.order == "staged":
-                items[f"{worker} weights"] = max(0, r.update_bytes_per_device - r.generate_bytes_per_device)
+                # Either the update weights are there, or what takes their place.
+                items[f"{worker} weights"] = max(0, r.update_bytes_per_device - r.generate_bytes_per_device - r.bucket_bytes)
             items |= {"generation weights": r.generate_bytes_per_device * (pool == target), "bucket": r.bucket_bytes}
             how = r.order if source == target else r.mode
             entries.append(self._entry(plan, pool, "reshard", items, f"{r.src} => {r.dst}, {how}"))
@@ -61,23 +64,21 @@ class CountMemory:
 
     def _state(self, plan: Plan, node: str, verb: str) -> Memory:
         pool = plan.placement(node).pool
+        moment, working = holdings.fullest(plan, self.engines, node)
+        fullest = f"; fullest: {moment}" if moment else ""
         if verb == "generate":
             at_once, times = holdings.waves(plan, node)
             each = holdings.kv_sequence(plan, node)
             samples = holdings.samples(plan, node)
             most = holdings.most_samples(plan, node)
-            items = {**holdings.generation_items(plan, self.engines, node), "KV cache": at_once * most * each}
+            items = holdings.generation_items(plan, self.engines, node) | working
             total = holdings.group_rows(plan, node) * samples
             remark = f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} wave{'s' * (times > 1)}"
             remark += f", {at_once * most:,} where an evaluation draws {most:,} a prompt" if most > samples else ""
-            return self._entry(plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each")
-        items = holdings.resident(plan, self.engines, pool)
-        items["gathered weights"] = holdings.gathered(plan, self.engines, node)
-        if verb == "update":
-            items["gradients"] = holdings.gradients(plan, self.engines, node)
-        items |= {"activations": holdings.activations(plan, node), "logits": holdings.logits(plan, node)}
+            return self._entry(plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each{fullest}")
+        items = holdings.resident(plan, self.engines, pool) | working
         size, tokens = holdings.micro_batch(plan, node), holdings.row_tokens(plan, node)
-        return self._entry(plan, pool, verb, items, f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens")
+        return self._entry(plan, pool, verb, items, f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}")
 
     def _host(self, plan: Plan, phase: str, devices: list[Memory]) -> Memory:
         cluster = plan.cluster

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..dividing import misfits
 from ..engine import BYTES, EngineSpec
-from ..graph import Node
+from ..graph import Node, Value
 from ..layout import AXES, Layout, Side, held
 from ..plan import EngineChoice, Model, Note, Placement, Plan, Pool
 from ..redistribute import gather_block
@@ -113,31 +113,37 @@ class Place:
         return next((n for n in updates if n in found and n in pool.nodes), None) if node.verb == "infer" else None
 
     def _planned(self, plan: Plan, node: Node, pool: Pool, engine: EngineChoice) -> tuple[Layout, str]:
-        """The smallest power of two for tp that divides the heads and whose weights fit; dp takes the rest."""
+        """The smallest power of two for tp that divides the heads and whose weights fit; dp takes the rest. Where an update fits with
+        none, the smallest with which it fits if it recomputes."""
         model, devices = plan.model(node.name), pool.devices
         room = holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE if node.verb == "update" else 0.5)
         choice = Layout(dp=devices)
-        tp = 1
-        while tp <= devices:
-            layout = Layout(tp=tp, dp=devices // tp)
-            if layout.devices == devices and not any(misfits(model, self.engines[engine.name], layout)):
+        for tried in (engine, self._recomputing(node, engine)):
+            for tp in (1 << i for i in range(devices.bit_length())):
+                layout = Layout(tp=tp, dp=devices // tp)
+                if layout.devices != devices or any(misfits(model, self.engines[engine.name], layout)):
+                    continue
                 choice = layout
-                need = self._need(model, layout, node.verb, engine)
+                need, part = self._need(model, layout, node.verb, engine), "weights"
                 if node.verb == "update":
-                    need += self._row(plan, Placement(node.name, pool.name, layout, pool.first, engine, ""))
+                    need += self._working(plan, Placement(node.name, pool.name, layout, pool.first, tried, ""), 1)
+                    need += self._frozen(plan, pool, model) * held(model.kinds, self.engines[engine.name].side(layout)) * BYTES[model.dtype]
+                    part = f"weights, gradients, optimizer and one {'' if tried is engine else 'recomputed '}row"
                 if need <= room:
-                    part = "weights, gradients, optimizer and one row" if node.verb == "update" else "weights"
-                    fits = f"{part} of {holdings.gigabytes(need)} fit a device"
-                    return choice, f"planned: the smallest tp whose {fits}"
-            tp *= 2
+                    return choice, f"planned: the smallest tp whose {part} of {holdings.gigabytes(need)} fit a device"
         return choice, "planned: the largest tp that divides the heads; what it holds may not fit"
+
+    def _frozen(self, plan: Plan, pool: Pool, model: Model) -> int:
+        """Frozen workers that will take the layout of an update of the same model."""
+        nodes = [plan.graph.node(n) for n in pool.nodes if n not in plan.deploy.layouts]
+        frozen = {n.worker for n in nodes if n.verb == "infer" and holdings.update_of(plan, n.worker) is None}
+        return sum(plan.deploy.models[plan.graph.worker(w).model] == model for w in frozen)
 
     def _need(self, model: Model, layout: Layout, verb: str, engine: EngineChoice) -> int:
         spec = self.engines[engine.name]
         dtype = str(engine.options.get("dtype") or model.dtype)
         need = held(model.kinds, spec.side(layout)) * BYTES[dtype]
         if verb == "update":
-            need += held(model.kinds, Side(layout, layout.zero >= 2)) * BYTES[dtype]
             need += held(model.kinds, Side(layout, layout.zero >= 1)) * spec.optimizer_bytes(dtype)
         return need
 
@@ -168,32 +174,60 @@ class Place:
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
         node, options = placement.node, placement.engine.options
+        if plan.graph.node(node).verb == "update":
+            placement = self._recompute(plan, placement)
         if "micro_batch" in options or "micro_batch" not in self.engines[placement.engine.name].options:
             return placement
         if plan.graph.node(node).verb == "generate":
             # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
-            prompt = holdings.kv_sequence(plan, node) * holdings.most_samples(plan, node)
-            most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
-            size = min(most, holdings.kv_room(plan, self.engines, node) // max(1, prompt))
+            most, room = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE), holdings.kv_room(plan, self.engines, node)
         else:
             # As many rows as keep the device busy, fewer where memory holds fewer.
             most = min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
-            size = min(most, self._room(plan, placement) // max(1, self._row(plan, placement)))
-        return replace(placement, engine=replace(placement.engine, options={**options, "micro_batch": max(1, size)}))
-
-    def _row(self, plan: Plan, placement: Placement) -> int:
-        """Bytes that one row of a micro-batch takes."""
-        alone = replace(placement, engine=replace(placement.engine, options={**placement.engine.options, "micro_batch": 1}))
-        plan = replace(plan, placements=(alone,))
-        return holdings.activations(plan, placement.node) + holdings.logits(plan, placement.node)
+            room = self._room(plan, placement)
+        return _with(placement, micro_batch=self._micro_batch(plan, placement, max(1, most), room))
 
     def _room(self, plan: Plan, placement: Placement) -> int:
-        """Bytes that an infer or update leaves for its micro-batch."""
-        node = placement.node
-        taken = sum(holdings.resident(plan, self.engines, placement.pool).values()) + holdings.gathered(plan, self.engines, node)
-        if plan.graph.node(node).verb == "update":
-            taken += holdings.gradients(plan, self.engines, node)
-        return int(holdings.capacity(plan.cluster).value) - taken
+        """Bytes that an infer or update may plan for beside what is resident."""
+        usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
+        return usable - sum(holdings.resident(plan, self.engines, placement.pool).values())
+
+    def _recomputing(self, node: Node, engine: EngineChoice) -> EngineChoice:
+        """The engine with full recomputation where the file does not say whether it recomputes."""
+        if "recompute" in engine.options or "recompute" not in self.engines[engine.name].options:
+            return engine
+        return replace(engine, options={**engine.options, "recompute": "full"})
+
+    def _recompute(self, plan: Plan, placement: Placement) -> Placement:
+        """An update whose micro-batch, as stated or of one row, does not fit otherwise recomputes activations, unless the file says
+        whether it does."""
+        options = placement.engine.options
+        if "recompute" in options or "recompute" not in self.engines[placement.engine.name].options:
+            return placement
+        stated = options.get("micro_batch")
+        need, room = self._working(plan, placement, stated if isinstance(stated, int) else 1), self._room(plan, placement)
+        if need <= room:
+            return placement
+        why = f"recomputes activations, which would take {holdings.gigabytes(need)} of {holdings.gigabytes(room)} otherwise"
+        return replace(_with(placement, recompute="full"), reason=f"{placement.reason}; {why}")
+
+    def _micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
+        """The largest micro-batch up to `most` that leaves the state within `room`; 1 where none does."""
+        low, high = 1, most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._working(plan, placement, middle) <= room else (low, middle)
+        return low
+
+    def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+        """Bytes that a state holds at its peak with such a micro-batch, beside what is resident."""
+        plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
+        return sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
+
+
+def _with(placement: Placement, **options: Value) -> Placement:
+    """The placement, its engine with more options."""
+    return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
 
 def _first(plan: Plan, node: Node, stated: Collection[str]) -> str | None:

@@ -1,0 +1,285 @@
+"""What the light engines hold in a phase beside weights and optimizer states at rest, moment by moment.
+
+Invariant: each moment is what lives at one instant, so a phase needs its fullest moment and never a sum over moments. Counted are the
+storages of tensors, as transformers' Llama and Qwen2 and autograd make and keep them: a change of what an engine keeps is a change here,
+and bench/memory.py tells. Sizes are bytes of the busiest rank, at the columns' bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..engine import BYTES, Moments
+from ..layout import Side, Tensor, box_at, elements, held, kinds
+from ..work import Work
+
+# Elements of a buffer that the trainer's optimizer needs beside what it holds.
+CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of what a rank computes with: `item` of an element, of `tokens` a layer sees and of tokens `laid` out row by row for
+    attention, of one scored token."""
+
+    work: Work
+
+    @cached_property
+    def item(self) -> int:
+        return BYTES[self.work.dtype]
+
+    @cached_property
+    def tokens(self) -> int:
+        """Distinct tokens that are fed: prompts once each, responses but for their last token, which predicts nothing."""
+        w = self.work
+        return max(1, w.prompts * w.prompt + w.rows * (w.response - 1))
+
+    @cached_property
+    def laid(self) -> int:
+        w = self.work
+        return w.rows * max(1, w.prompt + w.response - 1)
+
+    @cached_property
+    def scored(self) -> int:
+        return self.work.rows * self.work.response
+
+    def _split(self, size: int) -> int:
+        return -(-size // self.work.layout.tp)
+
+    @cached_property
+    def hidden(self) -> int:
+        """One hidden state of every token."""
+        return self.tokens * self.work.model.hidden * self.item
+
+    @cached_property
+    def query(self) -> int:
+        return self._split(self.work.model.heads * self.work.model.head_dim) * self.item
+
+    @cached_property
+    def keys(self) -> int:
+        """Keys of a token; values take as much."""
+        return self._split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
+
+    @cached_property
+    def wide(self) -> int:
+        """One product of a feed-forward network's first half, of every token."""
+        return self.tokens * self._split(self.work.model.intermediate) * self.item
+
+    @cached_property
+    def logit(self) -> int:
+        """Logits of all scored tokens in float32, the whole vocabulary's."""
+        return 4 * self.scored * self.work.model.vocabulary
+
+    @cached_property
+    def angles(self) -> int:
+        """Cosines and sines of positions."""
+        return 2 * self.tokens * self.work.model.head_dim * self.item
+
+    @cached_property
+    def rows(self) -> int:
+        """Token ids and indices, 64-bit, and a few float32 columns of responses."""
+        return 8 * (3 * self.tokens + 2 * self.laid + 4 * self.scored) + 4 * 6 * self.scored
+
+    @cached_property
+    def saved(self) -> int:
+        """What a layer keeps for its backward: input, normed and scaled input of both halves, query, keys, values and output of attention
+        as laid out, its output by token, its log-sum-exp, four products of the feed-forward network. In bf16 norms keep their input in
+        float32 instead of as it is."""
+        norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
+        scores = 4 * self.laid * self._split(self.work.model.heads) + 8 * self.tokens
+        attention = self.laid * (2 * self.query + 2 * self.keys) + self.tokens * self.query
+        return norms + attention + scores + 4 * self.wide
+
+    @cached_property
+    def last(self) -> int:
+        """What the last norm keeps, and the states whose logits are asked for."""
+        return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
+
+    # Weights, whole over dp.
+
+    def _whole(self, tensors: Iterable[Tensor]) -> int:
+        return held(kinds(tensors), Side(self.work.layout)) * self.item
+
+    @cached_property
+    def whole(self) -> int:
+        return held(self.work.model.kinds, Side(self.work.layout)) * self.item
+
+    @cached_property
+    def layer(self) -> int:
+        return self._whole(t for t in self.work.model.tensors if t.layer == 0)
+
+    @cached_property
+    def ends(self) -> int:
+        """Embedding, last norm, head."""
+        return self.whole - self.work.model.layers * self.layer
+
+    @cached_property
+    def table(self) -> int:
+        """The embedding's or the head's weights."""
+        return self._whole(self.work.model.tensors[:1])
+
+    @cached_property
+    def matrix(self) -> int:
+        """One of the three matrices of a feed-forward network."""
+        return self._split(self.work.model.intermediate) * self.work.model.hidden * self.item
+
+    # At rest, in elements.
+
+    @cached_property
+    def elements(self) -> int:
+        return held(self.work.model.kinds, Side(self.work.layout, self.work.divided))
+
+    @cached_property
+    def largest(self) -> int:
+        """The largest tensor."""
+        side = Side(self.work.layout, self.work.divided)
+        return max(elements(box_at(k.tensor, side, (0, 0, 0))) for k in self.work.model.kinds)
+
+
+def trainer(verb: str, work: Work) -> Moments:
+    """The moments of an infer or an update by torch (backends/fsdp.py)."""
+    s = _Sizes(work)
+    return _update(s) if verb == "update" else _infer(s)
+
+
+def _infer(s: _Sizes) -> Moments:
+    """Forward alone. What is divided is gathered layer by layer: a flat buffer, out of which the weights are copied, lives until the next
+    layer's has been copied, too. ZeRO 2 of what is trained keeps the gathered weights to the end."""
+    work = s.work
+    # Beside a layer's input: its second half's input, normed, and products; or queries, keys and values, by token and laid out.
+    feed = 3 * s.hidden + 3 * s.wide
+    attention = 2 * s.hidden + s.tokens * (2 * s.query + 2 * s.keys) + s.laid * (2 * s.query + 2 * s.keys)
+    layer = s.angles + max(feed, attention)
+    head = s.scored * work.model.hidden * s.item + _head(s)
+    first = kept = gathered = 0
+    if work.divided:
+        first = 2 * s.ends + 2 * s.layer
+        kept = s.whole if work.trained and work.layout.zero < 3 else s.ends
+        gathered = s.whole + s.layer if work.trained and work.layout.zero < 3 else s.ends + 2 * s.layer
+    return {
+        "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.angles},
+        "a layer is gathered": {"rows": s.rows, "gathered weights": gathered + s.layer if work.divided else 0, "activations": s.hidden},
+        "in a layer": {"rows": s.rows, "gathered weights": gathered, "activations": layer},
+        "in the head": {"rows": s.rows, "gathered weights": kept + s.layer if work.divided else 0, "logits": head},
+    }
+
+
+def _head(s: _Sizes) -> int:
+    """Logits at their most without gradients: divided by the temperature, and their log-softmax; where the vocabulary is divided, a
+    rank's part, all parts and their concatenation."""
+    tp, stored = s.work.layout.tp, s.logit * s.item // 4
+    joined = stored // tp + 2 * stored if tp > 1 else 0
+    return max(2 * s.logit, joined)
+
+
+def _update(s: _Sizes) -> Moments:
+    work, layers = s.work, s.work.model.layers
+    full, summed = work.recompute, work.batches > 1
+    kept = layers * s.hidden if full else layers * s.saved
+    recomputed = s.saved - (s.hidden if s.item == 4 else 0) if full else 0
+    base = s.angles + kept
+    states = s.last if not full or s.item == 2 else s.last - s.hidden
+    # Gradients at rest, from the first micro-batch on.
+    apart = s.elements * s.item
+    # The gradient of a divided embedding comes out whole.
+    spread = 0 if work.divided else (work.layout.tp - 1) * s.table
+    gradients = apart + spread
+    rest = gradients if summed else 0
+    # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last layer's buffer.
+    zero3 = work.divided and work.layout.zero >= 3
+    top = (s.ends + s.layer if zero3 else s.whole) if work.divided else 0
+    forward = top + s.layer if work.divided and not zero3 else top
+    below = (s.ends + 2 * s.layer if zero3 else s.whole) if work.divided else 0
+    # In backward, gradients of the ends stay whole until it is over; a layer's are reduced out of a flat buffer after it.
+    table = s.table if work.divided or work.model.tied or not summed else 0
+    found = {
+        "the end of forward": {"gathered weights": forward, "gradients": rest, "activations": base + states, "logits": _head(s)},
+        "backward in the head": {"gathered weights": top, "gradients": rest, "activations": base + states, "logits": 3 * s.logit},
+        "the head's gradient": {
+            "gathered weights": top,
+            "gradients": rest + s.table,
+            "activations": base + states + s.scored * work.model.hidden * s.item,
+            "logits": s.logit * s.item // 4,
+        },
+    }
+    one = s.layer if work.divided else 0
+    for name, index in (("the last", layers - 1), ("the first", 0)):
+        above = layers - 1 - index
+        made = rest if summed or not layers else (gradients - spread) * above // layers
+        held_here = (index + 1) * s.hidden + recomputed if full else (index + 1) * s.saved
+        # A layer's gradients before this one's are in their flat buffer still.
+        flat = one if above and work.divided else 0
+        for half, more in _backward(s).items():
+            found[f"backward in {half} of {name} layer"] = {
+                "gathered weights": below - (0 if zero3 else above * one),
+                "gradients": made + table + flat + more["gradients"],
+                "activations": s.angles + held_here + more["activations"],
+            }
+    ends = s.ends if work.divided else 0
+    found["the embedding's gradient"] = {
+        "gathered weights": s.ends if work.divided else 0,
+        "gradients": gradients + 2 * one + ends + (2 * s.table if work.model.tied else s.table * work.layout.tp),
+        "activations": s.hidden,
+    }
+    return {name: {"rows": s.rows, **items} for name, items in found.items()} | _step(s, gradients)
+
+
+def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
+    """What the backward of a layer's halves adds to all that the layer has kept, and has let go of already."""
+    feed = max(s.hidden + s.wide, s.hidden + 2 * s.wide)
+    freed = 4 * s.wide + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
+    attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.keys) - freed
+    divided = s.work.divided
+    return {
+        "the feed-forward half": {"activations": feed, "gradients": s.matrix if divided or not s.work.batches > 1 else 0},
+        "the attention half": {"activations": attention, "gradients": 3 * s.matrix if divided or not s.work.batches > 1 else 0},
+    }
+
+
+def _step(s: _Sizes, gradients: int) -> Moments:
+    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then AdamW on float32 gradients."""
+    work = s.work
+    dp = work.layout.dp
+    found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
+    if dp > 1 and not work.divided:
+        found["the gradients' sum"] = {"gradients": gradients, "workspace": s.item * min(s.elements, max(s.largest, CHUNK))}
+    if dp > 1 and work.layout.zero == 1:
+        stretch = 4 * -(-s.elements // dp)
+        master = stretch if s.item == 4 else 0
+        found["the stretch of gradients"] = {"gradients": gradients + stretch}
+        found["the stretch of weights"] = {"gradients": stretch, "workspace": 2 * master}
+        found["weights are spread"] = {"workspace": master + dp * min(stretch, 4 * CHUNK)}
+    elif s.item == 2:
+        found["float32 gradients"] = {"gradients": 4 * s.elements, "workspace": s.item * s.largest}
+    return found
+
+
+def generator(verb: str, work: Work) -> Moments:
+    """The moments of a generation by transformers (backends/hf.py): `rows` prompts at once, `samples` responses each, the cache one
+    tensor of keys and one of values a layer, copied whenever it grows."""
+    assert verb == "generate"
+    alone = _Sizes(work)
+    each = work.rows * work.samples
+    width = max(1, work.prompt + work.response - 1)
+    cache = 2 * work.model.layers * alone.keys * each * width
+    logits = 4 * each * work.model.vocabulary
+    hidden = work.model.hidden * alone.item
+    wide = -(-work.model.intermediate // work.layout.tp) * alone.item
+    # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, a comparison; with filters more copies.
+    draw = 2 * logits + 2 * 2 * logits + logits // 4
+    fed = work.rows * work.prompt
+    return {
+        "prompts are read": {
+            "KV cache": 2 * work.model.layers * alone.keys * fed,
+            "activations": fed * max(3 * hidden + 3 * wide, 2 * hidden + 3 * alone.query + 2 * alone.keys),
+        },
+        "the last token is computed": {
+            "KV cache": cache,
+            "activations": alone.keys * each * width + each * (3 * hidden + 3 * wide),
+            "logits": logits,
+            "rows": 16 * each * width,
+        },
+        "the last token is drawn": {"KV cache": cache, "logits": draw, "rows": 8 * each * width},
+    }

@@ -1,0 +1,31 @@
+"""What a node-state computes at once: all that an engine must know to say what it holds meanwhile.
+
+Invariant: plain figures at the columns' bounds, of one rank; where they come from is passes/holdings.py's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .layout import Layout
+from .plan import Model
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node-state computes at once on a rank: `rows` of a micro-batch (of a generation, prompts at once), which have `prompts`
+    distinct beginnings of `prompt` tokens, and `response` tokens each; `batches` micro-batches before an optimizer step. `divided`:
+    weights at rest are divided over dp; `trained`: they have an optimizer."""
+
+    model: Model
+    layout: Layout
+    dtype: str
+    rows: int
+    prompts: int
+    prompt: int
+    response: int
+    samples: int = 1
+    batches: int = 1
+    divided: bool = False
+    trained: bool = False
+    recompute: bool = False
