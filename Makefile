@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -48,6 +48,9 @@ bench-phases: $(VENV)/ready
 # Seconds, predicted against measured; measures this machine first. About 10 minutes.
 bench-seconds: $(VENV)/ready
 	$(BIN)/python bench/seconds.py
+
+bench-simulate: $(VENV)/ready
+	$(BIN)/python bench/simulate.py
 
 $(VENV_TRL)/ready: constraints/trl.txt
 	$(PYTHON) -m venv $(VENV_TRL)

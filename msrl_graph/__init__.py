@@ -1,7 +1,7 @@
 """msrl_graph: a small language and its compiler for reinforcement learning of large language models.
 
-`compile` gives the Plan of an .rlg program, `parse` its syntax tree, `run` trains by a plan (it needs the extra `run`); `Graph` is an
-algorithm apart from where it runs.
+`compile` gives the Plan of an .rlg program, `parse` its syntax tree, `simulate` says what iterations of a plan take when rows differ,
+`run` trains by one (it needs the extra `run`); `Graph` is an algorithm apart from where it runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from .graph import Graph
 
 if TYPE_CHECKING:
     from .runtime.supervisor import run
+    from .simulation import simulate
 
-__all__ = ["Graph", "compile", "parse", "run"]
+__all__ = ["Graph", "compile", "parse", "run", "simulate"]
 
 
 def __getattr__(name: str) -> object:
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> object:
         from .runtime.supervisor import run
 
         return run
+    if name == "simulate":
+        from .simulation import simulate
+
+        return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--emit", choices=("ast", "graph", "placed", "plan", "ray"), help="what to show (default: plan; graph without a deploy)")
     p.add_argument("--format", choices=("text", "json"), default="text", help="how to show it")
     p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
+    p.add_argument("--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan")
+    p.add_argument("--lengths", metavar="SPEC", action="append", help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE")
+    p.add_argument("--stragglers", metavar="SPEC", help="with --simulate: which share of the devices is how many times slower, `1%% x3`")
+    p.add_argument("--function", metavar="NAME=SECONDS", action="append", help="with --simulate: what a function node takes of a row")
+    p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
@@ -83,6 +88,13 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
     if options.emit == "ray" and options.format == "json":
         parser.error("`--emit ray` is a script; `--format json` does not apply")
+    more = [f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None]
+    if more and not options.simulate:
+        parser.error(f"`{more[0]}` goes with `--simulate N`")
+    if options.simulate and (options.emit or options.check):
+        parser.error(f"`--simulate` shows what iterations take: leave out `{'--emit' if options.emit else '--check'}`")
+    if any("=" not in f for f in options.function or ()):
+        parser.error("`--function` takes NAME=SECONDS")
     sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
     if any("=" not in s for s in options.sets):
         parser.error("`--set` takes PARAM=VALUE")
@@ -103,7 +115,7 @@ def _compile(argv: Sequence[str]) -> int:
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
         result = translate(source, deploy=options.deploy, model=options.model, sets=sets, until=until, after=after)
-        output = "" if options.check else _result(result, options)
+        output = "" if options.check else _simulated(result, options) if options.simulate else _result(result, options)
     except Fault as fault:
         _tell(fault.diagnostics, source, options)
         return 1
@@ -127,6 +139,15 @@ def _compile(argv: Sequence[str]) -> int:
             print(f"msrl-compile: cannot write `{options.output}`: {error.strerror}", file=sys.stderr)
             return 2
     return 0
+
+
+def _simulated(result: Compilation, options: argparse.Namespace) -> str:
+    from .compile import no_deploy
+    from .simulation.flags import simulated
+
+    if result.plan is None:
+        raise no_deploy()
+    return simulated(result.plan, options, *_screen(options))
 
 
 def _result(result: Compilation, options: argparse.Namespace) -> str:
@@ -160,9 +181,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         return ray_script(result.plan)
     from .emit import text
 
-    to_terminal = options.output is None and sys.stdout.isatty()
-    colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)
-    width = max(80, os.get_terminal_size().columns) if to_terminal else text.WIDTH
+    width, colour = _screen(options)
     if stage == "graph":
         assert result.graph is not None
         return text.graph_text(result.graph, width, colour)
@@ -171,6 +190,15 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         return text.placed_text(result.placed, width, colour)
     assert result.plan is not None
     return text.plan_text(result.plan, width, colour)
+
+
+def _screen(options: argparse.Namespace) -> tuple[int, bool]:
+    """How wide a text is, and whether it has colour."""
+    from .emit.text import WIDTH
+
+    to_terminal = options.output is None and sys.stdout.isatty()
+    colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)
+    return max(80, os.get_terminal_size().columns) if to_terminal else WIDTH, colour
 
 
 # msrl-run
@@ -308,6 +336,12 @@ def _natural(text: str) -> int:
     if not text.isdecimal() or int(text) > 2**53:
         raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^53 belongs here, not `{text}`")
     return int(text)
+
+
+def _count(text: str) -> int:
+    if not (number := _natural(text)):
+        raise argparse.ArgumentTypeError("a whole number of 1 or more belongs here, not `0`")
+    return number
 
 
 # Shared by the commands

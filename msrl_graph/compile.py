@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
-from .checks import layout, lints, memory, sharing
+from .checks import layout, lints, memory, sharing, staleness
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -74,7 +74,7 @@ def _covers(plan: Plan, names: Sequence[str]) -> bool:
 def _misplaced(plan: Plan) -> list[Diagnostic]:
     """What is wrong with where and how states are placed; a statement that is wrong by itself is not told to differ from another."""
     found = layout.check(plan, ENGINES)
-    found += [d for d in sharing.check(plan) if d.span not in {f.span for f in found}]
+    found += [d for d in (*sharing.check(plan), *staleness.check(plan)) if d.span not in {f.span for f in found}]
     return found or lints.check(plan, ENGINES)
 
 

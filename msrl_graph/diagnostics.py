@@ -178,10 +178,20 @@ CODES: dict[str, str] = {
     "bad-reshard": "A resharding edge must lead from the update of a worker to a state that generates with the same model.",
     "frozen-update": "A frozen worker's weights never change, so it has no update.",
     "term-column": "A loss term or function needs a column that the node does not read.",
+    "shared-staleness": (
+        "`staleness` lets a generation run with older weights while newer ones are made. Where both share devices they take turns, so "
+        "there is nothing to gain, and the rows would only be older."
+    ),
+    "unread-logp": (
+        "With `staleness` or `partial`, older weights generated the rows than those that they update. What the weights that generated "
+        "thought of each token is known while it is sampled only: a generation writes it as `f32[response]` beside the response, and a "
+        "loss that reads it can correct for the difference."
+    ),
     "stale-logp": (
         "A clipped loss compares the policy with the one that the responses came from. Without `old_logp` the log-probability of this very "
         "step stands in for it, which is exact for the first optimizer step on a batch only: from the second on the ratio would stay 1 and "
-        "nothing would be clipped. More than one step is taken where `epochs` is above 1 or `mini_batch` is smaller than the batch."
+        "nothing would be clipped. More than one step is taken where `epochs` is above 1 or `mini_batch` is smaller than the batch; with "
+        "`staleness` the responses are older weights' from the start."
     ),
     "bad-scope": "A statistic over a group needs all rows of the group at once; `per = row` may be given any subset of the rows.",
     "bad-value": "The value is of the wrong kind or out of range.",

@@ -63,7 +63,8 @@ class EngineSpec:
     that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
     that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
     planned. `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
-    rest; without it general formulas stand in.
+    rest; without it general formulas stand in. `continuous`: a sequence that ends leaves its place to the next, and is handed on at
+    once.
 
     What seconds follow from: `calls` counts operators where the engine is eager torch, and is None where its kernels are fused;
     `shares_beginnings`: rows of a batch that begin alike are computed once, and a row's last token, which predicts nothing, not at all;
@@ -80,6 +81,7 @@ class EngineSpec:
     replicates_kv_heads: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
     runs: bool = True
+    continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None
     shares_beginnings: bool = False

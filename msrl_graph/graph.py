@@ -133,6 +133,12 @@ class Edge:
     attributes: dict[str, Expr] = field(default_factory=dict)
     span: Span = NOWHERE
 
+    @property
+    def staleness(self) -> int:
+        """By how many versions the weights at a resharding edge's end may be behind."""
+        expr = self.attributes.get("staleness")
+        return int(expr.value) if expr is not None and isinstance(expr.value, (int, float)) else 0
+
 
 @dataclass(frozen=True)
 class Graph:

@@ -29,4 +29,5 @@ SPEC = EngineSpec(
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     runs=False,
     lints=_lints,
+    continuous=True,
 )

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, limits, scope
+from . import columns, edges, limits, scope, staleness
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     scope.too_long,
     scope.own_metric,
     limits.not_yet,
+    staleness.unread_logp,
     columns.unused,
 )
 # These stay true of a graph of which some statements could not be read; the others might follow from what is missing.

@@ -34,19 +34,23 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms that go without `old_logp` where a second optimizer step is taken on a batch."""
+    """Terms that go without `old_logp` where a second optimizer step is taken on a batch, or other weights generated it."""
     found = []
     for node in graph.verb("update"):
         rows = graph.rows[min(graph.level(node), len(graph.rows) - 1)]
         epochs, batches = int(node.number("epochs", 1)), -(-rows // max(1, int(node.number("mini_batch", rows))))
         steps = epochs * batches
-        if steps == 1:
+        behind = max((e.staleness for e in graph.reshards() if e.src == node.name), default=0)
+        if steps == 1 and not behind:
             continue
         for call, signature in _calls(node, library):
             if "old_logp" not in signature.columns or "old_logp" in call.keys or "old_logp" in node.reads:
                 continue
-            message = f"`{signature.name}` without `old_logp` is right for one optimizer step a batch; `{node.name}` takes {steps:,}"
-            causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs)) if n > 1]
+            takes = f"one optimizer step a batch; `{node.name}` takes {steps:,}"
+            if steps == 1:
+                takes = f"rows of the newest weights; those of `{node.name}` may be {behind} version{'s' * (behind > 1)} behind"
+            message = f"`{signature.name}` without `old_logp` is right for {takes}"
+            causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs), ("staleness", behind + 1)) if n > 1]
             help = f"read `old_logp` from an `{node.worker}.infer`, or leave out {' and '.join(causes)}"
             found.append(Diagnostic("stale-logp", message, _span(call, node), help))
     return found

@@ -187,7 +187,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "top_k": COUNT,
         "stop": NotYet("a response ends at the end token or at `max_tokens`"),
         "max_tokens": COUNT,
-        "partial": NotYet("each response is generated whole"),
+        "partial": COUNT,
         "environment": _NO_ENVIRONMENT,
         "turns": _NO_ENVIRONMENT,
         "timeout": _NO_ENVIRONMENT,
@@ -203,7 +203,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
     "function": {"keep": _NO_FILTER, "select": _NO_FILTER, "refill": _NO_FILTER},
     "sample edge": {"stream": COUNT, "balance": Words(("tokens",))},
     "resharding edge": {
-        "staleness": Only(0, "leave it out: the run is synchronous"),
+        "staleness": Number(0, MOST, whole=True),
         "every": Only(1, "leave it out: every version is sent"),
     },
     "cluster": {

@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
     return "< 1 us"
 
 
-class _Page:
+class Page:
     """Collects sections and renders them to a string."""
 
     def __init__(self, width: int, colour: bool) -> None:
@@ -73,7 +73,7 @@ class _Page:
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     """The whole plan; a part that no pass has filled yet is left out."""
-    page = _Page(width, colour)
+    page = Page(width, colour)
     _head(page, plan)
     if plan.placements:
         _pools(page, plan)
@@ -99,7 +99,7 @@ def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
 
 def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
     """An algorithm without a place to run: workers, columns, states, edges."""
-    page = _Page(width, colour)
+    page = Page(width, colour)
     page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
     if graph.params:
         page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
@@ -135,7 +135,7 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
 
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     """The graph with its docks and allgather-swaps."""
-    page = _Page(width, colour)
+    page = Page(width, colour)
     vertices, arcs = placed(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
@@ -145,7 +145,7 @@ def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     return page.text()
 
 
-def _head(page: _Page, plan: Plan) -> None:
+def _head(page: Page, plan: Plan) -> None:
     cluster, device, graph = plan.cluster, plan.cluster.device, plan.graph
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
@@ -178,7 +178,7 @@ def _rows(graph: Graph) -> str:
     return " x ".join([many(prompts, "prompt"), *(many(n // max(1, prompts), "response") for n in more)])
 
 
-def _pools(page: _Page, plan: Plan) -> None:
+def _pools(page: Page, plan: Plan) -> None:
     seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
     on_devices = {p.name: p for p in plan.pools}
     for pool in dict.fromkeys([*on_devices, *(p.pool for p in plan.placements)]):
@@ -222,7 +222,7 @@ def _layout(layout: Layout) -> str:
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
-def _docks(page: _Page, plan: Plan) -> None:
+def _docks(page: Page, plan: Plan) -> None:
     docks = plan.docks
     where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} {_range(docks.hosts)}"
     page.heading(
@@ -236,7 +236,7 @@ def _docks(page: _Page, plan: Plan) -> None:
     page.table(("controller of", "host", "columns that it hears of", "groups", "hands out", "how"), rows, (1, 3))
 
 
-def _traffic(page: _Page, plan: Plan) -> None:
+def _traffic(page: Page, plan: Plan) -> None:
     total = sum(t.bytes for t in plan.traffic)
     page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
     rows = []
@@ -251,7 +251,7 @@ def _traffic(page: _Page, plan: Plan) -> None:
     page.line(f"central: {plan.traffic[0].central_seconds.basis}")
 
 
-def _reshards(page: _Page, plan: Plan) -> None:
+def _reshards(page: Page, plan: Plan) -> None:
     for r in plan.reshards:
         page.heading(f"Reshard {r.src} => {r.dst}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
         sends = r.mode == "send"
@@ -289,7 +289,7 @@ def _peak(order: str) -> str:
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"
 
 
-def _schedule(page: _Page, plan: Plan) -> None:
+def _schedule(page: Page, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
     rows = [(s.task, s.pool, ", ".join(map(_instruction, s.instructions)) or "-") for s in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
@@ -299,7 +299,7 @@ def _instruction(i: Instruction) -> str:
     return f"{i.op} {i.node} => {i.other}" if i.other else f"{i.op} {i.node}"
 
 
-def _memory(page: _Page, plan: Plan) -> None:
+def _memory(page: Page, plan: Plan) -> None:
     for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
         phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
         has = phases[0].capacity
@@ -313,7 +313,7 @@ def _memory(page: _Page, plan: Plan) -> None:
         page.table(("phase", "peak", "of it", "what"), rows, (1, 2))
 
 
-def _estimate(page: _Page, plan: Plan) -> None:
+def _estimate(page: Page, plan: Plan) -> None:
     assert plan.estimate is not None
     estimate = plan.estimate
     page.heading("Estimate", "every row at its bound")

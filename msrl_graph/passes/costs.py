@@ -9,6 +9,7 @@ takes at least; where a device works beside Python only the longer of the two co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -164,10 +165,16 @@ class Costs:
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """So many rows at their bounds."""
-        written = holdings.scored_tokens(self.plan, self.node)
-        fan = self.plan.graph.rows[-1] / self.plan.graph.rows[0]
-        return Rows.alike(count, holdings.row_tokens(self.plan, self.node) - written, written, fan)
+        """So many rows at their bounds, that follow each other: those of one prompt share its tokens, where so many cut prompts in two
+        they count once for each part. An update's mini-batch has its part of the rows of each prompt."""
+        graph, written = self.plan.graph, holdings.scored_tokens(self.plan, self.node)
+        fan = graph.rows[-1] / graph.rows[0] if graph.level(self.state) else 1.0
+        if self.state.verb == "update":
+            rows = holdings.row_count(self.plan, self.node)
+            fan = max(1.0, fan * min(1.0, self.state.number("mini_batch", rows) / rows))
+        both = math.gcd(int(count), int(fan)) if count.is_integer() and fan.is_integer() else 1
+        prompts = max(1.0, 1 + (count - both) / fan)
+        return Rows.alike(count, holdings.row_tokens(self.plan, self.node) - written, written, count / prompts)
 
     # The acts of an engine.
 

@@ -69,6 +69,11 @@ class EstimateTime:
         notes = plan.notes
         if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:
             notes += (Note("estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"),)
+        off_policy = {"staleness": any(e.staleness for e in plan.graph.reshards())}
+        off_policy["partial"] = any(n.number("partial", 1) > 1 for n in plan.graph.verb("generate"))
+        if any(off_policy.values()):
+            what = " and ".join(f"`{k}`" for k, there in off_policy.items() if there)
+            notes += (Note("estimate", f"of an iteration by itself, each row whole: what {what} gains, `msrl-compile --simulate N` shows"),)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
 
     def _state(self, node: Costs) -> Figure:
@@ -76,9 +81,8 @@ class EstimateTime:
         if node.state.verb == "generate":
             return self._generate(node)
         plan, batches, epochs = node.plan, node.micro_batches(), int(node.state.number("epochs", 1))
-        count = holdings.row_count(plan, node.node)
-        rows = node.rows(count) if self.rows is None else self.rows.part(count / self.rows.count)
-        batch = node.micro_batch(rows.part(1 / (node.layout.dp * batches)))
+        count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
+        batch = node.micro_batch(node.rows(count) if self.rows is None else self.rows.part(count / self.rows.count))
         seconds, basis, source = batch.value * batches * epochs, f"micro-batches: {batch.basis}", batch.source
         if node.state.verb == "update":
             step = node.optimizer_step()

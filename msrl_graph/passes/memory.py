@@ -89,7 +89,9 @@ class CountMemory:
                 ranks = max(_on_hosts(plan, plan.placement(r.src).pool))
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
-            items["rows"] = sum(column_bytes(plan.graph, c.name) for c in plan.graph.columns) // len(plan.docks.hosts)
+            # Under staleness a generation is ahead by so many iterations of rows that no update has read.
+            ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
+            items["rows"] = (1 + ahead) * sum(column_bytes(plan.graph, c.name) for c in plan.graph.columns) // len(plan.docks.hosts)
         if cluster.device.backend == "cpu":
             # A pool that has no such phase is in any of its own meanwhile.
             held = [0] * cluster.nodes

@@ -117,6 +117,14 @@ def check(plan: Plan) -> dict[str, int]:
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             found.append(Diagnostic("not-yet", what, span, f"these run: {', '.join(others)}"))
+    for node in plan.graph.verb("generate"):
+        if node.number("partial", 1) > 1:
+            what = f"`partial` of `{node.name}` can be planned for, not run, in this version"
+            found.append(Diagnostic("not-yet", what, node.attributes["partial"].span, "leave it out: each response is generated whole"))
+    for edge in plan.graph.reshards():
+        if edge.staleness:
+            what = f"`staleness` of `{edge.src} => {edge.dst}` can be planned for, not run, in this version"
+            found.append(Diagnostic("not-yet", what, edge.attributes["staleness"].span, "leave it out: the run is synchronous"))
     for model in plan.deploy.models.values():
         if not model.path:
             what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"

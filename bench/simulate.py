@@ -1,0 +1,57 @@
+"""How long a simulation takes: an iteration of 1,024 prompts with 16 responses each, on 384 and on 10,000 devices, interleaved.
+
+Usage: python bench/simulate.py [--runs N]. The last line is one JSON object; the bar is 10 seconds an iteration on 10,000 devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+from msrl_graph import compile, simulate
+
+BAR = 10.0
+PROGRAM = """import grpo
+cluster pod {{ device = "ascend-910c", nodes = {nodes}, devices_per_node = 8, network = 25 GB/s }}
+deploy grpo on pod {{
+  set prompts = 1024
+  model policy = "qwen2.5-32b"
+  data source = "deepscaler.jsonl" {{ prompt = "problem", answer = "answer" }}
+  place actor.generate on nodes 0..{last}
+  place actor.update, reference together on nodes {first}..{end}
+  layout actor.generate {{ tp = 4 }}
+  layout actor.update {{ tp = 8 }}
+  engine actor.generate = vllm
+  actor.generate -> actor.infer, reference.infer {{ stream = 1024 }}
+}}
+"""
+# Hosts in all, and those that generate: the update's data-parallel size must divide the rows.
+SIZES = {384: (48, 16), 10_000: (1250, 226)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=3, help="of each")
+    runs = max(1, parser.parse_args().runs)
+    plans = {
+        size: compile("bench.rlg", text=PROGRAM.format(nodes=nodes, last=some - 1, first=some, end=nodes - 1))
+        for size, (nodes, some) in SIZES.items()
+    }
+    seconds: dict[int, list[float]] = {size: [] for size in SIZES}
+    for _ in range(runs):
+        for size, plan in plans.items():
+            began = time.perf_counter()
+            found = simulate(plan, iterations=1, lengths="lognormal(1500, 1)", stragglers="1% x3")
+            seconds[size].append(time.perf_counter() - began)
+            assert found.seconds > 0
+    for size, values in seconds.items():
+        print(f"{size:>6,} devices: median {statistics.median(values):6.2f} s, least {min(values):6.2f} s, {runs} runs")
+    median = {f"seconds_{size}": round(statistics.median(values), 2) for size, values in seconds.items()}
+    worst = max(median.values())
+    print(json.dumps({"bench": "simulate", "rows": 1024 * 16, **median, "bar": BAR, "pass": worst <= BAR, "runs": runs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Rows that older weights generated than those that they update: staleness and partial rollout.
+
+Invariant: what can be seen of the graph alone is told of the graph; who shares devices, of a plan whose states are placed.
+"""
+
+from __future__ import annotations
+
+from ..diagnostics import Diagnostic, Span
+from ..graph import Edge, Graph, Node
+from ..plan import Plan
+from .columns import Library
+
+
+def unread_logp(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Generations off-policy whose log-probabilities as sampled no update reads."""
+    found = []
+    for node in graph.verb("generate"):
+        cause = _cause(graph, node)
+        updates = [u for u in graph.verb("update") if u.worker == node.worker]
+        drawn = {c for c in node.writes if graph.column(c).element == "f32"}
+        if cause is None or not updates or any(drawn & set(u.reads) for u in updates):
+            continue
+        name, span = cause
+        update = updates[0].name
+        message = f"`{name}` lets older weights generate than those of `{update}`, which reads no log-probabilities as they were sampled"
+        if drawn:
+            help = f"read `{min(drawn)}` in `{update}`, and correct its loss by it"
+        else:
+            response = next((c for c in node.writes if graph.column(c).element == "i32"), "response")
+            help = f"declare `gen_logp : f32[{response}]`, let `{node.name}` write it beside `{response}`, and `{update}` read it"
+        found.append(Diagnostic("unread-logp", message, span, help, "warning"))
+    return found
+
+
+def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
+    """What makes a generation off-policy, and where it stands."""
+    edge = next((e for e in graph.reshards() if e.dst == node.name and e.staleness), None)
+    if edge is not None:
+        return "staleness", _span(edge)
+    if node.number("partial", 1) > 1:
+        span = node.attributes["partial"].span
+        return "partial", span if span.line else node.span
+    return None
+
+
+def check(plan: Plan) -> list[Diagnostic]:
+    """Staleness between states that take turns on the same devices: one never runs while the other does."""
+    found = []
+    for edge in plan.graph.reshards():
+        if edge.staleness and plan.placement(edge.src).pool == plan.placement(edge.dst).pool:
+            message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: `staleness` gains nothing"
+            help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
+            found.append(Diagnostic("shared-staleness", message, _span(edge), help))
+    return found
+
+
+def _span(edge: Edge) -> Span:
+    span = edge.attributes["staleness"].span
+    return span if span.line else edge.span

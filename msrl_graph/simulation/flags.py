@@ -1,0 +1,31 @@
+"""The flags of `msrl-compile --simulate`.
+
+Invariant: they say nothing that the arguments of `simulate` do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..diagnostics import Diagnostic, Fault
+from ..plan import Plan
+from . import simulate, simulation_text
+
+
+def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
+    """A simulation as it is shown; its trace goes to a file. Raises Fault."""
+    functions = {name.strip(): seconds.strip() for name, _, seconds in (f.partition("=") for f in options.function or ())}
+    found = simulate(
+        plan,
+        iterations=options.simulate,
+        lengths=options.lengths or (),
+        stragglers=options.stragglers or "",
+        function_seconds=functions,
+    )
+    if options.trace is not None:
+        try:
+            Path(options.trace).write_text(found.trace(), encoding="utf-8")
+        except OSError as error:
+            raise Fault(Diagnostic("missing-file", f"`{options.trace}` cannot be written: {str(error.strerror).lower()}")) from None
+    return found.to_json() if options.format == "json" else simulation_text(found, width, colour)

@@ -1,0 +1,83 @@
+"""The generation of one data-parallel group, from change to change of what is live.
+
+Invariant: between two changes the number of live sequences stays, and the cache grows by one token of each a step; so a stretch takes its
+steps times what a step takes in its middle, which is exact as long as that is linear in the cached tokens. What is at its end leaves the
+batch at once. Where the engine is continuous the next sequence takes a slot as soon as one is free, else the next wave waits for the
+longest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from ..passes.costs import Costs
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """`context` tokens are there when it begins, of which `prefill` must be computed (0: a sibling's prompt is there already); it adds
+    `tokens`."""
+
+    row: int
+    context: float
+    prefill: float
+    tokens: int
+
+
+@dataclass
+class Generated:
+    """When each row ended, and the live sequences of each stretch of time (from, to, sequences), the filling of its cache included."""
+
+    end: float
+    ends: dict[int, float] = field(default_factory=dict)
+    stretches: list[tuple[float, float, int]] = field(default_factory=list)
+
+
+def generate(costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float) -> Generated:
+    """At most `slots` sequences at once, in order, all `slow` times slower than planned; the host has its part of each row that ends."""
+    host = costs.device.overheads.row.value
+    found = Generated(start)
+    waiting = list(sequences)[::-1]
+    live: list[tuple[int, int, Sequence]] = []  # by the step at which each ends
+    step, cached, now, admitted = 0, 0.0, start, 0
+    while waiting or live:
+        begin = now
+        if waiting and (not live or (continuous and len(live) < slots)):
+            new = [waiting.pop() for _ in range(min(slots - len(live), len(waiting)))]
+            if prefills := [s.prefill for s in new if s.prefill]:
+                now += slow * costs.prefill(prefills).value
+            for sequence in new:
+                # The first token comes with the prompt.
+                heapq.heappush(live, (step + sequence.tokens - 1, admitted, sequence))
+                admitted += 1
+                cached += sequence.context
+        steps, count = live[0][0] - step, len(live)
+        now += slow * steps * costs.decode_step(count, cached + count * steps / 2).value if steps else 0.0
+        found.stretches.append((begin, now, count))
+        step += steps
+        cached += count * steps
+        while live and live[0][0] == step:
+            _, _, sequence = heapq.heappop(live)
+            cached -= sequence.context + sequence.tokens - 1
+            now += host
+            found.ends[sequence.row] = now
+    found.end = now
+    return found
+
+
+def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
+    """The share of the time, from the first start to the last end, in which less than half as many sequences live as at the peak."""
+    changes: dict[float, int] = {}
+    for begin, end, count in stretches:
+        changes[begin] = changes.get(begin, 0) + count
+        changes[end] = changes.get(end, 0) - count
+    times = sorted(changes)
+    lives = list(accumulate(changes[t] for t in times))
+    if not times or times[-1] == times[0]:
+        return 0.0
+    peak = max(lives)
+    few = sum(b - a for (a, b), live in zip(pairwise(times), lives, strict=False) if 2 * live < peak)
+    return few / (times[-1] - times[0])

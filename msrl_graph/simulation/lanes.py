@@ -1,0 +1,68 @@
+"""Lanes: who works when. A pool's devices, and the data-parallel groups of each of its states; the hosts, for functions.
+
+Invariant: a device does one thing at a time, in the order of its pool's stream; a group begins when all its devices are free, and is as
+slow as its slowest device. Every stretch of work is kept as a Span, busy or (a resharding, a swap) not computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..layout import Layout
+from ..plan import Pool
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a group (`lane` its first device, or a host) did; `width` devices took part."""
+
+    pool: str
+    lane: int
+    name: str
+    iteration: int
+    begin: float
+    end: float
+    width: int
+
+
+@dataclass
+class Lanes:
+    """The devices of a pool (or the hosts). `clock`: when each is free; `before`: the state it computed last in this iteration."""
+
+    pool: str
+    first: int
+    slow: list[float]
+    clock: list[float] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    back: dict[str, list[float]] = field(default_factory=dict)  # by update: when each device has its weights again
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by state: the devices of each group
+
+    def __post_init__(self) -> None:
+        self.clock = [0.0] * len(self.slow)
+        self.before = [""] * len(self.slow)
+
+    @classmethod
+    def of(cls, pool: Pool, slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
+        found = cls(pool.name, pool.first, list(slow))
+        for node, layout in layouts.items():
+            groups: list[list[int]] = [[] for _ in range(layout.dp)]
+            for rank in range(min(layout.devices, pool.devices)):
+                groups[layout.coordinates(rank).dp].append(rank)
+            found.groups[node] = tuple(map(tuple, groups))
+        return found
+
+    def free(self, devices: Sequence[int]) -> float:
+        return max(self.clock[d] for d in devices)
+
+    def set(self, devices: Sequence[int], time: float, state: str = "") -> None:
+        for device in devices:
+            self.clock[device] = time
+            self.before[device] = state or self.before[device]
+
+    def slowest(self, devices: Sequence[int]) -> float:
+        return max(self.slow[d] for d in devices)
+
+    @property
+    def last(self) -> float:
+        return max(self.clock)

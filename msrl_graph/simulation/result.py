@@ -1,0 +1,160 @@
+"""What a simulation found: each iteration, each stretch of work, and the figures that follow.
+
+Invariant: plain data; every figure is computed from iterations and spans, and none is rounded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from ..passes.pools import FUNCTIONS
+from ..plan import Plan
+from .lanes import Span
+from .specs import Specs
+
+RESHARD = "reshard"
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """`begin` is the end of the one before. Tokens are of all responses, a prompt's counted once a response; `tail` the share of the
+    generation's time in which less than half as many sequences live as at its peak; `staleness` by how many versions the weights
+    that generated were behind those that are updated, mean and most over the prompts; `path` the chain of states that its end waited
+    for."""
+
+    number: int
+    begin: float
+    end: float
+    prompt_tokens: int
+    response_tokens: int
+    tail: float
+    staleness: float
+    most_stale: int
+    path: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Work:
+    """A state (or resharding) over all iterations: seconds an iteration from its first start to its last end, that its devices compute
+    on average, that the busiest group does; and the share of its pool's time that it fills."""
+
+    pool: str
+    name: str
+    span: float
+    mean: float
+    most: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """`lengths`: by iteration, the tokens of each row of every token column."""
+
+    plan: Plan
+    specs: Specs
+    iterations: tuple[Iteration, ...]
+    spans: tuple[Span, ...]
+    lengths: tuple[dict[str, tuple[int, ...]], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, on average."""
+        return self.iterations[-1].end / len(self.iterations)
+
+    def quantile(self, share: float) -> float:
+        """The seconds that a share of the iterations does not exceed."""
+        ordered = sorted(i.seconds for i in self.iterations)
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices, prompts counted once a response."""
+        tokens = sum(i.prompt_tokens + i.response_tokens for i in self.iterations)
+        return tokens / self.iterations[-1].end if self.iterations[-1].end else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """Tokens a second a device: eq. 5 of arXiv:2507.19017 at the rows' own lengths."""
+        return self.tokens_per_second / self.plan.cluster.devices
+
+    @property
+    def tail(self) -> float:
+        """The mean of the iterations', those left out that generated nothing."""
+        found = [i.tail for i in self.iterations]
+        return sum(found) / len(found)
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The critical path of most iterations."""
+        return Counter(i.path for i in self.iterations).most_common(1)[0][0]
+
+    @cached_property
+    def work(self) -> tuple[Work, ...]:
+        """By pool, in the order in which states first began."""
+        elapsed = self.iterations[-1].end
+        sizes = self.sizes
+        found = []
+        for pool, name in dict.fromkeys((s.pool, s.name) for s in self.spans):
+            spans = [s for s in self.spans if (s.pool, s.name) == (pool, name)]
+            lanes: Counter[int] = Counter()
+            stretch: dict[int, tuple[float, float]] = {}
+            for s in spans:
+                lanes[s.lane] += s.end - s.begin  # type: ignore[assignment]
+                begin, end = stretch.get(s.iteration, (s.begin, s.end))
+                stretch[s.iteration] = (min(begin, s.begin), max(end, s.end))
+            busy = sum((s.end - s.begin) * s.width for s in spans)
+            n = len(self.iterations)
+            length = sum(b - a for a, b in stretch.values()) / n
+            share = busy / (sizes[pool] * elapsed) if elapsed else 0.0
+            found.append(Work(pool, name, length, busy / sizes[pool] / n, max(lanes.values()) / n, share))
+        order = list(sizes)
+        return tuple(sorted(found, key=lambda w: order.index(w.pool)))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices of each pool, and the hosts."""
+        return {**{p.name: p.devices for p in self.plan.pools}, FUNCTIONS: self.plan.cluster.nodes}
+
+    def idle(self, pool: str) -> float:
+        """The share of a pool's device time in which nothing is computed or resharded."""
+        return max(0.0, 1 - sum(w.share for w in self.work if w.pool == pool))
+
+    def to_json(self) -> str:
+        """The figures, and each iteration's; seconds, tokens, shares from 0 to 1."""
+        figures = {
+            "seconds": self.seconds,
+            "seconds_half": self.quantile(0.5),
+            "seconds_95": self.quantile(0.95),
+            "throughput": self.throughput,
+            "tokens_per_second": self.tokens_per_second,
+            "tail": self.tail,
+            "path": self.path,
+            "work": [asdict(w) for w in self.work],
+            "idle": {pool: self.idle(pool) for pool in self.sizes},
+            "iterations": [{**asdict(i), "seconds": i.seconds} for i in self.iterations],
+        }
+        return json.dumps(figures, indent=2) + "\n"
+
+    def trace(self) -> str:
+        """Chrome's trace format: a process a pool, a thread a group (by its first device)."""
+        pools = list(self.sizes)
+        events: list[dict[str, object]] = [
+            {"name": "process_name", "ph": "M", "pid": i, "args": {"name": f"pool {p}" if p != FUNCTIONS else "hosts"}}
+            for i, p in enumerate(pools)
+        ]
+        for pool, lane in sorted({(pools.index(s.pool), s.lane) for s in self.spans}):
+            what = "host" if pools[pool] == FUNCTIONS else "device"
+            events.append({"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": f"{what} {lane}"}})
+        for s in self.spans:
+            where = {"pid": pools.index(s.pool), "tid": s.lane}
+            times = {"ts": s.begin * 1e6, "dur": (s.end - s.begin) * 1e6}
+            events.append({"name": s.name, "ph": "X", **times, **where, "args": {"iteration": s.iteration, "devices": s.width}})
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -1,0 +1,112 @@
+"""Rows: how long each is, who is slow, and who gets which.
+
+Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the plan's places, nor of
+the order in which it is asked for. `deal` shares out as a dock's controller does (runtime/dock.py), rows of all homes alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from ..passes import holdings
+from ..plan import Plan
+from .specs import Distribution, Recorded, Specs
+
+T = TypeVar("T")
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def key(*parts: int) -> int:
+    """64 random bits of a key."""
+    state = 0
+    for part in parts:
+        state = _mix((state + 0x9E3779B97F4A7C15 & _MASK) ^ _mix(part + 0x9E3779B97F4A7C15 & _MASK))
+    return state
+
+
+def keys(prefix: Sequence[int], numbers: range) -> list[int]:
+    """The keys of `prefix` and each of the numbers."""
+    state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
+    return [_mix(state ^ _mix(n + 0x9E3779B97F4A7C15 & _MASK)) for n in numbers]
+
+
+def share(bits: int) -> float:
+    """A number in (0, 1)."""
+    return ((bits >> 12) + 0.5) * 2.0**-52
+
+
+def number(name: str) -> int:
+    """What stands for a name in a key."""
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class Draws:
+    """What a simulation draws."""
+
+    plan: Plan
+    specs: Specs
+
+    def tokens(self, column: str, iteration: int) -> list[int]:
+        """The length of each row of a token column; a column that nothing is stated of has its bound."""
+        graph = self.plan.graph
+        rows, writer = graph.rows[min(graph.column(column).level, len(graph.rows) - 1)], graph.writer(column)
+        bound = holdings.written_tokens(self.plan, writer.name) if writer.verb == "generate" else graph.bound(column)
+        source = self.specs.lengths.get(column)
+        match source:
+            case None:
+                return [bound] * rows
+            case Recorded():
+                found = (source.of(iteration, r, rows) for r in range(rows))
+            case Distribution():
+                found = (source.at(share(k)) for k in keys((self.specs.seed, number(column), iteration), range(rows)))
+        return [min(bound, max(1, round(n))) for n in found]
+
+    def slowness(self, device: int) -> float:
+        """How many times slower a device computes."""
+        some = self.specs.stragglers
+        return some.factor if some.share and share(key(self.specs.seed, number("stragglers"), device)) < some.share else 1.0
+
+    def seconds(self, node: str, iteration: int, rows: int) -> list[float]:
+        """What a function takes of each row."""
+        found = self.specs.functions.get(node)
+        if found is None:
+            return [0.0] * rows
+        return [max(0.0, found.at(share(k))) for k in keys((self.specs.seed, number(node), iteration), range(rows))]
+
+    def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
+        """The units of each round of an update, ascending."""
+        order = [u for _, u in sorted(zip(keys((self.specs.seed, iteration, epoch), range(units)), range(units), strict=True))]
+        return [sorted(order[i : i + size]) for i in range(0, units, size)]
+
+
+def deal(units: Sequence[int], weight: Mapping[int, float] | None, groups: int) -> list[list[int]]:
+    """Shares units among groups: with weights, the heaviest first to the lightest group; else even stretches."""
+    if weight is None:
+        return split(units, groups)
+    heap = [(0.0, g) for g in range(groups)]
+    parts: list[list[int]] = [[] for _ in range(groups)]
+    for unit in sorted(units, key=lambda u: (-weight[u], u)):
+        load, group = heapq.heappop(heap)
+        parts[group].append(unit)
+        heapq.heappush(heap, (load + weight[unit], group))
+    return [sorted(p) for p in parts]
+
+
+def split(items: Sequence[T], parts: int) -> list[list[T]]:
+    """Even stretches, the longer ones first."""
+    each, over = divmod(len(items), parts)
+    ends = [i * each + min(i, over) for i in range(parts + 1)]
+    return [list(items[a:b]) for a, b in pairwise(ends)]

@@ -1,0 +1,217 @@
+"""What a person states of rows and machines that no plan knows: lengths, stragglers, seconds of functions.
+
+Invariant: all is frozen data, read once; a number is drawn by the inverse of a distribution from one uniform number, so that a longer
+distribution makes each row longer, and never changes which row it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from ..diagnostics import Diagnostic, Fault, nearest
+from ..plan import Plan
+
+_CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
+_NORMAL = NormalDist()
+# Inverse distribution functions, by name: the parameters, and the value at a share u in (0, 1).
+INVERSES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+    "fixed": (("tokens",), lambda u, n: n),
+    "uniform": (("least", "most"), lambda u, a, b: a + (b - a) * u),
+    "normal": (("mean", "std"), lambda u, mean, std: mean + std * _NORMAL.inv_cdf(u)),
+    "lognormal": (("median", "sigma"), lambda u, median, sigma: median * math.exp(sigma * _NORMAL.inv_cdf(u))),
+    "geometric": (("mean",), lambda u, mean: 1.0 if mean <= 1 else math.ceil(math.log1p(-u) / math.log1p(-1 / mean))),
+}
+
+
+@dataclass(frozen=True)
+class Distribution:
+    name: str
+    arguments: tuple[float, ...]
+
+    def at(self, share: float) -> float:
+        """The value below which the share `share` of all lies, in (0, 1)."""
+        return float(INVERSES[self.name][1](share, *self.arguments))
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{a:g}' for a in self.arguments)})"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Lengths of a file, by row in the order of their numbers, or by iteration (all its rows alike); from the start again after the
+    last."""
+
+    name: str
+    values: tuple[float, ...]
+    by_iteration: bool
+
+    def of(self, iteration: int, row: int, rows: int) -> float:
+        return self.values[(iteration if self.by_iteration else iteration * rows + row) % len(self.values)]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Source = Distribution | Recorded
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """The share of all devices that compute slower by a factor. Which ones they are stays the same in all iterations, and those of a
+    smaller share are among those of a larger one."""
+
+    share: float = 0.0
+    factor: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:g} % of the devices, {self.factor:g} times slower" if self.share and self.factor > 1 else "none"
+
+
+@dataclass(frozen=True)
+class Specs:
+    """`lengths` by column; what has none has its bound. `functions`: seconds a row, by node."""
+
+    lengths: Mapping[str, Source]
+    stragglers: Stragglers
+    functions: Mapping[str, Distribution]
+    seed: int
+
+
+def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int) -> Specs:
+    """The specs of texts, each as it stands after its flag. Raises Fault."""
+    found: dict[str, Source] = {}
+    for text in lengths:
+        found |= _lengths(plan, text)
+    return Specs(found, _stragglers(stragglers), {n: _function(plan, n, str(s)) for n, s in functions.items()}, seed)
+
+
+def token_columns(plan: Plan) -> list[str]:
+    return [c.name for c in plan.graph.columns if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like]
+
+
+def generated(plan: Plan) -> list[str]:
+    return [c for n in plan.graph.verb("generate") for c in n.writes if c in token_columns(plan)]
+
+
+def _lengths(plan: Plan, text: str) -> dict[str, Source]:
+    """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts too."""
+    known, responses = token_columns(plan), generated(plan)
+    column, equals, rest = text.partition("=")
+    stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
+    column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
+    if stated and column not in known:
+        what = f"`--lengths {text}`: no column of tokens is called `{column}`"
+        raise Fault(Diagnostic("unknown-column", what, help=nearest(column, known)))
+    if _CALL.fullmatch(rest):
+        return dict.fromkeys([column] if stated else responses, distribution(rest, f"--lengths {text}"))
+    prompts, lasting, by_iteration = _file(rest)
+    found: dict[str, Source] = dict.fromkeys([column] if stated else responses, Recorded(rest, lasting, by_iteration))
+    sources = [c for c in known if plan.graph.writer(c).verb == "source"]
+    if prompts and not stated and len(sources) == 1:
+        found[sources[0]] = Recorded(rest, _of_prompts(plan, prompts, by_iteration), by_iteration)
+    return found
+
+
+def _of_prompts(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
+    """A pair stands for a response: of the responses to one prompt, the first says how long it is."""
+    fan = max(1, plan.graph.rows[-1] // plan.graph.rows[0])
+    return prompts if by_iteration else prompts[::fan]
+
+
+def distribution(text: str, flag: str) -> Distribution:
+    """A distribution of its text; `flag` is where it stands."""
+    found = _CALL.fullmatch(text)
+    name = found[1] if found else text
+    if found is None or name not in INVERSES:
+        help = nearest(name, INVERSES) or f"there are {', '.join(INVERSES)}"
+        raise Fault(Diagnostic("bad-value", f"`{flag}`: no distribution is called `{name}`", help=help))
+    parameters, _ = INVERSES[name]
+    try:
+        arguments = tuple(float(a) for a in found[2].split(",") if a.strip())
+    except ValueError:
+        arguments = ()
+    usage = f"write `{name}({', '.join(parameters)})`"
+    if len(arguments) != len(parameters) or not all(map(math.isfinite, arguments)):
+        raise Fault(Diagnostic("bad-value", f"`{flag}`: `{name}` takes {' and '.join(parameters)}", help=usage))
+    if min(arguments) < 0 or (name == "uniform" and arguments[0] > arguments[1]):
+        what = f"`{flag}`: {'the least is above the most' if min(arguments) >= 0 else 'numbers are 0 or more'}"
+        raise Fault(Diagnostic("bad-value", what, help=usage))
+    return Distribution(name, arguments)
+
+
+def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
+    """(prompts or none, responses, whether they are means of iterations) of a file: JSON lines, each a response's length, a pair
+    [prompt, response], or a line of a run's metrics."""
+    path = Path(name)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not lines of JSON"
+        what = f"the lengths {name} cannot be read: {str(why).lower()}"
+        raise Fault(Diagnostic("missing-file", what, help=f"name a file, or a distribution: {', '.join(INVERSES)}")) from None
+    pairs, by_iteration = list(_pairs(lines)), any(isinstance(line, dict) for line in lines)
+    plain = not by_iteration or all(isinstance(line, dict) for line in lines)
+    if not pairs or None in pairs or not plain:
+        help = "each line is a number of tokens, a pair [prompt, response], or a line of a run's metrics"
+        raise Fault(Diagnostic("bad-value", f"the file {name} does not hold lengths", help=help))
+    known = [p for p in pairs if p is not None]
+    prompts = tuple(p for p, _ in known if p is not None)
+    return prompts if len(prompts) == len(known) else (), tuple(r for _, r in known), by_iteration
+
+
+def _pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
+    """(prompt, response) of each line; None for what is neither."""
+
+    def number(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+    for line in lines:
+        match line:
+            case int() | float() if number(line):
+                yield None, float(line)
+            case [int() | float() as prompt, int() | float() as response] if number(prompt) and number(response):
+                yield float(prompt), float(response)
+            case {"evaluation": _}:
+                continue
+            case {"response_length": (int() | float()) as mean, "prompt_tokens": prompts, "response_tokens": responses} if responses:
+                yield prompts * mean / responses, float(mean)
+            case _:
+                yield None
+
+
+def _stragglers(text: str) -> Stragglers:
+    if not text.strip():
+        return Stragglers()
+    found = re.fullmatch(r"\s*([\d.]+)\s*(%?)\s*x\s*([\d.]+)\s*", text)
+    try:
+        share, factor = (float(found[1]) / (100 if found[2] else 1), float(found[3])) if found else (-1.0, 0.0)
+    except ValueError:
+        share, factor = -1.0, 0.0
+    if not 0 <= share <= 1 or factor < 1:
+        what = f"`--stragglers {text}` is not a share of the devices and how many times slower they are"
+        raise Fault(Diagnostic("bad-value", what, help="write `1% x3`"))
+    return Stragglers(share, factor)
+
+
+def _function(plan: Plan, node: str, text: str) -> Distribution:
+    known = [n.name for n in plan.graph.nodes if n.verb != "source" and plan.graph.worker(n.worker).kind == "function"]
+    if node not in known:
+        what = f"`--function {node}={text}`: no function node is called `{node}`"
+        raise Fault(Diagnostic("unknown-name", what, help=nearest(node, known)))
+    if _CALL.fullmatch(text):
+        return distribution(text, f"--function {node}={text}")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < math.inf:
+        what = f"`--function {node}={text}` is no number of seconds a row"
+        raise Fault(Diagnostic("bad-value", what, help=f"write `{node}=0.05`, or a distribution of seconds"))
+    return Distribution("fixed", (seconds,))

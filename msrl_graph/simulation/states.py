@@ -1,0 +1,202 @@
+"""States at work: what each verb takes of the rows that it is handed, on the lanes of its pool.
+
+Invariant: seconds come from passes/costs.py alone, at the rows' own lengths. Where a collective spans the groups they go step by step
+together: an update at its optimizer steps, whoever divides the weights over dp at each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..engine import EngineSpec
+from ..graph import Node
+from ..passes import holdings
+from ..passes.costs import Costs, Rows
+from ..plan import Plan
+from .flow import Batch, Done, Flow
+from .generation import Generated, Sequence, generate
+from .lanes import Lanes, Span
+from .rollout import Group, Rollout
+from .rows import split
+
+Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
+
+
+@dataclass
+class Ran:
+    """A state in an iteration: what it wrote when, and what its slowest group waited for."""
+
+    done: Done
+    cause: str
+    stretches: list[tuple[float, float, int]] = field(default_factory=list)
+
+
+@dataclass
+class State:
+    """A state with weights."""
+
+    plan: Plan
+    flow: Flow
+    costs: Costs
+    spec: EngineSpec
+    lanes: Lanes
+    tell: Callable[[Span], None]
+
+    def __post_init__(self) -> None:
+        plan, name = self.plan, self.costs.node
+        graph = plan.graph
+        self.node: Node = graph.node(name)
+        written = {c for n in graph.verb("generate") for c in n.writes}
+        tokens = [graph.column(c) for c in self.node.reads if graph.column(c).element in ("i32", "i64") and len(graph.column(c).dims) == 1]
+        tokens = [c for c in tokens if not c.dims[0].like]
+        scored = [c for c in tokens if c.name in written] or ([] if self.node.verb == "generate" else tokens)
+        self.context = [(c.name, c.level) for c in tokens if c not in scored or self.node.verb == "generate"]
+        self.scored = [(c.name, c.level) for c in scored if self.node.verb != "generate"]
+        self.size = holdings.micro_batch(plan, name)
+        self.groups = self.lanes.groups[name]
+        self.slow = [self.lanes.slowest(g) for g in self.groups]
+        self.written = next((c for c in self.node.writes if graph.column(c).element in ("i32", "i64")), "")
+        self.balanced = any("balance" in e.attributes for e in graph.samples() if e.dst == name)
+
+    def weights(self, lengths: Lengths) -> list[float] | None:
+        """Tokens of each unit, where rows are shared by length."""
+        if not self.balanced:
+            return None
+        rows = list(range(self.flow.rows(self.plan.graph.level(self.node))))
+        context, scored = self._sums(rows, lengths)
+        found = [a + b for a, b in zip(context, scored, strict=True)]
+        units = self.flow.units(self.node)
+        each = max(1, len(found) // units)
+        return [sum(found[u * each : (u + 1) * each]) for u in range(units)]
+
+    def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
+        """Tokens of context and of what is scored, of rows of the state's level."""
+        level, fan = self.plan.graph.level(self.node), self.flow.fan
+
+        def total(columns: list[tuple[str, int]]) -> list[int]:
+            return [sum(lengths[c][r if at == level else r // fan] for c, at in columns) for r in rows]
+
+        return total(self.context), total(self.scored)
+
+    # An infer or an update.
+
+    def compute(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
+        level = self.flow.row_level(self.node)
+        times = [0.0] * self.flow.rows(level)
+        free = [self.lanes.free(g) for g in self.groups]
+        causes = [self.lanes.before[g[0]] for g in self.groups]
+        update, divided = self.node.verb == "update", holdings.is_divided(self.plan, self.costs.engines, self.costs.node)
+        for batch in batches:
+            most = max(len(self.flow.rows_of(self.node, p, self.plan.graph.level(self.node))) for p in batch.parts)
+            shares = [self._micro_batches(g, part, most, lengths) for g, part in enumerate(batch.parts)]
+            begins = [max(t, batch.ready) for t in free]
+            causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]
+            if divided:
+                begin = max(begins)
+                end = begin + sum(max(step) for step in zip(*shares, strict=True))
+                ends = [end] * len(shares)
+                begins = [begin] * len(shares)
+            else:
+                ends = [b + sum(s) for b, s in zip(begins, shares, strict=True)]
+            for g, (begin, seconds) in enumerate(zip(begins, shares, strict=True)):
+                self._told(g, iteration, begin, begin + sum(seconds))
+            if update:
+                ends = self._step(ends, iteration)
+            free = ends
+            for end, part in zip(ends, batch.parts, strict=True):
+                for row in self.flow.rows_of(self.node, part, level):
+                    times[row] = end
+        return self._ended(free, causes, Done(level, times, max(free)))
+
+    def _step(self, ends: list[float], iteration: int) -> list[float]:
+        """The exchange of gradients and the optimizer's step, when all groups are there."""
+        begin = max(ends)
+        end = begin + self.costs.exchange().value + self.costs.optimizer_step().value * max(self.slow)
+        for g in range(len(self.groups)):
+            self._told(g, iteration, begin, end)
+        return [end] * len(ends)
+
+    def _micro_batches(self, group: int, part: list[int], most: int, lengths: Lengths) -> list[float]:
+        """Seconds of each micro-batch of a group, rows of like length together, as the runtime makes them: as many as the largest group
+        makes, the last ones empty."""
+        rows = self.flow.rows_of(self.node, part, self.plan.graph.level(self.node))
+        found = sorted(zip(*self._sums(rows, lengths), rows, strict=True), key=lambda r: (r[0] + r[1], r[2]))
+        parts = split(found, max(1, -(-most // self.size)))
+        return [self.slow[group] * self.costs.micro_batch(self._together(some)).value if some else 0.0 for some in parts]
+
+    def _together(self, rows: list[tuple[int, int, int]]) -> Rows:
+        """Rows of (context, scored, number): those of one prompt begin alike."""
+        fan = self.flow.fan if self.plan.graph.level(self.node) else 1
+        prompts = {number // fan: context for context, _, number in rows}
+        shared = sum(context for context, _, _ in rows) - sum(prompts.values())
+        return replace(Rows.of((context, scored) for context, scored, _ in rows), shared=shared)
+
+    # A generation.
+
+    def generate(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
+        """All of an iteration's responses, whole."""
+        level = self.flow.row_level(self.node)
+        samples = holdings.samples(self.plan, self.node.name)
+        tokens, times = lengths[self.written], [0.0] * self.flow.rows(level)
+        rounds = []
+        for batch in batches:
+            parts = []
+            for part in batch.parts:
+                sequences = []
+                for unit, context in zip(part, self._sums(part, lengths)[0], strict=True):
+                    rows = range(unit * samples, (unit + 1) * samples)
+                    sequences += [Sequence(r, context, context if r == rows[0] else 0, tokens[r]) for r in rows]
+                parts.append(sequences)
+            rounds.append((batch.ready, batch.by, parts))
+        return self._decode(rounds, iteration, times)
+
+    def rollout(self, ready: float, by: str, iteration: int, version: int, rollout: Rollout) -> tuple[Ran, list[Group]]:
+        """Rounds of partial rollout, until an iteration's groups are whole: which these are, by the order of their prompts."""
+        stretches: list[tuple[float, float, int]] = []
+        cause = by
+        begin = max(ready, max(map(self.lanes.free, self.groups)))
+        while len(rollout.whole) < self.flow.rows(0):
+            working = rollout.begin_round(version)
+            parts = [
+                [s for g in part for s in working[g].sequences(g, rollout.most)] for part in split(range(len(working)), len(self.groups))
+            ]
+            times = [0.0] * (len(working) * rollout.samples)
+            ran = self._decode([(ready, by, parts)], iteration, times)
+            rollout.end_round(working, times)
+            ready, by, stretches = ran.done.last, self.node.name, stretches + ran.stretches
+            cause = ran.cause if ran.cause != self.node.name else cause
+        taken = rollout.take()
+        times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
+        return Ran(Done(1, times, max(times)), cause, stretches), taken
+
+    def _decode(self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]) -> Ran:
+        """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine is continuous,
+        else at its share's."""
+        at_once, _ = holdings.waves(self.plan, self.node.name)
+        slots = at_once * holdings.samples(self.plan, self.node.name)
+        ends, causes = [], []
+        stretches: list[tuple[float, float, int]] = []
+        for g, devices in enumerate(self.groups):
+            free, cause = self.lanes.free(devices), self.lanes.before[devices[0]]
+            for ready, by, parts in rounds:
+                begin, cause = max(free, ready), by if ready > free else cause
+                made: Generated = generate(self.costs, parts[g], slots, self.spec.continuous, self.slow[g], begin)
+                for sequence in parts[g]:
+                    times[sequence.row] = made.ends[sequence.row] if self.spec.continuous else made.end
+                stretches += made.stretches
+                self._told(g, iteration, begin, made.end)
+                free = made.end
+            ends.append(free)
+            causes.append(cause)
+        return self._ended(ends, causes, Done(self.flow.row_level(self.node), times, max(ends)), stretches)
+
+    def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
+        devices = self.groups[group]
+        if end > begin:
+            self.tell(Span(self.lanes.pool, self.lanes.first + devices[0], self.node.name, iteration, begin, end, len(devices)))
+
+    def _ended(self, ends: list[float], causes: list[str], done: Done, stretches: list[tuple[float, float, int]] | None = None) -> Ran:
+        for devices, end in zip(self.groups, ends, strict=True):
+            self.lanes.set(devices, end, self.node.name)
+        return Ran(done, causes[ends.index(max(ends))], stretches or [])

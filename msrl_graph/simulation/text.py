@@ -1,0 +1,121 @@
+"""A simulation as text for a person: how long iterations take, what they wait for, who works when.
+
+Invariant: fits 100 columns; the same simulation gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from ..emit.text import WIDTH, Page, duration, many
+from ..passes.pools import FUNCTIONS
+from .lanes import Span
+from .result import RESHARD, Simulation
+from .specs import generated, token_columns
+
+
+def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False) -> str:
+    page, plan = Page(width, colour), found.plan
+    more = f"{many(len(found.iterations), 'iteration')}, seed {found.specs.seed}"
+    page.heading(f"Simulation of {plan.graph.name} on {plan.cluster.name}", more)
+    lengths = [(c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan)]
+    page.table(("tokens of", "drawn from", "mean", "half have at most", "longest"), lengths, (2, 3, 4))
+    page.line(f"stragglers: {found.specs.stragglers}")
+    for name, seconds in found.specs.functions.items():
+        page.line(f"seconds a row of {name}: {seconds}")
+    _iterations(page, found)
+    _work(page, found)
+    _timeline(page, found, width)
+    return page.text()
+
+
+def _spread(found: Simulation, column: str) -> tuple[str, str, str]:
+    rows = sorted(n for lengths in found.lengths for n in lengths[column])
+    return f"{sum(rows) / len(rows):,.0f}", f"{rows[(len(rows) - 1) // 2]:,}", f"{rows[-1]:,}"
+
+
+def _iterations(page: Page, found: Simulation) -> None:
+    page.heading("Iterations")
+    quantiles = f"half take at most {duration(found.quantile(0.5))}, 95 % at most {duration(found.quantile(0.95))}"
+    page.line(f"an iteration: {duration(found.seconds)} on average; {quantiles}")
+    if found.plan.estimate is not None:
+        page.line(f"the estimate, every row at its bound: {duration(found.plan.estimate.iteration_seconds.value)}")
+    rate = f"{_rate(found.throughput)} tokens/s/device at the rows' own lengths (arXiv:2507.19017, eq. 5)"
+    page.line(f"throughput: {rate}; {_rate(found.tokens_per_second)} in all")
+    same = sum(i.path == found.path for i in found.iterations)
+    page.line(f"critical path of {same} of {len(found.iterations)}: {' > '.join(found.path)}")
+    if generated(found.plan):
+        page.line(f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as its peak")
+    stale = sum(i.staleness for i in found.iterations) / len(found.iterations)
+    if most := max(i.most_stale for i in found.iterations):
+        page.line(f"staleness: rows are {stale:.2f} versions old on average, at most {most}")
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _work(page: Page, found: Simulation) -> None:
+    page.heading("Who works", "seconds an iteration")
+    rows = []
+    for pool, size in found.sizes.items():
+        work = [w for w in found.work if w.pool == pool]
+        if pool == FUNCTIONS and not work:
+            continue
+        what = f"{many(size, 'host')}" if pool == FUNCTIONS else pool
+        for w in work:
+            rows.append((what, w.name, duration(w.span), duration(w.mean), duration(w.most), f"{100 * w.share:.1f} %"))
+            what = ""
+        rows.append((what, "idle", "", "", "", f"{100 * found.idle(pool):.1f} %"))
+    page.table(("pool", "what", "first to last", "a device", "busiest", "of its time"), rows, (2, 3, 4, 5), (0, 1))
+    page.line("idle: waiting for rows, for slower devices, for weights")
+
+
+def _timeline(page: Page, found: Simulation, width: int) -> None:
+    """The iteration that takes the median time, a line a pool."""
+    shown = sorted(found.iterations, key=lambda i: (i.seconds, i.number))[(len(found.iterations) - 1) // 2]
+    if not shown.seconds:
+        return
+    names = dict.fromkeys(w.name for w in found.work if found.idle(w.pool) < 0.995)
+    letters = _letters(list(names))
+    pools = [p for p in found.sizes if found.idle(p) < 0.995]
+    left = max(map(len, map(_pool, pools)), default=0)
+    cells = width - left - 6
+    page.heading(f"Iteration {shown.number}", f"{duration(shown.seconds)} from left to right")
+    for pool in pools:
+        spans = [s for s in found.spans if s.pool == pool and s.end > shown.begin and s.begin < shown.end]
+        page.line(f"{_pool(pool):<{left}} |{_bar(spans, shown.begin, shown.seconds / cells, cells, found.sizes[pool], letters)}|")
+    legend = ", ".join(f"{letters[n]} {n}" for n in names)
+    page.line(f"{legend}; small: less than half of the devices; dots: none")
+
+
+def _pool(name: str) -> str:
+    return "hosts" if name == FUNCTIONS else name
+
+
+def _letters(names: list[str]) -> dict[str, str]:
+    """A letter for each name, its verb's first if that is free."""
+    found: dict[str, str] = {}
+    for name in names:
+        wanted = "=" if name == RESHARD else ""
+        for letter in wanted or [*name.rpartition(".")[2].upper(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]:
+            if letter not in found.values() and (letter.isalpha() or wanted):
+                found[name] = letter
+                break
+        else:
+            found[name] = "*"
+    return found
+
+
+def _bar(spans: list[Span], begin: float, each: float, cells: int, devices: int, letters: dict[str, str]) -> str:
+    busy: list[dict[str, float]] = [{} for _ in range(cells)]
+    for s in spans:
+        first, last = max(0, int((s.begin - begin) / each)), min(cells - 1, int((s.end - begin) / each))
+        for cell in range(first, last + 1):
+            inside = min(s.end, begin + (cell + 1) * each) - max(s.begin, begin + cell * each)
+            if inside > 0:
+                busy[cell][s.name] = busy[cell].get(s.name, 0.0) + inside * s.width
+    out = ""
+    for parts in busy:
+        share = sum(parts.values()) / (each * devices)
+        letter = letters[max(parts, key=lambda n: (parts[n], n))] if share >= 0.005 else "."
+        out += letter if share >= 0.5 else letter.lower()
+    return out

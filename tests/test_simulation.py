@@ -1,0 +1,472 @@
+"""The simulation: the estimate where all rows are alike, and never less for more; every row once; the same bytes each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph import compile, simulate
+from msrl_graph.backends import ENGINES
+from msrl_graph.cli import compile_main
+from msrl_graph.cluster import DEVICES, Figure
+from msrl_graph.diagnostics import Fault
+from msrl_graph.plan import Plan
+from msrl_graph.simulation import simulation_text
+from msrl_graph.simulation.flow import Done
+from msrl_graph.simulation.generation import Sequence, generate, tail
+from msrl_graph.simulation.rollout import Rollout
+from msrl_graph.simulation.rows import Draws, share
+from msrl_graph.simulation.run import Simulator
+from msrl_graph.simulation.specs import INVERSES, distribution, read
+
+PROGRAMS = Path(__file__).parent / "programs"
+PAGE = (PROGRAMS / "grpo_page.rlg").read_text(encoding="utf-8")
+STALE = PROGRAMS / "stale.rlg"
+SMALL = """import grpo
+cluster four {{ device = "ascend-910c", nodes = {nodes}, devices_per_node = 2, network = 25 GB/s }}
+deploy grpo on four {{
+  set prompts = {prompts}
+  set group = {group}
+  set prompt_len = 128
+  set response_len = 512
+  model policy = "qwen2.5-7b"
+  data source = "deepscaler.jsonl" {{ prompt = "problem", answer = "answer" }}
+  {more}
+}}
+"""
+
+
+def small(more: str = "", nodes: int = 2, prompts: int = 8, group: int = 4, text: str = SMALL) -> Plan:
+    return compile("small.rlg", text=text.format(more=more, nodes=nodes, prompts=prompts, group=group))
+
+
+def page(*changes: tuple[str, str]) -> Plan:
+    text = PAGE
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    return compile("page.rlg", text=text, sets={"prompts": "32"})
+
+
+EIGHT = "layout actor.update { dp = 2, zero = 3 }\nengine actor.update, actor.infer, reference.infer = fsdp { micro_batch = 8 }"
+MINI = ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6), mini_batch = 128, epochs = 2")
+MEGATRON = ("layout actor.update   { tp = 8, dp = 2 }", "layout actor.update   { tp = 4, pp = 2, dp = 2 }")
+
+
+# All rows at their bounds: what the estimate says.
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(lambda: page(), id="page"),
+        pytest.param(lambda: page(MINI), id="mini-batches and epochs"),
+        pytest.param(lambda: page(("run {", "engine actor.generate = hf { micro_batch = 3 }\n  run {")), id="waves, the last one short"),
+        pytest.param(lambda: page(("run {", "engine actor.generate = vllm { micro_batch = 3 }\n  run {")), id="continuous"),
+        pytest.param(lambda: page(("  run {", "  reshard { order = staged }\n  run {")), id="staged"),
+        pytest.param(lambda: page(("  run {", "  dock { mode = central }\n  run {")), id="central"),
+        pytest.param(lambda: compile(PROGRAMS / "apart_two.rlg"), id="apart"),
+        pytest.param(lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"),
+        pytest.param(lambda: small("layout actor.update { dp = 4, zero = 3 }"), id="ZeRO 3"),
+        pytest.param(lambda: small(nodes=1), id="one host"),
+        pytest.param(lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1), id="CPUs"),
+    ],
+)
+def test_rows_at_their_bounds_take_what_the_estimate_says(plan: Callable[[], Plan]) -> None:
+    found = plan()
+    simulated = simulate(found, iterations=2)
+    assert found.estimate is not None
+    for iteration in simulated.iterations:
+        assert iteration.seconds == pytest.approx(found.estimate.iteration_seconds.value, rel=1e-9)
+    assert simulated.throughput == pytest.approx(found.estimate.tokens_per_second_per_device.value, rel=1e-9)
+    assert " > ".join(simulated.path) == found.estimate.iteration_seconds.basis.removeprefix("critical path: ")
+
+
+def test_the_bound_stated_is_the_bound() -> None:
+    plan = small()
+    assert simulate(plan, lengths=["fixed(512)", "prompt=fixed(4096)"]).iterations == simulate(plan).iterations
+
+
+# Never less for more.
+
+ROWS = st.sampled_from([("lognormal", 0.8), ("uniform", 0.5), ("geometric", 0.0), ("fixed", 0.0)])
+PLANS = {
+    "colocated": small(),
+    "apart": small("apart actor.generate, actor.update"),
+    "continuous": small("apart actor.generate, actor.update\nengine actor.generate = vllm { micro_batch = 1 }"),
+    "waves": small("engine actor.generate = hf { micro_batch = 1 }"),
+}
+
+
+def lengths(kind: tuple[str, float], middle: int) -> str:
+    name, spread = kind
+    if name == "uniform":
+        return f"uniform(1, {middle})"
+    return f"lognormal({middle}, {spread})" if name == "lognormal" else f"{name}({middle})"
+
+
+@given(st.sampled_from(sorted(PLANS)), ROWS, st.integers(2, 400), st.integers(0, 200), st.integers(0, 3))
+@settings(max_examples=40)
+def test_longer_rows_never_take_less(name: str, kind: tuple[str, float], middle: int, more: int, seed: int) -> None:
+    plan = PLANS[name]
+    short, long = (simulate(plan, iterations=2, lengths=lengths(kind, m), seed=seed) for m in (middle, middle + more))
+    assert all(a <= b for a, b in zip(short.lengths[1]["response"], long.lengths[1]["response"], strict=True))
+    assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in zip(short.iterations, long.iterations, strict=True))
+
+
+@given(
+    st.sampled_from(sorted(PLANS)),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.floats(1, 5),
+    st.floats(0, 5),
+    st.integers(0, 3),
+)
+@settings(max_examples=40)
+def test_more_and_slower_stragglers_never_take_less(name: str, some: float, more: float, slow: float, slower: float, seed: int) -> None:
+    found = [
+        simulate(PLANS[name], iterations=2, lengths="lognormal(150, 0.8)", stragglers=f"{s:.4f} x{f:.4f}", seed=seed)
+        for s, f in ((some, slow), (max(some, more), slow + slower))
+    ]
+    assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in zip(*(f.iterations for f in found), strict=True))
+
+
+def test_one_slow_device_of_all_slows_the_iteration() -> None:
+    plan = PLANS["colocated"]
+    whole = simulate(plan, iterations=1, stragglers="100% x3").seconds
+    assert simulate(plan, iterations=1).seconds < simulate(plan, iterations=1, stragglers="30% x3", seed=1).seconds <= whole
+    assert whole <= 3 * simulate(plan, iterations=1).seconds * (1 + 1e-9)
+
+
+# A generation, against one that counts token by token.
+
+
+HOST = 0.125  # of a row
+
+
+@dataclass
+class Linear:
+    """Costs that are linear in what they are asked for."""
+
+    device = replace(DEVICES["h100"], overheads=replace(DEVICES["h100"].overheads, row=Figure(HOST, "derived")))
+
+    def prefill(self, lengths: list[float]) -> Figure:
+        return Figure(1 + sum(lengths), "derived")
+
+    def decode_step(self, sequences: float, cached: float) -> Figure:
+        return Figure(2 + 0.5 * sequences + 0.25 * cached, "derived")
+
+
+def by_token(sequences: list[Sequence], slots: int, continuous: bool) -> tuple[float, dict[int, float]]:
+    waiting, live, now, ends = list(sequences), dict[Sequence, int](), 0.0, dict[int, float]()
+    while waiting or live:
+        if waiting and (not live or (continuous and len(live) < slots)):
+            new, waiting = waiting[: slots - len(live)], waiting[slots - len(live) :]
+            if any(s.prefill for s in new):
+                now += 1 + sum(s.prefill for s in new)
+            live |= dict.fromkeys(new, 1)  # the first token comes with the prompt
+        elif live:
+            # A token enters the cache in the middle of its step.
+            now += 2 + 0.5 * len(live) + 0.25 * sum(s.context + n - 0.5 for s, n in live.items())
+            live = {s: n + 1 for s, n in live.items()}
+        for s in [s for s, n in live.items() if n == s.tokens]:
+            now += HOST
+            ends[s.row] = now
+            del live[s]
+    return now, ends
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(1, 30)), max_size=12), st.integers(1, 5), st.booleans())
+def test_stretches_add_up_to_tokens(rows: list[tuple[int, bool, int]], slots: int, continuous: bool) -> None:
+    sequences = [Sequence(i, c, c * fresh, n) for i, (c, fresh, n) in enumerate(rows)]
+    found = generate(Linear(), sequences, slots, continuous, 1.0, 0.0)  # type: ignore[arg-type]
+    now, ends = by_token(sequences, slots, continuous)
+    assert found.end == pytest.approx(now)
+    assert found.ends == pytest.approx(ends)
+    assert all(n <= slots for _, _, n in found.stretches)
+    twice = generate(Linear(), sequences, slots, continuous, 2.0, 5.0)  # type: ignore[arg-type]
+    assert twice.end == pytest.approx(5 + 2 * now - HOST * len(rows))
+
+
+def test_the_tail_is_where_less_than_half_live() -> None:
+    assert tail([(0, 6, 4), (6, 8, 2), (8, 10, 1)]) == pytest.approx(0.2)
+    assert tail([(0, 6, 4), (0, 10, 4), (10, 20, 3)]) == pytest.approx(0.5)
+    assert tail([]) == tail([(1, 1, 1)]) == 0
+
+
+# Rows: each once.
+
+
+@pytest.mark.parametrize(
+    "more", ["", "actor.generate -> reference.infer { stream = 5 }", "actor.generate -> actor.infer { balance = tokens }"]
+)
+@pytest.mark.parametrize("batches", ["", "mini_batch = 8", "mini_batch = 16, epochs = 3"])
+def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
+    plan = page(
+        ("run {", f"{more}\n  run {{"),
+        ("optimizer = adamw(lr = 1e-6)", f"optimizer = adamw(lr = 1e-6)\n    {batches}"),
+    )
+    simulator = Simulator(plan, ENGINES, read(plan, (), "", {}, 0))
+    flow, done = simulator.flow, {}
+    for node in plan.graph.nodes:
+        rows = flow.rows(flow.row_level(node))
+        done[node.name] = Done(flow.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
+    lengths = {"prompt": simulator.draws.tokens("prompt", 0), "response": simulator.draws.tokens("response", 0)}
+    for node in plan.graph.nodes[1:]:
+        weights = simulator.states[node.name].weights(lengths) if node.name in simulator.states else None
+        counted = Counter(u for b in flow.batches(node, 0, done, weights) for part in b.parts for u in part)
+        assert set(counted.values()) == {int(node.number("epochs", 1))}
+        assert len(counted) == flow.units(node)
+
+
+@given(st.lists(st.lists(st.integers(1, 20), min_size=2, max_size=2), min_size=30, max_size=30), st.integers(1, 9))
+def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(tokens: list[list[int]], most: int) -> None:
+    rollout = Rollout(3, 2, most, lambda prompt: (5, tokens[prompt]))
+    written, taken = Counter[tuple[int, int]](), list[int]()
+    for version in range(4):
+        while len(rollout.whole) < 3:
+            working = rollout.begin_round(version)
+            assert len(working) == 3
+            for place, group in enumerate(working):
+                for s in group.sequences(place, most):
+                    assert s.tokens <= most
+                    assert s.context == 5 + written[group.prompt, s.row % 2]
+                    written[group.prompt, s.row % 2] += s.tokens
+            rollout.end_round(working, [1.0] * 6)
+        found = rollout.take()
+        taken += [g.prompt for g in found]
+        assert all(g.whole and g.version <= version for g in found)
+    assert len(set(taken)) == len(taken) == 12
+    for prompt in taken:
+        assert [written[prompt, i] for i in (0, 1)] == tokens[prompt]
+
+
+def test_balance_shortens_what_waits_for_the_longest_share() -> None:
+    # By an engine that computes each row by itself: what shares the beginnings of rows loses where siblings part.
+    engine = "engine actor.update = megatron"
+    edges = "\n".join(f"{a} {{ balance = tokens }}" for a in ("actor.generate -> actor.infer", "actor.infer -> actor.update"))
+    plain, balanced = (simulate(small(f"{engine}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges))
+    assert balanced.seconds < plain.seconds
+
+
+def test_stream_overlaps_what_is_apart() -> None:
+    apart = "apart actor.generate, actor.update\nengine actor.generate = vllm { micro_batch = 1 }"
+    streamed = small(f"{apart}\nactor.generate -> reference.infer {{ stream = 4 }}")
+    whole, early = (simulate(p, iterations=3, lengths="lognormal(100, 1)") for p in (small(apart), streamed))
+    assert early.seconds < whole.seconds
+
+
+# Partial rollout and staleness.
+
+
+def stale(staleness: int, parts: int) -> Plan:
+    return compile(STALE, sets={"staleness": str(staleness), "parts": str(parts)})
+
+
+def test_staleness_and_partial_rollout_shorten_a_long_tail() -> None:
+    runs = {(k, n): simulate(stale(k, n), iterations=8, lengths="lognormal(1200, 1)") for k, n in ((0, 1), (1, 1), (0, 4), (2, 4))}
+    assert runs[1, 1].seconds < runs[0, 1].seconds
+    assert runs[0, 4].seconds < runs[0, 1].seconds
+    assert runs[2, 4].seconds < runs[0, 4].seconds
+    assert runs[0, 4].tail < runs[0, 1].tail
+    spans = [next(w.span for w in runs[k].work if w.name == "actor.generate") for k in ((0, 4), (0, 1))]
+    assert spans[0] < spans[1]
+    assert [i.most_stale for i in runs[0, 1].iterations] == [0] * 8
+    assert max(i.most_stale for i in runs[1, 1].iterations) == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_row_is_older_than_the_edge_allows(staleness: int) -> None:
+    # A slow update: the generation is as far ahead as it may be.
+    found = simulate(stale(staleness, 1), iterations=8, lengths="fixed(16)", function_seconds={"host.reward": 0.5})
+    assert found.iterations[-1].most_stale == staleness
+    assert all(i.most_stale <= min(staleness, i.number) for i in found.iterations)
+
+
+def test_warehouses_keep_rows_of_all_iterations_under_way() -> None:
+    rows = [next(m.items["rows"] for m in stale(k, 1).memory if (m.place, m.phase) == ("host", "update")) for k in (0, 3)]
+    assert rows[1] == pytest.approx(4 * rows[0], rel=1e-6)
+
+
+# What is drawn.
+
+
+@pytest.mark.parametrize(
+    ("text", "middle", "average"),
+    [
+        ("fixed(7)", 7, 7),
+        ("uniform(10, 30)", 20, 20),
+        ("normal(50, 5)", 50, 50),
+        ("lognormal(100, 0.5)", 100, 113.3),
+        ("geometric(40)", 28, 40),
+        ("geometric(1)", 1, 1),
+    ],
+)
+def test_distributions(text: str, middle: float, average: float) -> None:
+    found = distribution(text, "--lengths")
+    values = [found.at((i + 0.5) / 20_000) for i in range(20_000)]
+    assert values == sorted(values)
+    assert median(values) == pytest.approx(middle, rel=0.02)
+    assert mean(values) == pytest.approx(average, rel=0.02)
+    assert str(found) == text
+
+
+def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
+    plan = PLANS["colocated"]
+    draws = Draws(plan, read(plan, ["lognormal(300, 2)"], "", {}, 5))
+    assert draws.tokens("response", 3) == draws.tokens("response", 3) != draws.tokens("response", 4)
+    assert {min(draws.tokens("response", i)) >= 1 for i in range(50)} == {True}
+    assert max(n for i in range(50) for n in draws.tokens("response", i)) == 512
+    assert 0 < share(0) < share(2**64 - 1) < 1
+    assert set(INVERSES) == {"fixed", "uniform", "normal", "lognormal", "geometric"}
+
+
+def test_a_file_of_lengths_reproduces_them(tmp_path: Path) -> None:
+    plan, path = PLANS["waves"], tmp_path / "lengths.jsonl"
+    drawn = simulate(plan, iterations=3, lengths=["lognormal(150, 1)", "prompt=uniform(10, 100)"], seed=4)
+    rows = [json.dumps([n["prompt"][r // 4], n["response"][r]]) for n in drawn.lengths for r in range(32)]
+    path.write_text("\n".join(rows), encoding="utf-8")
+    again = simulate(plan, iterations=6, lengths=str(path))
+    assert again.iterations[:3] == drawn.iterations
+    # After the last it begins again.
+    assert again.lengths[3:] == again.lengths[:3]
+
+
+def test_metrics_of_a_run_give_means(tmp_path: Path) -> None:
+    lines = [
+        {"evaluation": "test", "reward": 0.5},
+        *(
+            {"iteration": i, "response_length": n, "prompt_tokens": 32.0 * 20, "response_tokens": 32.0 * n}
+            for i, n in enumerate((50, 60.4))
+        ),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    found = simulate(PLANS["colocated"], iterations=2, lengths=str(tmp_path))
+    assert [set(n["response"]) for n in found.lengths] == [{50}, {60}]
+    assert [set(n["prompt"]) for n in found.lengths] == [{20}, {20}]
+
+
+NO_SHARE = "is not a share of the devices and how many times slower they are; write `1% x3`"
+NO_FILE = "cannot be read: no such file or directory; name a file, or a distribution: fixed, uniform, normal, lognormal, geometric"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("lengths", "lognorm(6, 1)", "`--lengths lognorm(6, 1)`: no distribution is called `lognorm`; did you mean `lognormal`?"),
+        ("lengths", "normal(600)", "`--lengths normal(600)`: `normal` takes mean and std; write `normal(mean, std)`"),
+        ("lengths", "uniform(9, 3)", "`--lengths uniform(9, 3)`: the least is above the most; write `uniform(least, most)`"),
+        ("lengths", "resp=fixed(6)", "`--lengths resp=fixed(6)`: no column of tokens is called `resp`; did you mean `response`?"),
+        ("lengths", "nowhere.jsonl", f"the lengths nowhere.jsonl {NO_FILE}"),
+        ("stragglers", "some", f"`--stragglers some` {NO_SHARE}"),
+        ("stragglers", "1% x0.5", f"`--stragglers 1% x0.5` {NO_SHARE}"),
+        (
+            "function_seconds",
+            {"host.rewrd": 1},
+            "`--function host.rewrd=1`: no function node is called `host.rewrd`; did you mean `host.reward`?",
+        ),
+        (
+            "function_seconds",
+            {"host.reward": "fast"},
+            "`--function host.reward=fast` is no number of seconds a row; write `host.reward=0.05`, or a distribution of seconds",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_told(option: str, value: object, told: str) -> None:
+    with pytest.raises(Fault) as error:
+        simulate(PLANS["colocated"], **{option: value})  # type: ignore[arg-type]
+    (found,) = error.value.diagnostics
+    assert f"{found.message}; {found.help}" == told
+
+
+@pytest.mark.parametrize("line", ["[1, 2, 3]", '"long"', "-4", "true", '{"iteration": 3}'])
+def test_a_file_that_holds_no_lengths_is_told(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text(f"12\n{line}\n", encoding="utf-8")
+    with pytest.raises(Fault) as error:
+        simulate(PLANS["colocated"], lengths=str(path))
+    assert error.value.diagnostics[0].message == f"the file {path} does not hold lengths"
+
+
+# What is shown.
+
+
+def test_text(golden: Callable[[str, str], None]) -> None:
+    found = simulate(
+        stale(2, 4),
+        iterations=6,
+        lengths=["lognormal(1200, 1)", "prompt=uniform(50, 600)"],
+        stragglers="10% x2",
+        function_seconds={"host.reward": "lognormal(0.05, 1)"},
+    )
+    golden("stale.simulation.txt", simulation_text(found))
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    for plan in (stale(1, 2), PLANS["colocated"]):
+        assert max(map(len, simulation_text(simulate(plan, iterations=2), width).split("\n"))) <= width
+
+
+def test_shares_of_a_pools_time_add_up() -> None:
+    found = simulate(stale(2, 4), iterations=4, lengths="lognormal(1200, 1)", stragglers="10% x2")
+    for pool in found.sizes:
+        assert sum(w.share for w in found.work if w.pool == pool) + found.idle(pool) == pytest.approx(1)
+        # A device does one thing at a time.
+        lanes = {s.lane for s in found.spans if s.pool == pool and s.name != "reshard"}
+        for lane in lanes:
+            own = sorted((s.begin, s.end) for s in found.spans if (s.pool, s.lane) == (pool, lane))
+            assert all(end <= begin + 1e-9 for (_, end), (begin, _) in pairwise(own))
+
+
+def test_the_same_bytes_in_any_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(STALE), "--simulate", "3", "--lengths", "lognormal(900, 1)", "--stragglers", "20% x2", "--trace"]
+    assert compile_main([*arguments, str(tmp_path / "a.json")]) == 0
+    own = capsys.readouterr().out
+    command = [sys.executable, "-m", "msrl_graph.cli", *arguments, str(tmp_path / "b.json")]
+    other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=120)
+    assert other.stdout == own
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    trace = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert {e["name"] for e in trace if e["ph"] == "X"} == {
+        "actor.generate",
+        "actor.infer",
+        "actor.update",
+        "reshard",
+        "host.reward",
+        "host.advantage",
+    }
+    assert all(e["dur"] > 0 and e["args"]["iteration"] in range(3) for e in trace if e["ph"] == "X")
+
+
+def test_flags_that_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong, told in (
+        (["--lengths", "fixed(3)"], "`--lengths` goes with `--simulate N`"),
+        (["--simulate", "2", "--check"], "leave out `--check`"),
+        (["--simulate", "0"], "a whole number of 1 or more"),
+        (["--simulate", "2", "--function", "host.reward"], "`--function` takes NAME=SECONDS"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            compile_main([str(STALE), *wrong])
+        assert ended.value.code == 2
+        assert told in capsys.readouterr().err
+    assert compile_main([str(STALE), "--simulate", "2", "--lengths", "fixd(3)"]) == 1
+    assert "error[bad-value]: `--lengths fixd(3)`" in capsys.readouterr().err
+    assert compile_main([str(STALE), "--simulate", "2", "--format", "json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert len(figures["iterations"]) == 2
+    assert figures["path"][-1] == "actor.update"
+    assert compile_main([str(STALE), "--simulate", "1", "--trace", str(tmp_path)]) == 1
+    assert "cannot be written: is a directory" in capsys.readouterr().err
