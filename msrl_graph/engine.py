@@ -63,8 +63,9 @@ class EngineSpec:
     that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
     that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
     planned. `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
-    rest; without it general formulas stand in. `continuous`: a sequence that ends leaves its place to the next, and is handed on at
-    once.
+    rest; without it general formulas stand in, in which a gradient takes `gradient_bytes` (0: as much as a weight), and tp divides what
+    norms see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `continuous`: a sequence that ends leaves its
+    place to the next, and is handed on at once.
 
     What seconds follow from: `calls` counts operators where the engine is eager torch, and is None where its kernels are fused;
     `shares_beginnings`: rows of a batch that begin alike are computed once, and a row's last token, which predicts nothing, not at all;
@@ -88,6 +89,8 @@ class EngineSpec:
     cache_passes: int = 1
     sums: tuple[int, int] = (2, 2)
     peaks: Callable[..., Moments] | None = None
+    gradient_bytes: int = 0
+    divides_sequence: bool = False
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""

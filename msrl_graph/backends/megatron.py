@@ -28,4 +28,6 @@ SPEC = EngineSpec(
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     runs=False,
     lints=_lints,
+    gradient_bytes=4,  # gradients of micro-batches are summed in float32 (accumulate_allreduce_grads_in_fp32)
+    divides_sequence=True,
 )

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..cluster import Cluster, Figure
-from ..engine import BYTES, EngineSpec
+from ..engine import BYTES, EngineSpec, Moments
 from ..graph import Node, Worker
-from ..layout import Side, held
+from ..layout import Side, held, stage_elements
 from ..plan import Plan
 from ..work import Work
+from . import general
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
@@ -65,25 +66,19 @@ def weights(plan: Plan, engines: Engines, node: str) -> int:
     return held(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
-def gathered(plan: Plan, engines: Engines, node: str) -> int:
-    """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of them below."""
-    if not is_divided(plan, engines, node):
-        return 0
-    model, layout = plan.model(node), plan.placement(node).layout
-    whole = held(model.kinds, Side(layout)) * BYTES[dtype(plan, node)]
-    return whole if layout.zero < 3 else whole * 2 // max(2, model.layers)
-
-
 def gradients(plan: Plan, engines: Engines, node: str) -> int:
-    """As large as the weights, divided over dp from ZeRO 2."""
-    layout = plan.placement(node).layout
-    return held(plan.model(node).kinds, Side(layout, layout.zero >= 2)) * BYTES[dtype(plan, node)]
+    return general.gradients(work(plan, engines, node), spec(plan, engines, node))
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """AdamW's state, divided over dp from ZeRO 1 (arXiv:1910.02054)."""
-    layout = plan.placement(node).layout
-    return held(plan.model(node).kinds, Side(layout, layout.zero >= 1)) * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
+    """AdamW's state, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of experts over their own copies."""
+    layout, kinds = plan.placement(node).layout, plan.model(node).kinds
+    at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
+    experts = tuple(k for k in kinds if k.tensor.experts)
+    dense = tuple(k for k in kinds if not k.tensor.experts)
+    copies = layout.cp if at.divided else 1
+    most = max(-(-stage_elements(dense, at, s) // copies) + stage_elements(experts, at, s) for s in range(layout.pp))
+    return most * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
 
 
 def row_tokens(plan: Plan, node: str) -> int:
@@ -172,30 +167,17 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     peaks = spec(plan, engines, node).peaks
     verb = plan.graph.node(node).verb
     if peaks is not None:
-        moments = peaks(verb, work(plan, engines, node))
-        name = max(moments, key=lambda m: sum(moments[m].values()))
-        return name, {k: v for k, v in moments[name].items() if v}
+        return largest(peaks(verb, work(plan, engines, node)))
     if verb == "generate":
         at_once, _ = waves(plan, node)
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
-    items = {"gathered weights": gathered(plan, engines, node)}
-    if verb == "update":
-        items["gradients"] = gradients(plan, engines, node)
-    return "", items | {"activations": activations(plan, node), "logits": logits(plan, node)}
+    return largest(general.moments(verb, work(plan, engines, node), spec(plan, engines, node)))
 
 
-def activations(plan: Plan, node: str) -> int:
-    """Activations of a micro-batch, by the tensors that a layer's backward needs: per token and layer 4 h + (2 a d + 2 k d + 4 f) / tp
-    elements (h hidden, a heads, k key-value heads of size d, f intermediate), attention scores never stored (counting as
-    arXiv:2205.05198 does). Full recomputation keeps h a layer and one layer whole; inference keeps one layer."""
-    model, layout = plan.model(node), plan.placement(node).layout
-    divided = 2 * model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim + 4 * model.intermediate
-    layer = 4 * model.hidden + -(-divided // layout.tp)
-    elements = layer
-    if plan.graph.node(node).verb == "update":
-        full = plan.placement(node).engine.options.get("recompute") == "full"
-        elements = model.hidden * model.layers + layer if full else layer * model.layers
-    return micro_batch(plan, node) * row_tokens(plan, node) * elements * BYTES[dtype(plan, node)]
+def largest(moments: Moments) -> tuple[str, dict[str, int]]:
+    """The fullest of some moments: its name and its items."""
+    name = max(moments, key=lambda m: sum(moments[m].values()))
+    return name, {k: v for k, v in moments[name].items() if v}
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
@@ -204,13 +186,6 @@ def scored_tokens(plan: Plan, node: str) -> int:
     written = {c for n in graph.verb("generate") for c in n.writes}
     bounds = (graph.bound(c) for c in graph.node(node).reads if c in written and graph.column(c).element in ("i32", "i64"))
     return sum(bounds) or row_tokens(plan, node)
-
-
-def logits(plan: Plan, node: str) -> int:
-    """Logits of a micro-batch in the weights' type and in float32, and in an update their gradient in float32."""
-    model, layout = plan.model(node), plan.placement(node).layout
-    each = BYTES[dtype(plan, node)] + (8 if plan.graph.node(node).verb == "update" else 4)
-    return micro_batch(plan, node) * scored_tokens(plan, node) * -(-model.vocabulary // layout.tp) * each
 
 
 def kv_sequence(plan: Plan, node: str) -> int:

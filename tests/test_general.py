@@ -1,0 +1,71 @@
+"""What engines without an account of their own hold, against sums done by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from msrl_graph.backends import ENGINES
+from msrl_graph.layout import Layout
+from msrl_graph.models import load
+from msrl_graph.passes import general
+from msrl_graph.work import Work
+
+MEGATRON = ENGINES["megatron"]
+
+
+def work(name, layout, rows=1, batches=8, **more):
+    return Work(load(name, Path()), layout, "bf16", rows, rows, 1024, 3072, batches=batches, **more)
+
+
+def update(name, layout, **more):
+    return general.moments("update", work(name, layout, **more), MEGATRON)
+
+
+def test_a_dense_layer_by_hand():
+    """Llama 3 8B over tp 2: 4,096 tokens, 32 layers, in each 4 h + 2 a d + 2 k d + 4 f elements of 2 bytes, all of it divided."""
+    (moment,) = update("llama3-8b", Layout(tp=2)).values()
+    assert moment["activations"] == 4096 * 32 * 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) // 2
+    assert moment["logits"] == 3072 * 128256 // 2 * (2 + 4 + 4)
+    (kept,) = update("llama3-8b", Layout(tp=2), recompute=True).values()
+    assert kept["activations"] == 4096 * 2 * (32 * 4096 + 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) // 2
+
+
+def test_gradients_are_summed_in_float32():
+    model = load("llama3-8b", Path())
+    assert general.gradients(work("llama3-8b", Layout()), MEGATRON) == 4 * model.parameters
+
+
+def test_stages_keep_the_micro_batches_that_are_under_way():
+    stages = update("llama3-8b", Layout(pp=4))
+    kept = [m["activations"] for m in stages.values()]
+    assert [k / kept[-1] for k in kept] == [4, 3, 2, 1]
+    assert [bool(m["logits"]) for m in stages.values()] == [False, False, False, True]
+    # As many chunks as Megatron warms up with, and one: 2 (4 - 0 - 1) + (2 - 1) 4 + 1 = 11 of half the layers.
+    assert general.in_flight(work("llama3-8b", Layout(pp=4, vpp=2)), 0) == 11 / 2
+    # No more than there are.
+    assert general.in_flight(work("llama3-8b", Layout(pp=4), batches=2), 0) == 2
+    assert general.in_flight(work("llama3-8b", Layout(pp=4, vpp=2), batches=2), 0) == 2
+
+
+def test_context_parallelism_divides_tokens():
+    (one,), (two,) = (update("llama3-8b", Layout(cp=c)).values() for c in (1, 2))
+    assert (two["activations"], two["logits"]) == (one["activations"] // 2, one["logits"] // 2)
+
+
+@pytest.mark.parametrize(("tp", "etp"), [(1, 1), (4, 1), (4, 4)])
+def test_experts_by_hand(tp, etp):
+    """Qwen3 30B A3B: 48 layers, 8 of 128 experts of width 768 a token, hidden 2048, 32 heads and 4 key-value heads of 128."""
+    layout = Layout(tp=tp, ep=2 if etp == 1 else 1, dp=2, etp=etp)
+    state = work("qwen3-30b-a3b", layout)
+    attention = 4 * 2048 + 128 + 2 * 32 * 128 + 2 * 4 * 128
+    routed = 8 * (2 * 2048 * etp + 4 * 768)
+    assert general.layer_elements(state.model, state, MEGATRON, 0) == pytest.approx((attention + routed) / tp, abs=1)
+
+
+def test_latent_attention_by_hand():
+    """DeepSeek-V3: the first three layers are dense; latents of 1536 and 512 + 64, 128 heads of 128 + 64 and 128."""
+    state = work("deepseek-r1-671b", Layout(tp=8))
+    attention = 4 * 7168 + 1536 + 512 + 64 + 128 * (2 * 192 + 2 * 128)
+    dense, routed = (general.layer_elements(state.model, state, MEGATRON, layer) for layer in (0, 3))
+    assert dense == pytest.approx((attention + 4 * 18432) / 8, abs=1)
+    assert routed == pytest.approx((attention + 256 + 4 * 2048 + 8 * (2 * 7168 + 4 * 2048)) / 8, abs=1)
