@@ -32,14 +32,14 @@ def main() -> None:
             plan = case.write(Path(folder))
             found = measured(plan, options.moments)
             ranks.end()  # torch keeps something of what it has divided: each case gets processes of its own
-        for (place, phase), wanted in predicted(plan).items():
+        for (place, phase), (wanted, items) in predicted(plan).items():
             got, moment = found[place, phase]
-            ratio = wanted.total / got
+            ratio = wanted / got
             count += 1
             worst = max(worst, (f"{case.name}, {phase} ({place})", ratio), key=lambda w: abs(w[1] - 1))
-            print(f"{case.name:<40}{phase:<10}{place:<8}{wanted.total:>14,}{got:>14,}{ratio:>8.3f}", flush=True)
+            print(f"{case.name:<40}{phase:<10}{place:<8}{wanted:>14,}{got:>14,}{ratio:>8.3f}", flush=True)
             if options.moments and place == "device":
-                print(f"  {wanted.items}\n  {wanted.remark}\n  {moment}")
+                print(f"  {items}\n  {moment}")
     print(json.dumps({"combinations": count, "largest_deviation": round(abs(worst[1] - 1), 4), "of": worst[0]}))
 
 

@@ -273,7 +273,7 @@ def test_one_host_moves_nothing_over_the_network() -> None:
 
 def test_memory_by_phase() -> None:
     phases = {m.phase: m for m in PLAN.memory if m.place == "device"}
-    assert list(phases) == ["load", "reshard", "generate", "infer", "update"]
+    assert list(phases) == ["load", "reshard", "generate", "swap", "infer", "update"]
     third = 32_763_876_352 / 8
     update = phases["update"].items
     assert update["actor weights"] == pytest.approx(2 * third, rel=1e-3)
@@ -418,7 +418,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     (found,) = memory_check.check(plan)
     assert (found.code, found.span) == ("out-of-memory", span)
     assert found.message == "update needs 140.5 GB a device, which has 64.0 GB"
-    assert [line.split()[0] for line in found.help.split("\n")[:5]] == ["load", "reshard", "generate", "infer", "update"]
+    assert [line.split()[0] for line in found.help.split("\n")[:6]] == ["load", "reshard", "generate", "swap", "infer", "update"]
     assert "recompute = full" in found.help
     assert memory_check.check(PLAN) == []
 

@@ -147,8 +147,10 @@ OPS = {"RESHARD": "reshard", "WAIT": "swap", "generate": "generate", "infer": "i
 
 
 def predicted(plan):
-    """By place and phase, the plan's entry; of hosts only what is swapped to them."""
-    return {(m.place, m.phase): m for m in plan.memory if m.place == "device"}
+    """By place and phase, bytes and what they are: of a device the plan's entry, of a host what one rank has swapped to it."""
+    found = {("device", m.phase): (m.total, f"{m.items} {m.remark}") for m in plan.memory if m.place == "device"}
+    swapped = sum(r.released_bytes_per_device for r in plan.reshards)
+    return found | {("host", phase): (swapped, "") for phase in ("reshard", "swap")}
 
 
 def measured(plan, moments=False):

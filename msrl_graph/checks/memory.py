@@ -43,7 +43,7 @@ def _span(plan: Plan, worst: Memory) -> Span:
     """The layout statement of a state of the phase, in the pool; the reshard's is that of its source, where that is there."""
     here = [n for n in plan.graph.nodes if plan.placement(n.name).pool == worst.pool]
     verb = worst.phase
-    if verb in ("load", "reshard"):
+    if verb in ("load", "reshard", "swap"):
         verb = "update" if any(n.verb == "update" for n in here) else "generate"
     spans = [plan.deploy.layouts[n.name].span for n in here if n.verb == verb and n.name in plan.deploy.layouts]
     return next((s for s in spans if s != NOWHERE), plan.deploy.span)

@@ -13,7 +13,7 @@ from ..plan import Memory, Plan
 from . import holdings
 from .traffic import column_bytes
 
-PHASES = ("load", "reshard", "generate", "infer", "update")
+PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class CountMemory:
     def _pool(self, plan: Plan, pool: str) -> list[Memory]:
         by_phase = {"load": [self._load(plan, pool)]}
         by_phase["reshard"] = self._reshards(plan, pool)
-        for verb in PHASES[2:]:
+        by_phase["swap"] = self._swaps(plan, pool)
+        for verb in ("generate", "infer", "update"):
             by_phase[verb] = [self._state(plan, n.name, verb) for n in plan.graph.verb(verb) if plan.placement(n.name).pool == pool]
         # A phase of several states is as large as its largest.
         return [max(by_phase[p], key=lambda m: m.total) for p in PHASES if by_phase[p]]
@@ -62,6 +63,11 @@ class CountMemory:
             entries.append(self._entry(plan, pool, "reshard", items, f"{r.src} => {r.dst}, {how}"))
         return entries
 
+    def _swaps(self, plan: Plan, pool: str) -> list[Memory]:
+        back = [f"{r.src}'s weights" for r in plan.reshards if r.released_bytes_per_device and plan.placement(r.src).pool == pool]
+        remark = f"{' and '.join(dict.fromkeys(back))} come back from the host's memory after generation"
+        return [self._entry(plan, pool, "swap", holdings.resident(plan, self.engines, pool), remark)] if back else []
+
     def _state(self, plan: Plan, node: str, verb: str) -> Memory:
         pool = plan.placement(node).pool
         moment, working = holdings.fullest(plan, self.engines, node)
@@ -83,7 +89,8 @@ class CountMemory:
     def _host(self, plan: Plan, phase: str, devices: list[Memory]) -> Memory:
         cluster = plan.cluster
         items: dict[str, int] = {}
-        if phase in ("reshard", "generate"):
+        # Frozen states infer while the weights are on their way back.
+        if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:
                 name = f"swapped {plan.graph.node(r.src).worker} weights"
                 ranks = max(_on_hosts(plan, plan.placement(r.src).pool))

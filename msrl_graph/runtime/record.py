@@ -11,7 +11,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan, Reshard
+from ..plan import Plan
 from .board import Board
 from .predicted import estimate
 from .report import Report
@@ -182,34 +182,34 @@ class Recorder:
                 for line in lines
             ]
             rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
-        return rows + [row for edge in plan.reshards for row in self._memory(edge)]
+        return [*rows, *self._memory()]
 
-    def _memory(self, edge: Reshard) -> list[tuple[str, str, float, float, str]]:
-        """Tensors of the busiest rank around a resharding, if they were measured. The cache of keys and values comes and goes within
-        the generation, so it is left out on both sides."""
-        if not self.held:
-            return []
+    def _memory(self) -> list[tuple[str, str, float, float, str]]:
+        """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding left on the host."""
         found = []
-        ends = dict.fromkeys(self.plan.placement(n).pool for n in (edge.src, edge.dst))
-        for pool in map(self.plan.pool, ends):
-            planned = {m.phase: m.items for m in self.plan.memory if m.pool == pool.name}
-            instant, generate = planned["reshard"], planned.get("generate", {})
-            settled = sum(v for k, v in instant.items() if k not in ("generation weights", "bucket"))
-            generating = sum(v for k, v in generate.items() if k != "KV cache")
-            name = f"{edge.src} => {edge.dst}{f', {pool.name}' if len(ends) > 1 else ''}"
-            wanted = (
-                ("device, before", f"before RESHARD {edge.src}, device", settled),
-                ("device, peak", f"peak of RESHARD {edge.src}, device", sum(instant.values())),
-                ("device, after", f"before RELEASE {edge.dst}, device", generating),
-                ("host buffers, after", f"before RELEASE {edge.dst}, host", edge.released_bytes_per_device),
-                ("device, weights back", f"before RUN {edge.src}, device", settled),
-            )
+        for pool in self.plan.pools:
             ranks = [self.held.get(f"rank {r}", {}) for r in range(pool.first, pool.first + pool.devices)]
-            for what, key, predicted in wanted:
-                measured = [held[key] for held in ranks if key in held]
-                if measured:
-                    found.append((f"{name}: {what}", "B", float(predicted), float(max(measured)), "derived"))
+            peaks: dict[str, int] = {}
+            for name, size in (item for held in ranks for item in held.items()):
+                what, _, place = name.partition(", ")
+                if what.startswith("peak of ") and place == "device":
+                    phase = self._phase(*what.removeprefix("peak of ").split(" "))
+                    peaks[phase] = max(size, peaks.get(phase, 0))
+            where = f", {pool.name}" if len(self.plan.pools) > 1 else ""
+            for m in self.plan.memory:
+                if m.place == "device" and m.pool == pool.name and m.phase in peaks:
+                    source = "derived, at the columns' bounds"
+                    found.append((f"peak of {m.phase}, a device{where}", "B", float(m.total), float(peaks[m.phase]), source))
+        for edge in self.plan.reshards:
+            key = f"before RELEASE {edge.dst}, host"
+            if measured := [held[key] for held in self.held.values() if key in held]:
+                name = f"{edge.src} => {edge.dst}: host buffers, after"
+                found.append((name, "B", float(edge.released_bytes_per_device), float(max(measured)), "derived"))
         return found
+
+    def _phase(self, op: str, node: str) -> str:
+        """The plan's name for what an instruction does."""
+        return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
 def read(text: str | bytes) -> dict[str, Any]:
