@@ -183,8 +183,8 @@ def _update(s: _Sizes) -> Moments:
     states = s.last if not full or s.item == 2 else s.last - s.hidden
     # Gradients at rest, from the first micro-batch on.
     apart = s.elements * s.item
-    # The gradient of a divided embedding comes out whole.
-    spread = 0 if work.divided else (work.layout.tp - 1) * s.table
+    # The gradient of a divided embedding comes out whole, and stays so, unless it is added to the head's.
+    spread = 0 if work.divided or work.model.tied else (work.layout.tp - 1) * s.table
     gradients = apart + spread
     rest = gradients if summed else 0
     # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last layer's buffer.
@@ -220,7 +220,7 @@ def _update(s: _Sizes) -> Moments:
     ends = s.ends if work.divided else 0
     found["the embedding's gradient"] = {
         "gathered weights": s.ends if work.divided else 0,
-        "gradients": gradients + 2 * one + ends + (2 * s.table if work.model.tied else s.table * work.layout.tp),
+        "gradients": gradients + 2 * one + ends + s.table * (work.layout.tp + work.model.tied),
         "activations": s.hidden,
     }
     return {name: {"rows": s.rows, **items} for name, items in found.items()} | _step(s, gradients)

@@ -49,18 +49,20 @@ def _bound(term: Expr, node: Node) -> dict[str, str]:
 def evaluate(node: Node, logp: torch.Tensor, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of each response token, and each term's own value by its name."""
     parts: dict[str, torch.Tensor] = {}
+    return _value(node.attributes["loss"], node, logp, values, parts), parts
 
-    def value(expr: Expr) -> Any:
-        if expr.kind == "call":
-            function = algorithms.load("loss", str(expr.value))
-            parts[str(expr.value)] = function(logp, **{p: values[c] for p, c in _bound(expr, node).items()}, **expr.options())
-            return parts[str(expr.value)]
-        if expr.kind == "neg" or not expr.args:
-            return expr.literal() if not expr.args else -value(expr.args[0])
-        left, right = map(value, expr.args)
-        return OPERATORS[expr.kind](left, right)
 
-    return value(node.attributes["loss"]), parts
+def _value(expr: Expr, node: Node, logp: torch.Tensor, values: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:
+    """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be a cycle, which
+    holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
+    if expr.kind == "call":
+        function = algorithms.load("loss", str(expr.value))
+        parts[str(expr.value)] = function(logp, **{p: values[c] for p, c in _bound(expr, node).items()}, **expr.options())
+        return parts[str(expr.value)]
+    if expr.kind == "neg" or not expr.args:
+        return expr.literal() if not expr.args else -_value(expr.args[0], node, logp, values, parts)
+    left, right = (_value(arg, node, logp, values, parts) for arg in expr.args)
+    return OPERATORS[expr.kind](left, right)
 
 
 def reduce(node: Node, per_token: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
