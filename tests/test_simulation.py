@@ -60,9 +60,11 @@ def page(*changes: tuple[str, str]) -> Plan:
     return compile("page.rlg", text=text, sets={"prompts": "32"})
 
 
-EIGHT = "layout actor.update { dp = 2, zero = 3 }\nengine actor.update, actor.infer, reference.infer = fsdp { micro_batch = 8 }"
 MINI = ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6), mini_batch = 128, epochs = 2")
-MEGATRON = ("layout actor.update   { tp = 8, dp = 2 }", "layout actor.update   { tp = 4, pp = 2, dp = 2 }")
+ENGINE = "engine actor.update, actor.infer, reference.infer = {} {{ micro_batch = {} }}"
+PIPELINE = f"layout actor.update {{ pp = 2, dp = 2 }}\n{ENGINE.format('megatron', 3)}"
+EIGHT = f"layout actor.update {{ dp = 2, zero = 3 }}\n{ENGINE.format('fsdp', 8)}"
+RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)}"
 
 
 # All rows at their bounds: what the estimate says.
@@ -81,6 +83,8 @@ MEGATRON = ("layout actor.update   { tp = 8, dp = 2 }", "layout actor.update   {
         pytest.param(lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"),
         pytest.param(lambda: small("layout actor.update { dp = 4, zero = 3 }"), id="ZeRO 3"),
         pytest.param(lambda: small(nodes=1), id="one host"),
+        pytest.param(lambda: small(PIPELINE), id="pipeline"),
+        pytest.param(lambda: small(f"{RING}\napart actor.generate, actor.update", nodes=4), id="context parallel"),
         pytest.param(lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1), id="CPUs"),
     ],
 )
@@ -99,14 +103,24 @@ def test_the_bound_stated_is_the_bound() -> None:
     assert simulate(plan, lengths=["fixed(512)", "prompt=fixed(4096)"]).iterations == simulate(plan).iterations
 
 
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+def test_rows_that_share_a_beginning_take_nearly_what_the_estimate_says(size: int) -> None:
+    """Which rows of a prompt fall into one mini-batch is drawn; the estimate takes the mean."""
+    plan = page(MINI, ("run {", f"{ENGINE.format('fsdp', size)}\n  run {{"), ("= 8192 ", "= 512 "), ("= 2048 ", "= 256 "))
+    assert plan.estimate is not None
+    assert simulate(plan, iterations=1).seconds == pytest.approx(plan.estimate.iteration_seconds.value, rel=0.02)
+
+
 # Never less for more.
 
 ROWS = st.sampled_from([("lognormal", 0.8), ("uniform", 0.5), ("geometric", 0.0), ("fixed", 0.0)])
+# By an engine that computes each row by itself: one that shares beginnings does less where rows of one prompt are of like length.
+ALONE, APART = ENGINE.format("megatron", 3), "apart actor.generate, actor.update"
 PLANS = {
-    "colocated": small(),
-    "apart": small("apart actor.generate, actor.update"),
-    "continuous": small("apart actor.generate, actor.update\nengine actor.generate = vllm { micro_batch = 1 }"),
-    "waves": small("engine actor.generate = hf { micro_batch = 1 }"),
+    "colocated": small(ALONE),
+    "apart": small(f"{ALONE}\n{APART}"),
+    "continuous": small(f"{ALONE}\n{APART}\nengine actor.generate = vllm {{ micro_batch = 1 }}"),
+    "waves": small(f"{ALONE}\nengine actor.generate = hf {{ micro_batch = 1 }}"),
 }
 
 
@@ -254,10 +268,8 @@ def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
 
 
 def test_balance_shortens_what_waits_for_the_longest_share() -> None:
-    # By an engine that computes each row by itself: what shares the beginnings of rows loses where siblings part.
-    engine = "engine actor.update = megatron"
     edges = "\n".join(f"{a} {{ balance = tokens }}" for a in ("actor.generate -> actor.infer", "actor.infer -> actor.update"))
-    plain, balanced = (simulate(small(f"{engine}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges))
+    plain, balanced = (simulate(small(f"{ALONE}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges))
     assert balanced.seconds < plain.seconds
 
 
@@ -285,6 +297,29 @@ def test_staleness_and_partial_rollout_shorten_a_long_tail() -> None:
     assert spans[0] < spans[1]
     assert [i.most_stale for i in runs[0, 1].iterations] == [0] * 8
     assert max(i.most_stale for i in runs[1, 1].iterations) == 1
+
+
+def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
+    """With rows alike and no `stream`: the longer of generation and resharding, and of all that the other pool does."""
+    text = STALE.read_text(encoding="utf-8").replace("actor.generate -> actor.infer { stream = 32 }", "")
+    for middle in (100, 1000, 4000):
+        plans = [compile("stale.rlg", text=text, sets={"staleness": str(k), "parts": "1"}) for k in (0, 1)]
+        turns, beside = (simulate(p, iterations=6, lengths=f"fixed({middle})") for p in plans)
+        last = [s for s in turns.spans if s.iteration == 5]
+        generation, other = ([s for s in last if s.pool == p.name] for p in turns.plan.pools)
+        seconds = [
+            max(s.end for s in some) - min(s.begin for s in some) for some in (generation, [s for s in other if s.name != "reshard"])
+        ]
+        assert beside.iterations[-1].seconds == pytest.approx(max(seconds), rel=1e-6)
+
+
+def test_what_is_never_cut_takes_what_it_takes_whole() -> None:
+    whole, parts = (simulate(stale(0, n), iterations=3, lengths="fixed(2048)") for n in (1, 4))
+    assert [i.seconds for i in whole.iterations] == pytest.approx([i.seconds for i in parts.iterations])
+    # Of rows that are all cut n - 1 times, n rounds make an iteration.
+    cut = simulate(stale(0, 4), iterations=3, lengths="fixed(8192)")
+    assert {len([s for s in cut.spans if s.iteration == i and s.name == "actor.generate" and s.lane == 0]) for i in range(3)} == {4}
+    assert cut.lengths == simulate(stale(0, 1), iterations=3, lengths="fixed(8192)").lengths
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

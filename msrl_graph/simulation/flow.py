@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..graph import Node
 from ..passes import costs
@@ -47,7 +48,7 @@ class Flow:
     def rows(self, level: int) -> int:
         return self.plan.graph.rows[min(level, len(self.plan.graph.rows) - 1)]
 
-    @property
+    @cached_property
     def fan(self) -> int:
         return max(1, self.rows(1) // max(1, self.rows(0)))
 

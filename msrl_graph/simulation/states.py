@@ -53,6 +53,8 @@ class State:
         scored = [c for c in tokens if c.name in written] or ([] if self.node.verb == "generate" else tokens)
         self.context = [(c.name, c.level) for c in tokens if c not in scored or self.node.verb == "generate"]
         self.scored = [(c.name, c.level) for c in scored if self.node.verb != "generate"]
+        self.level, self.fan = graph.level(self.node), self.flow.fan if graph.level(self.node) else 1
+        self.known: dict[Rows, float] = {}  # seconds of micro-batches
         self.size = holdings.micro_batch(plan, name)
         self.groups = self.lanes.groups[name]
         self.slow = [self.lanes.slowest(g) for g in self.groups]
@@ -63,7 +65,7 @@ class State:
         """Tokens of each unit, where rows are shared by length."""
         if not self.balanced:
             return None
-        rows = list(range(self.flow.rows(self.plan.graph.level(self.node))))
+        rows = list(range(self.flow.rows(self.level)))
         context, scored = self._sums(rows, lengths)
         found = [a + b for a, b in zip(context, scored, strict=True)]
         units = self.flow.units(self.node)
@@ -72,7 +74,7 @@ class State:
 
     def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
         """Tokens of context and of what is scored, of rows of the state's level."""
-        level, fan = self.plan.graph.level(self.node), self.flow.fan
+        level, fan = self.level, self.flow.fan
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
             return [sum(lengths[c][r if at == level else r // fan] for c, at in columns) for r in rows]
@@ -82,14 +84,14 @@ class State:
     # An infer or an update.
 
     def compute(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
-        level = self.flow.row_level(self.node)
-        times = [0.0] * self.flow.rows(level)
+        times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
         update, divided = self.node.verb == "update", holdings.is_divided(self.plan, self.costs.engines, self.costs.node)
         for batch in batches:
-            most = max(len(self.flow.rows_of(self.node, p, self.plan.graph.level(self.node))) for p in batch.parts)
-            shares = [self._micro_batches(g, part, most, lengths) for g, part in enumerate(batch.parts)]
+            rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
+            count = max(1, -(-max(map(len, rows)) // self.size))
+            shares = [self._micro_batches(g, own, count, lengths) for g, own in enumerate(rows)]
             begins = [max(t, batch.ready) for t in free]
             causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]
             if divided:
@@ -104,10 +106,10 @@ class State:
             if update:
                 ends = self._step(ends, iteration)
             free = ends
-            for end, part in zip(ends, batch.parts, strict=True):
-                for row in self.flow.rows_of(self.node, part, level):
+            for end, own in zip(ends, rows, strict=True):
+                for row in own:
                     times[row] = end
-        return self._ended(free, causes, Done(level, times, max(free)))
+        return self._ended(free, causes, Done(self.level, times, max(free)))
 
     def _step(self, ends: list[float], iteration: int) -> list[float]:
         """The exchange of gradients and the optimizer's step, when all groups are there."""
@@ -117,20 +119,20 @@ class State:
             self._told(g, iteration, begin, end)
         return [end] * len(ends)
 
-    def _micro_batches(self, group: int, part: list[int], most: int, lengths: Lengths) -> list[float]:
-        """Seconds of each micro-batch of a group, rows of like length together, as the runtime makes them: as many as the largest group
-        makes, the last ones empty."""
-        rows = self.flow.rows_of(self.node, part, self.plan.graph.level(self.node))
+    def _micro_batches(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
+        """Seconds of each of so many micro-batches of a group, rows of like length together as the runtime has them; some may be empty."""
         found = sorted(zip(*self._sums(rows, lengths), rows, strict=True), key=lambda r: (r[0] + r[1], r[2]))
-        parts = split(found, max(1, -(-most // self.size)))
-        return [self.slow[group] * self.costs.micro_batch(self._together(some)).value if some else 0.0 for some in parts]
+        return [self.slow[group] * self._seconds(some) if some else 0.0 for some in split(found, count)]
 
-    def _together(self, rows: list[tuple[int, int, int]]) -> Rows:
-        """Rows of (context, scored, number): those of one prompt begin alike."""
-        fan = self.flow.fan if self.plan.graph.level(self.node) else 1
-        prompts = {number // fan: context for context, _, number in rows}
-        shared = sum(context for context, _, _ in rows) - sum(prompts.values())
-        return replace(Rows.of((context, scored) for context, scored, _ in rows), shared=shared)
+    def _seconds(self, rows: list[tuple[int, int, int]]) -> float:
+        """Of a micro-batch; rows are (context, scored, number), those of one prompt begin alike."""
+        found = Rows.of((context, scored) for context, scored, _ in rows)
+        if len(rows) > 1:
+            prompts = {number // self.fan: context for context, _, number in rows}
+            found = replace(found, shared=found.prompt - sum(prompts.values()))
+        if found not in self.known:
+            self.known[found] = self.costs.micro_batch(found).value
+        return self.known[found]
 
     # A generation.
 
