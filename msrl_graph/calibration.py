@@ -40,6 +40,7 @@ class Busy:
     threads: int
     launch: float
     row: float
+    copy: float  # bytes/s into fresh memory
     curves: dict[str, Curve]
     collectives: dict[str, tuple[float, float]]
 
@@ -56,6 +57,7 @@ class Calibration:
     noise: float
     turn: float
     handover: float
+    share: float
     function: float
     busy: dict[int, Busy]
 
@@ -71,6 +73,7 @@ class Calibration:
             found,
             launch=found.launch / less,
             row=found.row / less,
+            copy=found.copy * less,
             curves={k: tuple((s, r * less) for s, r in c) for k, c in found.curves.items()},
             collectives={k: (s / less, r * less) for k, (s, r) in found.collectives.items()},
         )
@@ -136,7 +139,7 @@ def _unsound(found: Calibration) -> str:
     """What no measuring can have given."""
     if not found.busy:
         return "nothing was measured"
-    if any(not 0 < x < float("inf") for x in (found.turn, found.handover, found.function)):
+    if any(not 0 < x < float("inf") for x in (found.turn, found.handover, found.share, found.function)):
         return "a figure of the runtime is not a positive number"
     for ranks, busy in found.busy.items():
         numbers = [
@@ -189,11 +192,11 @@ def device(found: Calibration, name: str, ranks: int) -> Device:
         preset,
         flops={k: large.get(k, f) for k, f in preset.flops.items()},
         memory_bandwidth=large["memory_bandwidth"],
-        host_link=replace(large["memory_bandwidth"], value=large["memory_bandwidth"].value / 2),  # a copy reads and writes
+        host_link=measured(busy.copy),
         device_link=gather.rate if gather else preset.device_link,
         latency=gather.least if gather else preset.latency,
         launch=measured(busy.launch),
-        overheads=Overheads(measured(found.turn), measured(found.handover), measured(busy.row), measured(found.function)),
+        overheads=Overheads(*map(measured, (found.turn, found.handover, found.share, busy.row, found.function))),
         collectives=collectives,
         curves=busy.curves,
     )

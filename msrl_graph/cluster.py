@@ -60,6 +60,7 @@ class Overheads:
 
     turn: Figure  # to begin an iteration and to end it
     handover: Figure  # from a state's rows to the next state's having them, through the dock
+    share: Figure  # what the dock's own processes take of a processor for each share that a group of a state takes and gives back
     row: Figure  # a row on its way into tensors and out of them
     function: Figure  # a row that a Python function is called with, what it does itself left out
 
@@ -135,6 +136,7 @@ _LATENCY = _assumed(20e-6, "a small collective within a host takes 10-50 us")
 OVERHEADS = Overheads(
     turn=_assumed(5e-3, "some calls between processes of Ray"),
     handover=_assumed(4e-3, "four calls between processes of Ray"),
+    share=_assumed(4e-3, "six messages between processes of Ray"),
     row=_assumed(10e-6, "some numpy operations"),
     function=_assumed(20e-6, "a call of Python and the check of its result"),
 )

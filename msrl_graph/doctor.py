@@ -143,7 +143,8 @@ def _figures(found: Calibration, path: Path) -> list[tuple[str, str]]:
         ("file", str(path)),
         ("measured", f"{found.date}, in {found.seconds:.0f} s, with {', '.join(f'{k} {v}' for k, v in found.versions.items())}"),
         ("noise", f"{found.noise:.1%} between measurements of the same figure"),
-        ("an iteration", f"{found.turn * 1e3:.1f} ms to begin and end, {found.handover * 1e3:.1f} ms from state to state"),
+        ("an iteration", f"{found.turn * 1e3:.1f} ms to begin and end"),
+        ("the dock", f"{found.handover * 1e3:.1f} ms from state to state, {found.share * 1e3:.1f} ms of a processor a share"),
         ("a Python function", f"{found.function * 1e6:.0f} us a row at least"),
     ]
     for ranks, busy in sorted(found.busy.items()):

@@ -27,8 +27,9 @@ FOUND = Calibration(
     noise=0.03,
     turn=4e-3,
     handover=3e-3,
+    share=2e-3,
     function=1e-5,
-    busy={n: Busy(max(1, 2 // n), 6e-6 * n, 5e-6 * n, dict.fromkeys(CURVES, CURVE), KINDS if n > 1 else {}) for n in (1, 2, 4)},
+    busy={n: Busy(max(1, 2 // n), 6e-6 * n, 5e-6 * n, 4e9 / n, dict.fromkeys(CURVES, CURVE), KINDS if n > 1 else {}) for n in (1, 2, 4)},
 )
 PROGRAM = """import grpo
 cluster laptop { device = "here", devices_per_node = 2 }
@@ -53,7 +54,14 @@ def edited(path: Path, **values: object) -> None:
 
 
 def curve_of(points: list[list[float]]) -> dict[str, object]:
-    busy = {"threads": 1, "launch": 1e-5, "row": 1e-5, "curves": {**{k: [[1, 1]] for k in CURVES}, "f32": points}, "collectives": {}}
+    busy = {
+        "threads": 1,
+        "launch": 1e-5,
+        "row": 1e-5,
+        "copy": 1e9,
+        "curves": {**{k: [[1, 1]] for k in CURVES}, "f32": points},
+        "collectives": {},
+    }
     return {"1": busy}
 
 

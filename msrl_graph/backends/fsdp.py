@@ -34,12 +34,14 @@ def _calls(act: Act, layout: Layout) -> Calls:
         if layout.dp > 1 and layout.zero < 2:
             return Calls(156, 111) if layout.zero else Calls(96, 61)
         return Calls(72, 26)
-    # FSDP2's hooks take part where weights are divided; an operator on a DTensor calls Python about as often as three on tensors.
-    hooks = SPEC.divided(layout)
+    # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred operators for a
+    # forward pass, and as many for each collective of a backward pass; an operator on a DTensor as long as three on tensors.
     if act == "update":
-        found = Calls(232 + hooks * (59 if layout.zero < 3 else 85), 83 + hooks * 40)
+        hooks = SPEC.divided(layout) * (300 if layout.zero >= 3 else 200)
+        found = Calls(232 + hooks, 83 + hooks)
     else:
-        found = Calls(73 + hooks * 26, 46 + hooks * 17)
+        hooks = SPEC.divided(layout) * 100
+        found = Calls(73 + hooks, 46 + hooks)
     return found if layout.tp == 1 else Calls(3 * found.layer, 3 * found.rest)
 
 

@@ -32,7 +32,7 @@ SPEC = EngineSpec(
     options={"micro_batch": "int", "dtype": ("f32", "bf16"), "memory": "float"},
     calls=_calls,
     shares_beginnings=True,
-    cache_passes=3,  # attention reads it, a step's keys and values are put behind it in a copy
+    cache_passes=5,  # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
     peaks=peaks.generator,
 )
 

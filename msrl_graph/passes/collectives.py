@@ -150,7 +150,10 @@ class Collectives:
         parts = [self.seconds("all_gather", "dp", received * times, units * times)]
         if update:
             parts.append(self.seconds("reduce_scatter", "dp", received, units))
-        return total(*parts)
+        # What is gathered, or is to be scattered, is laid end to end before and out again after: four reads or writes.
+        laid = 4 * (times + update) * sum(self.held) * self._item
+        rate = self.cluster.device.rate("memory_bandwidth", laid / (times + update) / units)
+        return total(*parts, Figure(laid / rate.value, rate.source, "laid in and out / memory bandwidth"))
 
     def exchange(self) -> Figure:
         """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: as many bytes as an all-reduce

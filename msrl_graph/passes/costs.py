@@ -211,6 +211,8 @@ class Costs:
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
         if update and self.recomputes:
             parts.append(self._pass("infer", work))
+        elif update:
+            parts.append(self._kept(tokens, moved))
         passes = (3 if update else 1) + (update and self.recomputes)
         among, cp = self.collectives, self.layout.cp
         parts += [among.tensor_parallel(tokens / cp, rows.response / cp, backward=update), among.context(tokens, passes)]
@@ -279,6 +281,17 @@ class Costs:
         how = "products, attention, memory at their rates" if measured else f"FLOP / ({UTILISATION.value} x FLOP/s), bytes / bandwidth"
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
+    def _kept(self, tokens: float, moved: float) -> Figure:
+        """What a backward pass needs of its forward pass is memory that a CPU's allocator takes anew from the system each time: of what an
+        operator moves a third is its result, and products have theirs."""
+        device, model = self.device, self.model
+        if device.backend != "cpu" or self.spec.calls is None:
+            return Figure(0.0, "derived", "memory is kept for the next time")
+        products = 3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
+        taken = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
+        anew = max(0.0, 1 / device.host_link.value - 2 / device.memory_bandwidth.value)
+        return Figure(taken * anew, weakest(device.host_link, device.memory_bandwidth), "memory taken anew for what is kept")
+
     def _head_flops(self, act: Act) -> float:
         """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents (arXiv:2405.04434, 2.1.2)."""
         if latent := self.model.latent:
@@ -341,6 +354,18 @@ def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
 def handover(plan: Plan) -> Figure:
     """From the rows of one state to the next state's having them, their moving left out."""
     return plan.cluster.device.overheads.handover
+
+
+def shares(plan: Plan) -> Figure:
+    """What the dock's own processes take of the hosts' processors in an iteration."""
+    number = 0.0
+    for controller in plan.docks.controllers:
+        node = plan.graph.node(controller.node)
+        rows = plan.graph.rows[-1]
+        rounds = -(-rows // int(node.number("mini_batch", rows))) * int(node.number("epochs", 1)) if node.verb == "update" else 1
+        number += controller.groups * rounds
+    each = plan.cluster.device.overheads.share
+    return Figure(number * each.value / plan.cluster.nodes, each.source, f"shares of all states; {each.basis}")
 
 
 def function(plan: Plan, rows: float) -> Figure:

@@ -15,13 +15,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 import torch
 from torch import distributed as dist
@@ -36,11 +37,14 @@ from .actors import Client, ControllerHost, Task, WarehouseHost
 from .columns import Column, ragged
 from .dock import Batch, Share, readers
 from .functions import Function
+from .record import Recorder
+from .report import Report
 from .wrong import drawn
 
 PACKAGES = ("torch", "ray", "transformers")
 LIMIT = 600.0  # seconds after which measuring is given up
 ROUNDS = 3
+WARM, TASKS = 3, 25  # iterations of the dock
 
 
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
@@ -98,9 +102,9 @@ class Prober:
         curves["memory_bandwidth"] = tuple(together(probes.memory))
         curves["layer"] = tuple(together(probes.layer))
         curves["attention"] = tuple(together(probes.attention))
-        launch, row = together(probes.launch), together(probes.row)
+        launch, row, copy = together(probes.launch), together(probes.row), together(probes.copy)
         kinds = together(lambda: probes.collectives(world)) if world > 1 else {}
-        return Busy(torch.get_num_threads(), launch, row, curves, kinds)
+        return Busy(torch.get_num_threads(), launch, row, copy, curves, kinds)
 
 
 def middle(found: list[Busy]) -> Busy:
@@ -110,6 +114,7 @@ def middle(found: list[Busy]) -> Busy:
         threads=first.threads,
         launch=statistics.median(b.launch for b in found),
         row=statistics.median(b.row for b in found),
+        copy=statistics.median(b.copy for b in found),
         curves={
             k: tuple((size, statistics.median(b.curves[k][i][1] for b in found)) for i, (size, _) in enumerate(curve))
             for k, curve in first.curves.items()
@@ -143,8 +148,17 @@ def busy(world: int) -> Callable[[], list[Busy]]:
     return lambda: list(ray.get([r.probe.remote(world) for r in ranks]))
 
 
-def dock(plan: Plan) -> tuple[float, float]:
-    """Seconds from one state's rows to the next state's having them, and of an iteration's start and end."""
+@dataclass(frozen=True)
+class Docked:
+    """Seconds from one state's rows to the next state's having them; of the dock's processes for a share; and of an iteration's start and
+    end, the driver's book-keeping in it."""
+
+    handover: float
+    share: float
+    turn: float
+
+
+def dock(plan: Plan, folder: Path) -> Docked:
     names = {c.node: "controllers" for c in plan.docks.controllers}
     kinds: Any = (WarehouseHost, ControllerHost)
     warehouse = kinds[0].options(name="warehouse").remote(0, 0)
@@ -157,8 +171,10 @@ def dock(plan: Plan) -> tuple[float, float]:
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = Column(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
-    hands, turns = [], []
-    for number in range(12):
+    hands, turns, start_of = [], [], 0.0
+    for number in range(WARM + TASKS):
+        if number == WARM:
+            start_of = _spent()
         task = Task("train", number, prompts, fan)
         start = time.perf_counter()
         ray.get(warehouse.open.remote(task))
@@ -177,9 +193,30 @@ def dock(plan: Plan) -> tuple[float, float]:
         board.close.remote(task.key)
         ray.get(warehouse.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
+    spent = _spent() - start_of
     for actor in (warehouse, board):
         ray.kill(actor)
-    return statistics.median(hands[2:]), statistics.median(turns[2:])
+    turn = statistics.median(turns[WARM:]) + _books(plan, folder)
+    return Docked(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
+
+
+def _spent() -> float:
+    """Processor seconds so far of all processes that this one has started, but for the probers."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if "Prober" not in " ".join(process.cmdline()):
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
+def _books(plan: Plan, folder: Path) -> float:
+    """Seconds that the driver takes to write an iteration down."""
+    report = Report("rank 0", seconds={n.name: 0.1 for n in plan.graph.nodes}, events=[(n.name, 0.0, 0.1) for n in plan.graph.nodes])
+    for name in ("prompt_tokens", "response_tokens", "response_length", "loss", "grad_norm"):
+        report.count(name, 1.0, 1.0)
+    recorder = Recorder(folder, plan, 0)
+    return probes.seconds(lambda: recorder.training(0, 1.0, [report, report], {}), 0.2)
 
 
 def function(plan: Plan) -> float:
@@ -206,7 +243,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     for _ in range(rounds):
         for world, probe in tried.items():
             found[world] += probe()
-    handover, turn = dock(plan)
+    docked = dock(plan, Path(folder))
     result = Calibration(
         version=VERSION,
         date=datetime.now(UTC).date().isoformat(),
@@ -214,8 +251,9 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         machine=this_machine(),
         versions={name: version(name) for name in PACKAGES},
         noise=statistics.median(x for some in found.values() for x in spread(some)),
-        turn=turn,
-        handover=handover,
+        turn=docked.turn,
+        handover=docked.handover,
+        share=docked.share,
         function=function(plan),
         busy={world: middle(some) for world, some in found.items()},
     )

@@ -6,15 +6,16 @@ the median of several stretches. What an operator takes at least is `launch`, an
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import distributed as dist
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.profiler import ProfilerActivity, profile
 
 from ..backends import prefixes
@@ -25,6 +26,7 @@ MATRICES = (64, 128, 256, 512, 1024)
 BYTES = tuple(2**k for k in range(15, 27, 2))
 # Rows, heads, tokens, a head's size: from short rows, whose overhead is most of it, to long ones.
 ATTENTION = ((512, 4, 4, 32), (256, 4, 12, 32), (64, 4, 48, 32), (16, 4, 192, 64), (2, 4, 768, 64))
+AWAY = 1 << 24  # bytes
 TOKENS = (16, 128, 512, 2048, 8192)
 CHAIN = 35  # operators of `layer`
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
@@ -45,14 +47,27 @@ def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5)
     return statistics.median(found)
 
 
+def away(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Operands in turn, together more than a core's own cache: a pass comes back to none before it has met all others."""
+    first = make()
+    size = sum(t.nbytes for t in first)
+    return itertools.cycle([first, *(make() for _ in range(min(AWAY // size, 255)))])
+
+
+def beside(action: Callable[[], Any], least: float, budget: float = 0.06) -> float:
+    """What a call takes beside what its operators take at least; at least a tenth of it, since both are measured."""
+    taken = seconds(action, budget)
+    return max(taken - least, taken / 10)
+
+
 def matrix(dtype: torch.dtype) -> list[tuple[float, float]]:
     """(FLOP of a product, FLOP/s)."""
     found = []
     small = torch.ones(4, 4, dtype=dtype)
     least = seconds(lambda: small @ small, 0.01)
     for n in MATRICES:
-        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
-        found.append((2.0 * n**3, 2.0 * n**3 / _beyond(seconds(lambda a=a, b=b: a @ b), least)))  # type: ignore[misc]
+        operands = away(lambda n=n: [torch.randn(n, n).to(dtype) for _ in range(2)])  # type: ignore[misc]
+        found.append((2.0 * n**3, 2.0 * n**3 / beside(lambda some=operands: torch.mm(*next(some)), least)))  # type: ignore[misc]
     return found
 
 
@@ -62,33 +77,35 @@ def memory() -> list[tuple[float, float]]:
     small = torch.ones(4)
     least = seconds(lambda: small + small, 0.01)
     for size in BYTES:
-        a, b = (torch.randn(size // 12) for _ in range(2))
-        found.append((float(size), size / _beyond(seconds(lambda a=a, b=b: a + b), least)))  # type: ignore[misc]
+        operands = away(lambda size=size: [torch.randn(size // 12) for _ in range(2)])  # type: ignore[misc]
+        found.append((float(size), size / beside(lambda some=operands: torch.add(*next(some)), least)))  # type: ignore[misc]
     return found
 
 
 def layer() -> list[tuple[float, float]]:
     """(bytes that an operator on hidden states reads and writes, bytes/s), of what an eager layer does between its products, on so many
     tokens: two norms, rotation of queries and keys, gating, two residuals, and rows laid out for attention; bytes as costs.py counts
-    them. Unlike those of one operator again and again, operands come from wherever the one before left them."""
-    found, heads, size, hidden, wide = [], 4, 32, 128, 448
+    them."""
+    heads, size, hidden, wide = 4, 32, 128, 448
+    small = torch.ones(hidden)
+    least = CHAIN * seconds(lambda: small + small, 0.01)
+    found = []
     for tokens in TOKENS:
-        x, gate, up = torch.randn(tokens, hidden), torch.randn(tokens, wide), torch.randn(tokens, wide)
-        weight, half, queries = torch.randn(hidden), size // 2, torch.randn(1, tokens, heads, size).transpose(1, 2)
-        cosine = torch.randn(1, 1, tokens, size)
         order = torch.arange(tokens)
+        shapes = ((tokens, hidden), (tokens, wide), (tokens, wide), (hidden,), (1, heads, tokens, size), (1, 1, tokens, size))
+        operands = away(lambda shapes=shapes: [torch.randn(s) for s in shapes])  # type: ignore[misc]
 
-        def once(x=x, gate=gate, up=up, weight=weight, half=half, queries=queries, cosine=cosine, order=order):  # type: ignore[no-untyped-def]
+        def once(operands: Any = operands, order: torch.Tensor = order) -> Any:
+            x, gate, up, weight, queries, cosine = next(operands)
+            half = size // 2
             for _ in range(2):
-                normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+                x = x + weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
                 rotated = queries * cosine + torch.cat((-queries[..., half:], queries[..., :half]), -1) * cosine
                 laid = rotated[0].transpose(0, 1).index_select(0, order)
-                x = x + normed
-            return laid, torch.nn.functional.silu(gate) * up
+            return x, laid, silu(gate) * up
 
         moved = tokens * 4.0 * (20 * hidden + 2 * 10 * heads * size + 2 * 2 * heads * size + 5 * wide)
-        small = CHAIN * seconds(lambda: weight + weight, 0.01)  # noqa: B023 (called at once)
-        found.append((tokens * hidden * 12.0, moved / _beyond(seconds(once, 0.1), small)))
+        found.append((tokens * hidden * 12.0, moved / beside(once, least, 0.1)))
     return found
 
 
@@ -96,23 +113,25 @@ def attention() -> list[tuple[float, float]]:
     """(FLOP of a row's head, FLOP/s), of causal attention; FLOP as though it were not causal."""
     found = []
     for rows, heads, tokens, size in ATTENTION:
-        q, k, v = (torch.randn(rows, heads, tokens, size) for _ in range(3))
-        taken = seconds(lambda q=q, k=k, v=v: scaled_dot_product_attention(q, k, v, is_causal=True))  # type: ignore[misc]
+        shape = (rows, heads, tokens, size)
+        operands = away(lambda shape=shape: [torch.randn(shape) for _ in range(3)])  # type: ignore[misc]
+        taken = seconds(lambda some=operands: scaled_dot_product_attention(*next(some), is_causal=True))  # type: ignore[misc]
         found.append((4.0 * tokens**2 * size, rows * heads * 4.0 * tokens**2 * size / taken))
     return found
 
 
-def _beyond(taken: float, least: float) -> float:
-    """What is left of a call beside what any takes; at least a tenth, since both are measured."""
-    return max(taken - least, taken / 10)
+def copy() -> float:
+    """Bytes/s of a copy into memory that the process did not have, as what is released and taken again is."""
+    x = torch.randn(1 << 24)  # larger than what the allocator keeps
+    return x.nbytes / seconds(x.clone, 0.2)
 
 
 def launch() -> float:
-    """What an operator takes at least, Python's part of it in: a model of transformers on one token, divided by the operators in it that
-    are not called by another one."""
+    """What an operator takes at least, Python's part of it in: a small model of transformers on two tokens, divided by the operators in it
+    that are not called by another one."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, **sizes)).eval()
     ids = torch.ones(1, 2, dtype=torch.long)
     with torch.no_grad():

@@ -1,0 +1,72 @@
+"""The engines' specs count the operators that the engines call."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from place import EXAMPLE
+
+from msrl_graph import compile
+from msrl_graph.backends import ENGINES, fsdp, hf
+from msrl_graph.engine import Act, Sampling
+from msrl_graph.layout import Layout
+from msrl_graph.runtime.columns import ragged
+from msrl_graph.runtime.packing import pack
+from msrl_graph.runtime.probes import operators
+
+ALONE = Layout()
+
+
+def counted(engine: str, act: Act, layers: int) -> float:
+    found = ENGINES[engine].calls
+    assert found is not None
+    calls = found(act, ALONE)
+    return calls.layer * layers + calls.rest
+
+
+def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
+    model = compile(EXAMPLE / "one_rank.rlg").model("actor.update")
+    engine = fsdp.Engine(model, ALONE, 0, None, False, {})  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
+    packed = pack([prompt], response, np.arange(4))
+
+    def infer() -> None:
+        with torch.no_grad():
+            engine.logp(packed, 1.0)
+
+    def update() -> None:
+        engine.backward(engine.logp(packed, 1.0).sum())
+
+    assert operators(infer) == pytest.approx(counted("fsdp", "infer", model.layers), rel=0.1)
+    assert operators(update) == pytest.approx(counted("fsdp", "update", model.layers), rel=0.1)
+    engine.step(1e-6, 1.0)  # the first one makes the optimizer's state
+    update()
+    assert operators(lambda: engine.step(1e-6, 1.0)) == pytest.approx(counted("fsdp", "step", model.layers), rel=0.1)
+
+
+def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
+    model = compile(EXAMPLE / "one_rank.rlg").model("actor.generate")
+    engine = hf.Engine(model, ALONE, 0, None, 0)  # type: ignore[arg-type]
+    engine.ends = []
+    for piece in engine.allocate():
+        torch.nn.init.normal_(piece.tensor, std=0.02)
+    prompts = [np.arange(3, 9, dtype=np.int32)] * 2
+
+    def generate(tokens: int) -> int:
+        return operators(lambda: engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0, 0, 0)))
+
+    one, five = generate(1), generate(5)
+    assert one == pytest.approx(counted("hf", "prefill", model.layers), rel=0.1)
+    assert (five - one) / 4 == pytest.approx(counted("hf", "decode", model.layers), rel=0.1)
+
+
+def test_what_divides_a_state_never_takes_operators_away() -> None:
+    for name, spec in ENGINES.items():
+        for act in get_args(Act):
+            for layout in (Layout(tp=2), Layout(dp=2, zero=0), Layout(dp=2, zero=1), Layout(dp=2, zero=2), Layout(dp=2, zero=3)):
+                if spec.calls is not None:
+                    assert spec.calls(act, layout).layer >= spec.calls(act, ALONE).layer, (name, act, layout)
