@@ -368,6 +368,15 @@ def shares(plan: Plan) -> Figure:
     return Figure(number * each.value / plan.cluster.nodes, each.source, f"shares of all states; {each.basis}")
 
 
+def around(plan: Plan) -> Figure:
+    """What is added to the critical path: an iteration's start and end, and what the dock's processes take from ranks that have all
+    cores."""
+    turn = plan.cluster.device.overheads.turn
+    if plan.cluster.device.backend != "cpu":
+        return turn
+    return total(turn, shares(plan))
+
+
 def function(plan: Plan, rows: float) -> Figure:
     """A Python function on so many rows, what it does itself left out."""
     each = plan.cluster.device.overheads.function

@@ -60,16 +60,11 @@ class EstimateTime:
         if dispatch:
             total = sum(f.value for f in dispatch)
             phases.append(Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges")))
-        overheads = plan.cluster.device.overheads
-        phases.append(Phase("start and end", "driver", overheads.turn))
+        around = costs.around(plan)
+        phases.append(Phase("start and end", "driver", around))
         length, path = _critical(plan, {k: f.value for k, f in seconds.items()})
-        length += overheads.turn.value
-        source = weakest(overheads.turn, overheads.handover, *seconds.values(), *dispatch)
-        if plan.cluster.device.backend == "cpu":
-            # The ranks have all cores, so what the dock's processes take is taken from them.
-            taken = costs.shares(plan)
-            phases.append(Phase("the dock's processes", "docks", taken))
-            length, source = length + taken.value, weakest(Figure(0.0, source), taken)
+        length += around.value
+        source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(length, source, f"critical path: {path}")
         notes = plan.notes
         if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:

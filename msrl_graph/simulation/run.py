@@ -105,7 +105,7 @@ class Simulator:
         ends = {n: r.done.last for n, r in turn.ran.items()}
         end = max(ends.values())
         if not self.stale:
-            end = max(lanes.last for lanes in self.lanes.values()) + self.plan.cluster.device.overheads.turn.value
+            end = max(lanes.last for lanes in self.lanes.values()) + costs.around(self.plan).value
             end += turn.taken if self.plan.cluster.device.backend == "cpu" else 0.0
         for name in self.updated:
             self.updated[name].append(ends[name])
