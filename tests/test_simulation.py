@@ -11,23 +11,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import mean, median
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from msrl_graph import compile, simulate
+from msrl_graph import compile, noise, simulate
 from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
 from msrl_graph.cluster import DEVICES, Figure
 from msrl_graph.diagnostics import Fault
 from msrl_graph.plan import Plan
+from msrl_graph.runtime.dock import Controller, Round, readers
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.flow import Done
 from msrl_graph.simulation.generation import Sequence, generate, tail
 from msrl_graph.simulation.rollout import Rollout
-from msrl_graph.simulation.rows import Draws, share
+from msrl_graph.simulation.rows import Draws, key, keys, share
 from msrl_graph.simulation.run import Simulator
 from msrl_graph.simulation.specs import INVERSES, distribution, read
 
@@ -243,6 +246,50 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
         counted = Counter(u for b in flow.batches(node, 0, done, weights) for part in b.parts for u in part)
         assert set(counted.values()) == {int(node.number("epochs", 1))}
         assert len(counted) == flow.units(node)
+
+
+DOCKS = {
+    "whole": small(),
+    "streamed": small("actor.generate -> actor.infer { stream = 5 }\nactor.generate -> host.reward { stream = 3 }"),
+    "balanced": small("actor.generate -> actor.infer { stream = 7, balance = tokens }", group=3, prompts=16),
+    "mini-batches": page(("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6)\n    mini_batch = 64, epochs = 2")),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DOCKS))
+@given(st.integers(0, 2**32), st.integers(0, 5))
+@settings(max_examples=10, phases=(Phase.generate,))  # a smaller seed says nothing
+def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
+    """Rows come to a run's controllers one by one, in the order in which the simulation has them, all in one warehouse."""
+    plan, random = DOCKS[name], Random(seed)
+    flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
+    prompts, responses = plan.graph.rows
+    for reader in readers(plan):
+        node, done, arrivals = plan.graph.node(reader.node), {}, list[tuple[float, str, int]]()
+        for edge in (e for e in plan.graph.samples() if e.dst == node.name):
+            level = flow.row_level(plan.graph.node(edge.src))
+            times = list(map(float, random.sample(range(10**6), flow.rows(level))))
+            done[edge.src] = Done(level, times, max(times))
+        for column, level, writer in reader.reads:
+            # What comes by another edge than its writer's is there already.
+            times = done[writer].times if writer in done else [-1.0] * flow.rows(level)
+            arrivals += [(t, column, row) for row, t in enumerate(times)]
+        tokens = {c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))] for c in ("prompt", "response")}
+        controller, rounds = Controller(reader), list[Round]()
+        controller.open("train", iteration, prompts, responses // prompts)
+        for _, column, row in sorted(arrivals):
+            size = tokens[column][row] if column in tokens else 0
+            rounds += controller.heard("train", column, np.array([row]), np.array([size]), 0)
+        fan = responses // prompts
+        weight = [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)] if reader.balance else None
+        found = flow.batches(node, iteration, done, weight)
+        assert [b.parts for b in found] == [[p.tolist() for p in r.parts] for r in rounds]
+        assert found
+
+
+def test_keys_are_those_of_a_run() -> None:
+    parts = (2**53, 7, 0)
+    assert keys(parts, range(50)) == [key(*parts, n) for n in range(50)] == noise.keys(*parts, np.arange(50)).tolist()
 
 
 @given(st.lists(st.lists(st.integers(1, 20), min_size=2, max_size=2), min_size=30, max_size=30), st.integers(1, 9))
