@@ -19,7 +19,7 @@ from .layout import Box, Coordinates, Kind, Side, Tensor, box_at, elements, over
 def period(side: Side, experts: bool = False) -> int:
     """The number of consecutive ranks of a stage after which boxes repeat: dp makes no difference unless it divides weights."""
     layout = side.layout
-    if side.divided and layout.dp > 1:
+    if side.divided and (layout.edp if experts else layout.dp) > 1:
         return layout.stage_devices
     if experts:
         repeat = layout.etp * layout.ep

@@ -19,7 +19,7 @@ from msrl_graph.backends import fsdp, hf
 from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.engine import Sampling, Shard
-from msrl_graph.layout import Layout, Side, elements, shard
+from msrl_graph.layout import Layout, Side, elements, overlap, shard
 from msrl_graph.plan import Reshard, Step, Way
 from msrl_graph.redistribute import gather_block
 from msrl_graph.runtime.columns import ragged
@@ -37,9 +37,9 @@ def mesh(layout):
     return DeviceMesh("cpu", [[layout.rank(t, d) for t in range(layout.tp)] for d in range(layout.dp)], mesh_dim_names=("dp", "tp"))
 
 
-def edge(group, mode, order, buckets):
+def edge(group, how, mode, order, buckets):
     step = Step("", 0, Figure(0, "assumed"))
-    return Reshard("a", "b", mode, order, "", (Way("weights", "all-gather", group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0)
+    return Reshard("a", "b", mode, order, "", (Way("weights", how, group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0)
 
 
 def reshard_cases(rank, folder, cases):
@@ -50,7 +50,8 @@ def reshard_cases(rank, folder, cases):
     def part(box, name):
         return whole[name][tuple(slice(a, b) for a, b in box)].clone()
 
-    for source, target, mode, order, cut in cases:
+    for number, (source, target, mode, order, cut) in enumerate(cases):
+        how = ("all-gather", "all-to-all")[number % 2]
         given = [Shard(t.name, box := shard(t, source, rank), part(box, t.name)) for t in m.tensors]
         wanted = [Shard(t.name, box := shard(t, target, rank), torch.zeros([b - a for a, b in box])) for t in m.tensors]
         group = gather_block(m.kinds, source, target)
@@ -61,12 +62,15 @@ def reshard_cases(rank, folder, cases):
             block = made if rank in members else block
         buckets = tuple(tuple(names[i : i + cut]) for i in range(0, len(names), cut))
         swap = Swap(given)
-        mover = Resharder(edge(group, mode, order, buckets), m, rank, source, target, block, swap)
+        mover = Resharder(edge(group, how, mode, order, buckets), m, rank, source, target, block, swap)
         for turn in range(2):
             mover.run(lambda w=wanted: w)
             for piece in wanted:
                 assert torch.equal(piece.tensor, part(piece.box, piece.name)), (source, target, mode, order, piece.name)
                 piece.tensor.zero_()
+            if how == "all-to-all":
+                own = sum(elements(o) for a, b in zip(given, wanted, strict=True) if (o := overlap(a.box, b.box)))
+                assert mover.moved == 4 * (sum(elements(p.box) for p in wanted) - own)
             left = sum(p.tensor.untyped_storage().nbytes() for p in given)
             assert left == (0 if mode == "swap" else sum(4 * elements(p.box) for p in given))
             assert sum(h.nbytes for h in swap.host) == (sum(4 * elements(p.box) for p in given) if mode == "swap" else 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import layouts, points, sides, tensors
 
@@ -87,6 +87,7 @@ def test_holders_of_a_box_take_turns(case: Case) -> None:
 
 
 @settings(max_examples=200)
+@example(([Tensor("t", (1, 1), experts=True, layers=5)], Side(Layout(tp=2), divided=True), Side(Layout(pp=2)), 1))
 @given(cases(same=True))
 def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> None:
     some, source, target, per_host = case

@@ -68,15 +68,27 @@ class Collectives:
 
     def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
         """`count` collectives along an axis, in which a device receives so many bytes in all."""
-        known = self.cluster.device.collective(kind)
-        if not self.near(axis):
+        if (kind, axis) not in self._links:
+            self._links[kind, axis] = self._link(kind, axis)
+        least, rate, one = self._links[kind, axis]
+        return Figure(count * least + received / rate, one.source, one.basis)
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, Axis], tuple[float, float, Figure]]:
+        """What does not depend on bytes, once it has been asked for."""
+        return {}
+
+    def _link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
+        """Seconds at least, bytes/s, and a figure that says where they are from."""
+        known, near = self.cluster.device.collective(kind), self.near(axis)
+        if not near:
             each = min(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(each)
             known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
         rate = reached(known.rate)
-        seconds = count * known.least.value + received / rate.value
-        where = "device link" if self.near(axis) else "link between hosts"
-        return Figure(seconds, weakest(known.least, rate), f"{axis}: collectives x latency + bytes / {where}")
+        where = "device link" if near else "link between hosts"
+        figure = Figure(0.0, weakest(known.least, rate), f"{axis}: collectives x latency + bytes / {where}")
+        return known.least.value, rate.value, figure
 
     @cached_property
     def _item(self) -> int:

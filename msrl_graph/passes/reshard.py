@@ -88,7 +88,12 @@ class Resharding:
         taken = {}
         for way in ways:
             for tensor in {nameless(k.tensor): k.tensor for k in families[way.of]}.values():
-                amount = _wanted(tensor, target) if way.how == "all-to-all" else gathered(tensor, source, way.block)
+                # What is exchanged lies in two buffers, as it leaves and as it arrives.
+                amount = gathered(tensor, source, way.block)
+                if way.how == "all-to-all":
+                    amount = (
+                        2 * movement((Kind(tensor, tensor.layer, tensor.layer + 1, 1),), source, target, cluster.devices_per_node).received
+                    )
                 taken[nameless(tensor)] = item * amount
         sizes = {t.name: taken[nameless(t)] for t in model.tensors}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))

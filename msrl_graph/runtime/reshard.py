@@ -2,7 +2,8 @@
 
 Invariant: after `run`, each rank holds exactly its boxes of the generation layout, bit for bit the values of the update's; in mode
 swap the update's storages on the device are empty and their bytes lie in host buffers, and `swap_in` brings them back bit for bit.
-An engine is known only by its shards.
+An engine is known only by its shards. Where an all-gather would bring a rank more than twice what it wants, the plan says all-to-all,
+and just that is sent.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -68,26 +69,43 @@ class Swap:
         self.seconds = time.perf_counter() - start
 
 
+class Move(NamedTuple):
+    """A box of a tensor on its way from one neighbour to another, by their numbers in the block."""
+
+    giver: int
+    taker: int
+    name: str
+    box: Box
+
+
 class Resharder:
-    """One resharding edge on one rank; `block` is the process group of the neighbours that gather together."""
+    """One resharding edge on one rank; `block` is the process group of the neighbours that gather or exchange among themselves."""
 
     def __init__(self, plan: Reshard, model: Model, rank: int, source: Side, target: Side, block: Any, swap: Swap) -> None:
         self.plan, self.block, self.swap = plan, block, swap
-        size = plan.ways[0].ranks
-        first = rank // size * size
-        self.tensors = {t.name: t for t in model.tensors}
+        (way,) = plan.ways  # engines that divide experts, or pad vocabularies, need more than one
+        self.size, self.exchanges = way.ranks, way.how == "all-to-all"
+        first = rank // self.size * self.size
+        self.index = rank - first
         self.boxes = {s.name: s.box for s in swap.shards}
-        # What each neighbour puts in: its box of each tensor, unless an earlier neighbour holds the same one.
+        self.target = {t.name: shard(t, target, rank) for t in model.tensors}
+        # What each neighbour puts in: of those that hold the same box one, in turns.
         self.given: dict[str, list[tuple[int, Box]]] = {}
-        for name, tensor in self.tensors.items():
-            given: list[tuple[int, Box]] = []
-            for index in range(size):
-                box = shard(tensor, source, first + index)
-                if elements(box) and all(box != other for _, other in given):
-                    given.append((index, box))
-            self.given[name] = given
-        self.index, self.size = rank - first, size
-        self.target = {n: shard(t, target, rank) for n, t in self.tensors.items()}
+        # In an exchange, who sends which box to whom, in an order that all neighbours agree on; what a rank keeps is its own.
+        self.moves: dict[str, list[Move]] = {}
+        for turn, tensor in enumerate(model.tensors):
+            holders: dict[Box, list[int]] = {}
+            for index in range(self.size):
+                if elements(box := shard(tensor, source, first + index)):
+                    holders.setdefault(box, []).append(index)
+            self.given[tensor.name] = [(owners[turn % len(owners)], box) for box, owners in holders.items()]
+            wants = [shard(tensor, target, first + index) for index in range(self.size)] if self.exchanges else []
+            self.moves[tensor.name] = [
+                Move(taker if taker in owners else owners[(turn + taker) % len(owners)], taker, tensor.name, common)
+                for taker, want in enumerate(wants)
+                for box, owners in holders.items()
+                if (common := overlap(want, box)) is not None
+            ]
         self.seconds: dict[str, float] = {}
         self.moved = 0  # bytes received from neighbours in the last run
 
@@ -111,10 +129,10 @@ class Resharder:
         with torch.no_grad():
             for bucket in self.plan.buckets:
                 start = time.perf_counter()
-                parts = self._gather(bucket, source)
+                parts = self._exchange(bucket, source) if self.exchanges else self._gather(bucket, source)
                 timed("all-gather", start)
                 start = time.perf_counter()
-                self._select(bucket, parts, goal)
+                (self._place if self.exchanges else self._select)(bucket, parts, source, goal)
                 timed("select", start)
                 start = time.perf_counter()
                 del parts
@@ -144,7 +162,47 @@ class Resharder:
         self.moved += (self.size - 1) * max(counts) * own.element_size()
         return [row[:count] for row, count in zip(buffer, counts, strict=True)]
 
-    def _select(self, bucket: tuple[str, ...], parts: list[torch.Tensor], goal: dict[str, torch.Tensor]) -> None:
+    def _exchange(self, bucket: tuple[str, ...], source: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What each neighbour sends this rank of the bucket, flat, one tensor a neighbour."""
+        moves = [m for n in bucket for m in self.moves[n] if m.giver != m.taker]
+        out, into = [0] * self.size, [0] * self.size
+        for giver, taker, _, box in moves:
+            if giver == self.index:
+                out[taker] += elements(box)
+            if taker == self.index:
+                into[giver] += elements(box)
+        dtype = next(iter(source.values())).dtype
+        sent = torch.empty(sum(out), dtype=dtype)
+        rooms = torch.split(sent, out)
+        laid = [0] * self.size
+        for giver, taker, name, box in moves:
+            if giver == self.index:
+                piece = source[name][slices(within(box, self.boxes[name]))]
+                rooms[taker][laid[taker] : laid[taker] + elements(box)].view(piece.shape).copy_(piece)
+                laid[taker] += elements(box)
+        received = torch.empty(sum(into), dtype=dtype)
+        dist.all_to_all_single(received, sent, into, out, group=self.block)
+        self.moved += received.nbytes
+        return list(torch.split(received, into))
+
+    def _place(
+        self, bucket: tuple[str, ...], parts: list[torch.Tensor], source: dict[str, torch.Tensor], goal: dict[str, torch.Tensor]
+    ) -> None:
+        """Copies what arrived, and what this rank had itself, to its generation boxes."""
+        start = [0] * self.size
+        for giver, taker, name, box in (m for n in bucket for m in self.moves[n]):
+            if taker != self.index:
+                continue
+            room = goal[name][slices(within(box, self.target[name]))]
+            if giver == taker:
+                room.copy_(source[name][slices(within(box, self.boxes[name]))])
+                continue
+            room.copy_(parts[giver][start[giver] : start[giver] + elements(box)].view(room.shape))
+            start[giver] += elements(box)
+
+    def _select(
+        self, bucket: tuple[str, ...], parts: list[torch.Tensor], source: dict[str, torch.Tensor], goal: dict[str, torch.Tensor]
+    ) -> None:
         """Copies what this rank's generation boxes need out of the gathered parts."""
         start = [0] * self.size
         for name in bucket:
