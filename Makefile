@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -67,6 +67,10 @@ bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
 # What no layout, dock or order changes: the same numbers but for rounding, about 10 minutes.
 invariance: $(VENV)/ready
 	$(BIN)/python bench/invariance.py
+
+# The figures of the MindSpeed RL paper beside the planner's, some minutes.
+paper: $(VENV)/ready
+	$(BIN)/python bench/paper.py
 
 clean:
 	rm -rf $(VENV) $(VENV_TRL)
