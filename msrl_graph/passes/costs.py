@@ -282,15 +282,14 @@ class Costs:
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _kept(self, tokens: float, moved: float) -> Figure:
-        """What a backward pass needs of its forward pass is memory that a CPU's allocator takes anew from the system each time: of what an
-        operator moves a third is its result, and products have theirs."""
+        """What a backward pass needs of its forward pass does not stay in a CPU's caches, where the results of a forward pass alone do: it
+        is written to memory and read again. Of what an operator moves a third is its result, and products have theirs."""
         device, model = self.device, self.model
         if device.backend != "cpu" or self.spec.calls is None:
-            return Figure(0.0, "derived", "memory is kept for the next time")
+            return Figure(0.0, "derived", "in the bytes of each operator")
         products = 3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
-        taken = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
-        anew = max(0.0, 1 / device.host_link.value - 2 / device.memory_bandwidth.value)
-        return Figure(taken * anew, weakest(device.host_link, device.memory_bandwidth), "memory taken anew for what is kept")
+        kept = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
+        return Figure(2 * kept / device.memory_bandwidth.value, device.memory_bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
         """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents (arXiv:2405.04434, 2.1.2)."""
