@@ -57,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--stragglers", metavar="SPEC", help="with --simulate: which share of the devices is how many times slower, `1%% x3`")
     p.add_argument("--function", metavar="NAME=SECONDS", action="append", help="with --simulate: what a function node takes of a row")
     p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
+    p.add_argument("--why", action="store_true", help="show why these layouts: what the search took, the runners-up, what each loses by")
+    p.add_argument("--budget", metavar="SECONDS", type=_seconds, help="how long the search for layouts may take; then the best so far")
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
@@ -86,6 +88,8 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error("a FILE is needed")
     if options.check and options.output is not None:
         parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
+    if options.why and (options.check or options.format == "json" or options.emit not in (None, "plan")):
+        parser.error("`--why` shows the search as text: it goes with no other stage, format or check")
     if options.emit == "ray" and options.format == "json":
         parser.error("`--emit ray` is a script; `--format json` does not apply")
     more = [f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None]
@@ -189,6 +193,12 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     if stage == "placed":
         return text.placed_text(result.placed, width, colour)
     assert result.plan is not None
+    if options.why:
+        from .compile import unstated
+        from .emit.why import why_text
+
+        other = unstated(result.plan, options.budget) if result.plan.search is None else None
+        return why_text(result.plan, other, width, colour)
     return text.plan_text(result.plan, width, colour)
 
 
@@ -330,6 +340,12 @@ def _load_plan(name: str) -> Plan:
     except msgspec.MsgspecError as error:
         help = "write it anew: msrl-compile FILE --format json -o plan.json"
         raise Fault(Diagnostic("bad-plan", f"{name} is not a plan of this version: {error}", help=help)) from None
+
+
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal():
+        raise argparse.ArgumentTypeError(f"a number of seconds belongs here, not `{text}`")
+    return float(text)
 
 
 def _natural(text: str) -> int:

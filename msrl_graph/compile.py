@@ -26,11 +26,12 @@ from .graph import Graph
 from .passes.dock import Dock
 from .passes.estimate import EstimateTime
 from .passes.memory import CountMemory
-from .passes.place import Place
 from .passes.reshard import Resharding
 from .passes.schedule import Schedule
+from .passes.search import Search
 from .passes.traffic import CountTraffic
 from .plan import Deploy, EngineChoice, Memory, Plan
+from .searched import Searched
 
 STAGES = ("ast", "graph", "placed", "plan")
 
@@ -48,7 +49,7 @@ class Pass(NamedTuple):
 PASSES = (
     Pass(
         "place",
-        Place(ENGINES, DEFAULT),
+        Search(ENGINES, DEFAULT, lambda p: any(d.severity == "error" for d in _misplaced(p))),
         lambda p: _covers(p, [x.node for x in p.placements]),
         lambda p: _misplaced(p),
         "placed",
@@ -147,13 +148,14 @@ def compile(
     deploy: str | None = None,
     model: str | None = None,
     sets: Mapping[str, str] | None = None,
+    budget: float | None = None,
 ) -> Plan:
     """The plan of a program: a path, or the NAME of an algorithm of the package; `text` stands in for the file's content.
 
-    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params, as text.
-    Raises Fault.
+    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params, as text,
+    `budget` the seconds after which the search for layouts takes the best so far. Raises Fault.
     """
-    result = translate(read(source, text), deploy=deploy, model=model, sets=sets)
+    result = translate(read(source, text), deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
         raise no_deploy()
     return result.plan
@@ -187,8 +189,10 @@ def translate(
     sets: Mapping[str, str] | None = None,
     until: str = "plan",
     after: Hook = lambda name, seconds, plan: None,
+    budget: float | None = None,
 ) -> Compilation:
-    """Runs the pipeline up to stage `until`; `after(pass, seconds, plan)` is called after each pass. Raises Fault."""
+    """Runs the pipeline up to stage `until`; `after(pass, seconds, plan)` is called after each pass; `budget` are the seconds after which
+    the search takes the best so far. Raises Fault."""
     tree = parse(source.text, source.name)
     if until == "ast":
         return Compilation(source, tree)
@@ -211,7 +215,7 @@ def translate(
         if step.stage == "plan" and until == "placed":
             return Compilation(source, tree, graph, plan, None, warnings)
         began = time.perf_counter()
-        plan = step.apply(plan)
+        plan = (replace(step.apply, budget=budget) if isinstance(step.apply, Search) else step.apply)(plan)
         after(step.name, time.perf_counter() - began, plan)
         # A mistake in the program comes before what the pass promises: it promises nothing for a program that is wrong.
         told = step.check(plan) if step.check is not None else []
@@ -221,6 +225,14 @@ def translate(
         assert step.holds(plan), f"the pass `{step.name}` broke its promise"
         placed = plan if step.stage == "placed" else placed
     return Compilation(source, tree, graph, placed, plan, warnings)
+
+
+def unstated(plan: Plan, budget: float | None = None) -> Searched | None:
+    """What the search would have found for a plan whose layouts the file states, had it not."""
+    search = PASSES[0].apply
+    assert isinstance(search, Search)
+    open_ = Plan(plan.graph, plan.cluster, replace(plan.deploy, layouts={}))
+    return replace(search, budget=budget)(open_).search
 
 
 def context(source: Source, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None) -> Context:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .engine import EngineSpec
+from .graph import Graph, Node
 from .layout import Layout
 from .plan import Model
 
@@ -38,6 +39,15 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     if layout.stage_devices % (layout.ep * layout.etp):
         both = "ep x etp" if layout.etp > 1 else "ep"
         yield f"{both} = {layout.ep * layout.etp} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)"
+
+
+def rows_in_step(graph: Graph, node: Node) -> int | None:
+    """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is updated, or a filter
+    leaves a number of rows that nobody knows yet."""
+    stated = node.attributes.get("mini_batch")
+    if node.verb != "update" or (stated is None and any({"keep", "select"} & n.attributes.keys() for n in graph.nodes)):
+        return None
+    return int(node.number("mini_batch", graph.rows[min(graph.level(node), len(graph.rows) - 1)]))
 
 
 def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:

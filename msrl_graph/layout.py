@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .diagnostics import NOWHERE, Span
@@ -88,36 +88,46 @@ class Layout:
 
     def chunks(self, layers: int) -> tuple[int, ...]:
         """The layers of each chunk: as stated, else equal; what is over goes to the middle, since embedding and head are at the ends."""
-        if self.stages:
-            return self.stages
-        number = self.pp * self.vpp
-        each, over = divmod(layers, number)
-        first = (number - over) // 2
-        return tuple(each + (first <= i < first + over) for i in range(number))
+        return self.stages or _even(self.pp * self.vpp, layers)
 
     def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
         """The stretches [start, stop) of layers on a stage, one a chunk."""
-        found, start = [], 0
-        for i, number in enumerate(self.chunks(layers)):
-            if i % self.pp == stage:
-                found.append((start, start + number))
-            start += number
-        return tuple(found)
+        return _stretches_of(self.chunks(layers), self.pp)[stage]
 
     def stage_of(self, layer: int, layers: int) -> int:
         """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the last."""
         if layer < 0:
             return 0
-        start = 0
-        for i, number in enumerate(self.chunks(layers)):
-            start += number
-            if layer < start:
-                return i % self.pp
-        return self.pp - 1
+        found = _stages_of(self.chunks(layers), self.pp)
+        return found[layer] if layer < len(found) else self.pp - 1
 
     def __str__(self) -> str:
         sizes = [(k, getattr(self, k)) for k in AXES]
         return " ".join(f"{k}{v}" for k, v in sizes if v > 1 or k in ("tp", "dp"))
+
+
+@lru_cache(maxsize=1 << 10)
+def _even(number: int, layers: int) -> tuple[int, ...]:
+    each, over = divmod(layers, number)
+    first = (number - over) // 2
+    return tuple(each + (first <= i < first + over) for i in range(number))
+
+
+@lru_cache(maxsize=1 << 10)
+def _stretches_of(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """By stage, the stretches of layers that are on it."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+    start = 0
+    for i, number in enumerate(chunks):
+        found[i % pp].append((start, start + number))
+        start += number
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=1 << 10)
+def _stages_of(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
+    """The stage of each layer."""
+    return tuple(i % pp for i, number in enumerate(chunks) for _ in range(number))
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,11 @@ class Tensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @cached_property
+    def alone(self) -> Tensor:
+        """What of it boxes depend on, wherever it stands in the model."""
+        return self if not (self.name or self.layer) and self.layers == 1 else replace(self, name="", layer=0, layers=1)
+
 
 @dataclass(frozen=True)
 class Side:
@@ -172,17 +187,34 @@ class Kind(NamedTuple):
 
     def on(self, side: Side, stage: int) -> int:
         """How many of them a stage holds."""
-        layout, layers = side.layout, self.tensor.layers
-        if self.start < 0 or self.start >= layers:
-            last = layout.pp - 1
-            return self.each * (stage == (0 if self.start < 0 else last) or (self.tensor.tied and stage == last))
-        stretches = layout.stage_layers(stage, layers)
-        return self.each * sum(max(0, min(self.stop, b) - max(self.start, a)) for a, b in stretches)
+        return self.each * self.layers_on(side.layout)[stage]
+
+    def layers_on(self, layout: Layout) -> tuple[int, ...]:
+        """How many of the layers each stage holds; of an embedding or a head, one or none."""
+        return _layers_on(self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp)
+
+
+@lru_cache(maxsize=1 << 12)
+def _layers_on(start: int, stop: int, layers: int, tied: bool, chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
+    if start < 0 or start >= layers:
+        return tuple(int(stage == (0 if start < 0 else pp - 1) or (tied and stage == pp - 1)) for stage in range(pp))
+    return tuple(sum(max(0, min(stop, b) - max(start, a)) for a, b in stretches) for stretches in _stretches_of(chunks, pp))
 
 
 def nameless(tensor: Tensor) -> Tensor:
     """A tensor without name and layer: what tensors of a kind have in common."""
     return replace(tensor, name="", layer=0)
+
+
+class Kinds(tuple[Kind, ...]):
+    """Kinds that are looked up by often: hashed once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
 
 
 def kinds(tensors: Iterable[Tensor]) -> tuple[Kind, ...]:
@@ -191,7 +223,7 @@ def kinds(tensors: Iterable[Tensor]) -> tuple[Kind, ...]:
     for tensor in tensors:
         _, counts = found.setdefault(nameless(tensor), (tensor, {}))
         counts[tensor.layer] = counts.get(tensor.layer, 0) + 1
-    return tuple(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
+    return Kinds(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
 
 
 def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[Kind]:
@@ -298,10 +330,27 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 def stage_elements(found: Iterable[Kind], side: Side, stage: int) -> int:
     """Elements on the busiest rank of a stage: that of coordinates 0, since the first of ceil-sized stretches is never the shorter one."""
-    return sum(n * elements(box_at(k.tensor, side, (0, 0, 0))) for k in found if (n := k.on(side, stage)))
+    return sum(stage_parts(_kept(found), side)[stage])
+
+
+@lru_cache(maxsize=1 << 14)
+def stage_parts(found: tuple[Kind, ...], side: Side) -> tuple[tuple[int, int], ...]:
+    """By stage, elements on its busiest rank: of what every token passes, and of experts."""
+    sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
+    for kind in found:
+        key = kind.layers_on(side.layout), kind.tensor.experts
+        sizes[key] = sizes.get(key, 0) + kind.each * elements(box_at(kind.tensor, side, (0, 0, 0)))
+    sums = [[0, 0] for _ in range(side.layout.pp)]
+    for (numbers, experts), size in sizes.items():
+        for stage, number in enumerate(numbers):
+            sums[stage][experts] += size * number
+    return tuple((dense, routed) for dense, routed in sums)
+
+
+def _kept(found: Iterable[Kind]) -> tuple[Kind, ...]:
+    return found if isinstance(found, tuple) else tuple(found)
 
 
 def held(found: Iterable[Kind], side: Side) -> int:
     """Elements on the busiest rank of all."""
-    found = tuple(found)
-    return max(stage_elements(found, side, stage) for stage in range(side.layout.pp))
+    return max(map(sum, stage_parts(_kept(found), side)))

@@ -13,6 +13,7 @@ from .cluster import Cluster, Figure
 from .diagnostics import NOWHERE, Span
 from .graph import Expr, Graph, Value
 from .layout import Kind, Layout, Tensor, kinds
+from .searched import Searched
 
 FORMAT_VERSION = 1
 # What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
@@ -85,6 +86,11 @@ class Model(Shape):
     @cached_property
     def parameters(self) -> int:
         return sum(t.elements for t in self.tensors)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of its largest tensor."""
+        return max((t.elements for t in self.tensors), default=0)
 
     @cached_property
     def active_parameters(self) -> int:
@@ -203,6 +209,7 @@ class Deploy:
     run: Run = Run()
     span: Span = NOWHERE
     pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
+    together: tuple[tuple[str, ...], ...] = ()  # states that stay together, wherever that is
 
 
 @dataclass(frozen=True)
@@ -372,9 +379,14 @@ class Plan:
     memory: tuple[Memory, ...] = ()
     estimate: Estimate | None = None
     notes: tuple[Note, ...] = ()
+    search: Searched | None = None  # None: the file left nothing open
+
+    @cached_property
+    def _placed(self) -> dict[str, Placement]:
+        return {p.node: p for p in self.placements}
 
     def placement(self, node: str) -> Placement:
-        return next(p for p in self.placements if p.node == node)
+        return self._placed[node]
 
     def pool(self, name: str) -> Pool:
         return next(p for p in self.pools if p.name == name)

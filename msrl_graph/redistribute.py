@@ -8,8 +8,8 @@ to each device that lacks it. Counting goes by classes of hosts that hold the sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from .layout import Box, Coordinates, Kind, Side, Tensor, box_at, elements, over
 
 
 def period(side: Side, experts: bool = False) -> int:
-    """The number of consecutive ranks of a stage after which boxes repeat: dp makes no difference unless it divides weights."""
+    """The number of consecutive ranks of a stage after which boxes repeat: replicas matter only where they divide weights."""
     layout = side.layout
     if side.divided and (layout.edp if experts else layout.dp) > 1:
         return layout.stage_devices
@@ -148,6 +148,11 @@ def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[F
     return found
 
 
+# The stages of a tensor at both ends; where in their stages devices of a host stand, by their place on the host.
+_Stages = tuple[tuple[int, ...], tuple[int, ...]]
+_Places = tuple[tuple[int, tuple[int, int, int]], ...]
+
+
 @dataclass(frozen=True)
 class Movement:
     """Elements that move. `received`: by the busiest device, from its host or another; `inward`: between hosts, into the busiest host;
@@ -168,7 +173,7 @@ def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int,
     received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(hosts, 0)
     demand = [0] * source.layout.pp  # elements that hosts take from each stage
     for experts in (False, True):
-        found = list(pairs((k for k in kinds if k.tensor.experts is experts), source, target))
+        found = _laid((k for k in kinds if k.tensor.experts is experts), source, target)
         counting = _Hosts(source, target, per_host, block, experts)
         classes: dict[tuple[object, ...], list[int]] = {}
         for host in hosts if found else ():
@@ -187,6 +192,20 @@ def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int,
     return Movement(max(received.values()), max(inward.values()), outward, sum(received.values()), sum(inward.values()))
 
 
+@lru_cache(maxsize=1 << 12)
+def lacking(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int) -> int:
+    """Elements that the first or the last host of the target lacks: no more than `movement` finds for the busiest, at a fraction of the
+    work."""
+    hosts = {target.first // per_host, (target.first + target.devices - 1) // per_host}
+    found = dict.fromkeys(hosts, 0)
+    for experts in (False, True):
+        some = _laid((k for k in kinds if k.tensor.experts is experts), source, target)
+        counting = _Hosts(source, target, per_host, 0, experts)
+        for host in hosts:
+            found[host] += sum(counting.count(some, host)[1])
+    return max(found.values())
+
+
 @dataclass(frozen=True)
 class _Hosts:
     """What the devices of a host lack, by the boxes that they and their host hold."""
@@ -196,6 +215,8 @@ class _Hosts:
     per_host: int
     block: int
     experts: bool
+    # By tensor and where its devices stand: hosts of other stages count alike.
+    counted: dict[tuple[object, ...], tuple[dict[int, int], int]] = field(default_factory=dict)
 
     def signature(self, host: int) -> tuple[object, ...]:
         """What of a host's ranks decides the boxes that they hold: hosts with the same are alike."""
@@ -213,44 +234,73 @@ class _Hosts:
         start = rank % self.source.layout.stage_devices // self.block * self.block
         return start % math.lcm(period(self.source, self.experts), self.block)
 
-    def count(self, found: Sequence[Pair], host: int) -> tuple[dict[int, int], list[int]]:
+    def count(self, found: Mapping[Tensor, Mapping[_Stages, int]], host: int) -> tuple[dict[int, int], list[int]]:
         """The elements that each device of a host receives, and those that come from other hosts, by the stage that they come from."""
-        source, target = self.source, self.target
-        here = range(host * self.per_host, (host + 1) * self.per_host)
+        first = host * self.per_host
         givers, takers = (
-            {d: side.layout.coordinates(d - side.first) for d in here if 0 <= d - side.first < side.devices} for side in (source, target)
+            {i: side.layout.coordinates(r) for i in range(self.per_host) if 0 <= (r := first + i - side.first) < side.devices}
+            for side in (self.source, self.target)
         )
-        starts = {d: self._start(d - source.first) for d in takers} if self.block else {}
-        received, taken = dict.fromkeys(takers, 0), [0] * source.layout.pp
-        for tensor, number in found:
-            have = {d: _box_of(tensor, source, at) for d, at in givers.items()}
-            present = {box for box in have.values() if elements(box)}
-            missing: dict[Box, int] = {}
-            lacking = 0
-            if self.block:
-                # A block's boxes are those of its ranks: what a rank has of them is its own, what a host has, its ranks'.
-                blocks = {start: _block(tensor, source, start, self.block) for start in set(starts.values())}
-                for device, start in starts.items():
-                    received[device] += number * (blocks[start][1] - elements(have[device]))
-                if len(blocks) == 1:
-                    lacking = sum(total for _, total in blocks.values()) - sum(map(elements, present))
-                else:
-                    lacking = sum(map(elements, frozenset().union(*(some for some, _ in blocks.values())) - present))
-            for device, at in takers.items() if not self.block else ():
-                want = _box_of(tensor, target, at)
-                if elements(want):
-                    received[device] += number * _less(want, (have[device],) if device in have else ())
-                    if want not in missing:
-                        missing[want] = _less(want, present)
-            taken[stages(tensor, source.layout)[0]] += number * (lacking + sum(missing.values()))
-        return received, taken
+        starts = tuple((i, self._start(first + i - self.source.first)) for i in takers) if self.block else ()
+        # Of all stages only those that are on this host make a difference.
+        held, wanted = {at.pp for at in givers.values()}, {at.pp for at in takers.values()}
+        here = {s: (tuple(held.intersection(s[0])), tuple(wanted.intersection(s[1]))) for s in {s for n in found.values() for s in n}}
+        own = {w: (self._own(givers, self.source, w[0]), self._own(takers, self.target, w[1])) for w in set(here.values())}
+        received, taken = dict.fromkeys(takers, 0), [0] * self.source.layout.pp
+        for tensor, numbers in found.items():
+            sums = dict.fromkeys((here[s] for s in numbers), 0)
+            for s, number in numbers.items():
+                sums[here[s]] += number
+            missing = {}
+            for where, number in sums.items():
+                key = tensor, *own[where], starts
+                if key not in self.counted:
+                    self.counted[key] = self._blocks(*key) if self.block else self._exact(*key[:3])
+                amounts, missing[where] = self.counted[key]
+                for i, amount in amounts.items():
+                    received[i] += number * amount
+            for s, number in numbers.items():
+                taken[s[0][0]] += number * missing[here[s]]
+        return {first + i: amount for i, amount in received.items()}, taken
+
+    def _own(self, found: Mapping[int, Coordinates], side: Side, on: tuple[int, ...]) -> _Places:
+        """Where the devices of a host that are on some stages stand in theirs."""
+        every = ((i, (at.etp, at.ep, at.edp) if self.experts else (at.tp, 0, at.dp)) for i, at in found.items() if at.pp in on)
+        return tuple((i, at if side.divided else (at[0], at[1], 0)) for i, at in every)
+
+    def _blocks(self, tensor: Tensor, givers: _Places, _: _Places, starts: tuple[tuple[int, int], ...]) -> tuple[dict[int, int], int]:
+        """Of one tensor: a block's boxes are those of its ranks, so what a rank has of them is its own, what a host has, its ranks'."""
+        have = {i: box_at(tensor, self.source, at) for i, at in givers}
+        blocks = {start: _block(tensor, self.source, start, self.block) for _, start in starts}
+        received = {i: blocks[start][1] - (elements(have[i]) if i in have else 0) for i, start in starts}
+        present = {box for box in have.values() if elements(box)}
+        if len(blocks) == 1:
+            return received, sum(total for _, total in blocks.values()) - sum(map(elements, present))
+        return received, sum(map(elements, frozenset().union(*(some for some, _ in blocks.values())) - present))
+
+    def _exact(self, tensor: Tensor, givers: _Places, takers: _Places) -> tuple[dict[int, int], int]:
+        """Of one tensor: what each device lacks of what it wants, and what all of them lack that is not on their host."""
+        have = {i: box_at(tensor, self.source, at) for i, at in givers}
+        present = {box for box in have.values() if elements(box)}
+        received: dict[int, int] = {}
+        missing: dict[Box, int] = {}
+        for i, at in takers:
+            want = box_at(tensor, self.target, at)
+            if elements(want):
+                received[i] = _less(want, (have[i],) if i in have else ())
+                if want not in missing:
+                    missing[want] = _less(want, present)
+        return received, sum(missing.values())
 
 
-def _box_of(tensor: Tensor, side: Side, at: Coordinates) -> Box:
-    """What layout.shard gives for a rank at these coordinates."""
-    if side.layout.pp > 1 and at.pp not in stages(tensor, side.layout):
-        return ((0, 0),) * len(tensor.shape)
-    return box_at(tensor, side, (at.etp, at.ep, at.edp) if tensor.experts else (at.tp, 0, at.dp))
+def _laid(kinds: Iterable[Kind], source: Side, target: Side) -> dict[Tensor, dict[_Stages, int]]:
+    """How many tensors of each kind are on which stages at both ends."""
+    found: dict[Tensor, dict[_Stages, int]] = {}
+    for tensor, number in pairs(kinds, source, target):
+        on = stages(tensor, source.layout), stages(tensor, target.layout)
+        numbers = found.setdefault(tensor.alone, {})
+        numbers[on] = numbers.get(on, 0) + number
+    return found
 
 
 @lru_cache(maxsize=1 << 12)
@@ -281,11 +331,12 @@ def left_behind(kinds: Iterable[Kind], source: Side, target: Side) -> int:
     total = 0
     for experts in (False, True):
         found = list(pairs((k for k in kinds if k.tensor.experts is experts), source, target))
-        places: dict[tuple[object, ...], list[int]] = {}
+        places: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for rank in range(target.devices if found else 0):
             places.setdefault((position(source, rank, experts), position(target, rank, experts)), []).append(rank)
         for tensor, number in found:
-            for ranks in places.values():
+            here = stages(tensor, source.layout)
+            for ranks in (ranks for (at, _), ranks in places.items() if at[0] in here):
                 old, new = shard(tensor, source, ranks[0]), shard(tensor, target, ranks[0])
                 kept = elements(new) if elements(new) and overlap(old, new) == new else 0
                 total += number * len(ranks) * (elements(old) - kept)

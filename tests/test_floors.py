@@ -14,7 +14,7 @@ FLOORS = (
     ("simulation",),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
-        *("graph", "dividing", "work", "plan", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
+        *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
         *("functions", "closed_forms", "noise"),
     ),
     ("diagnostics",),
@@ -22,7 +22,7 @@ FLOORS = (
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.
 GROUND = (
-    *("models", "dividing", "work", "plan", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
+    *("models", "dividing", "work", "plan", "searched", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
     *("functions", "closed_forms", "noise"),
 )
 

@@ -58,20 +58,17 @@ def test_dp_comes_from_the_placement() -> None:
     assert "dp 4 from 16 devices" in placed.placement("actor.update").reason
 
 
-def test_the_planner_takes_the_smallest_tp_that_fits() -> None:
+def test_what_nobody_decides_is_data_parallel() -> None:
     placed = Place(ENGINES, DEFAULT)(page.start(layouts={}))
-    update, generate = placed.placement("actor.update").layout, placed.placement("actor.generate").layout
-    # 65.5 GB of weights fit half of 128 GB from tp 2 on. An update's gradients and optimizer over dp would fit 90 % from tp 2 on too,
-    # but a row of 10,240 tokens keeps more activations than that leaves whatever tp is; recomputed they fit.
-    assert (update.tp, update.dp, generate.tp, generate.dp) == (4, 4, 2, 8)
-    assert placed.placement("actor.update").engine.options["recompute"] == "full"
-    assert all("planned: the smallest tp" in placed.placement(n).reason for n in ("actor.update", "actor.generate"))
+    assert all(placed.placement(n).layout == Layout(dp=16) for n in ("actor.update", "actor.generate", "reference.infer"))
+    assert "data-parallel" in placed.placement("actor.update").reason
 
 
 def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
     rows = {}
     for memory in (128e9, 100e9):
-        start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)})
+        engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})}
+        start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)}, engines=engines)
         graph = replace(
             start.graph,
             columns=tuple(replace(c, dims=(Dim(1024, ragged=True),)) if c.name == "response" else c for c in start.graph.columns),

@@ -52,7 +52,6 @@ CASES: list[tuple[list[str], dict[str, tuple[str, ...]]]] = [
     (["apart actor.update, actor.generate"], {"devices 0..7": BOTH, "devices 8..15": GENERATE}),
     (["apart actor, reference"], {"devices 0..7": (*GENERATE, *UPDATE), "devices 8..15": REFERENCE}),
     (["apart actor.generate"], {"devices 0..7": GENERATE, "devices 8..15": BOTH}),
-    ([APARTED + ", reference"], {"devices 0..5": GENERATE, "devices 6..10": UPDATE, "devices 11..15": REFERENCE}),
     ([APARTED, "place reference, actor.generate together"], {"devices 0..7": (*GENERATE, *REFERENCE), "devices 8..15": UPDATE}),
     # A layout says how many.
     ([APARTED, "layout actor.generate { tp = 2, dp = 2 }"], {"devices 0..3": GENERATE, "devices 4..15": BOTH}),

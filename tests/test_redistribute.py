@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,7 @@ def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> N
         """Whether each group holds all boxes that its ranks want, whatever stage a tensor is on (groups do not depend on it)."""
         for group in gatherers(source, across, block):
             for tensor in some:
-                flat = Tensor(**{**vars(tensor), "layer": 0, "layers": 1, "tied": False})
+                flat = replace(tensor, layer=0, layers=1, tied=False)
                 one, other = (Side(_flat(s.layout), s.divided, s.multiple) for s in (source, target))
                 # A stage at a time: the same tensor as if it lay on each.
                 have = set().union(*(points(shard(flat, one, r % width)) for r in group))
@@ -134,7 +135,7 @@ def _flat(layout: Layout) -> Layout:
 
 def _on_any_stage(tensor: Tensor, side: Side, rank: int) -> Box:
     """The box that a rank would hold if the tensor were on its stage."""
-    flat = Tensor(**{**vars(tensor), "layer": 0, "layers": 1, "tied": False})
+    flat = replace(tensor, layer=0, layers=1, tied=False)
     return shard(flat, Side(_flat(side.layout), side.divided, side.multiple), rank % side.layout.stage_devices)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic, Span
-from ..dividing import misfits
+from ..dividing import misfits, rows_in_step
 from ..engine import EngineSpec
 from ..graph import Graph, Node
 from ..layout import AXES, Layout
@@ -131,13 +131,9 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
     """Every rank of an update needs the same share of every mini-batch."""
-    if node.verb != "update":
+    size, stated = rows_in_step(graph, node), node.attributes.get("mini_batch")
+    if size is None:
         return
-    stated = node.attributes.get("mini_batch")
-    if stated is None and any({"keep", "select"} & n.attributes.keys() for n in graph.nodes):
-        return  # a filter leaves a number of rows that nobody knows yet
-    rows = graph.rows[min(graph.level(node), len(graph.rows) - 1)]
-    size = int(node.number("mini_batch", rows))
     if size % layout.dp:
         near = max(layout.dp, round(size / layout.dp) * layout.dp)
         what = f"the mini-batch of {size:,} rows" if stated else f"the {size:,} rows of an iteration"

@@ -80,7 +80,8 @@ def lower_deploy(
     `nodes` are those that the algorithm declares, also those whose mistakes keep them out of the graph."""
     lowered, graph = _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
     parting = [s for s in deploy.body if isinstance(s, ast.Place | ast.Apart)]
-    return replace(lowered, pools=lower_pools(parting, graph, nodes, cluster, problems)), graph
+    pools, together = lower_pools(parting, graph, nodes, cluster, problems)
+    return replace(lowered, pools=pools, together=together), graph
 
 
 @dataclass

@@ -29,8 +29,9 @@ class _Group:
 
 def lower_pools(
     statements: Collection[ast.Place | ast.Apart], graph: Graph, nodes: Collection[str], cluster: Cluster | None, problems: Problems
-) -> tuple[Pool, ...]:
-    """The pools that have a stretch or are apart, in the order of the text; `nodes` are all that the algorithm declares."""
+) -> tuple[tuple[Pool, ...], tuple[tuple[str, ...], ...]]:
+    """The pools that have a stretch or are apart, in the order of the text, and the states that are merely together; `nodes` are all that
+    the algorithm declares."""
     lowering = _Pools(graph, nodes, cluster, problems)
     # What is kept together is known before it is parted, in whatever order the text says so.
     for statement in sorted(statements, key=lambda s: isinstance(s, ast.Apart)):
@@ -40,11 +41,10 @@ def lower_pools(
             else:
                 lowering.apart(statement)
     order = [n.name for n in graph.nodes]
-    return tuple(
-        Pool(tuple(sorted(g.states, key=order.index)), *(g.stretch or (0, 0)), span=(g.apart or g).span)
-        for g in sorted(lowering.groups, key=lambda g: (g.apart or g).span)
-        if g.stretch or g.apart
-    )
+    groups = sorted(lowering.groups, key=lambda g: (g.apart or g).span)
+    parted = [g for g in groups if g.stretch or g.apart]
+    pools = (Pool(tuple(sorted(g.states, key=order.index)), *(g.stretch or (0, 0)), span=(g.apart or g).span) for g in parted)
+    return tuple(pools), tuple(tuple(sorted(g.states, key=order.index)) for g in groups if g not in parted)
 
 
 class _Pools:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ..cluster import Cluster, Collective, Figure, weakest
 from ..engine import BYTES, EngineSpec
-from ..layout import Side, elements, shard, stages
+from ..layout import Side, stage_parts
 from ..plan import Model, Placement
 
 # Of what a datasheet names, what collectives of a working day reach.
@@ -97,14 +97,7 @@ class Collectives:
     @cached_property
     def held(self) -> tuple[float, float]:
         """Parameters of the busiest stage that a data-parallel replica's device holds: those that all tokens pass, and experts."""
-        side = Side(self.placement.layout)
-        found = [[0, 0] for _ in range(side.layout.pp)]
-        for stage, sums in enumerate(found):
-            for kind in self.model.kinds:
-                if number := kind.on(side, stage):
-                    rank = stages(kind.tensor, side.layout)[0] * side.layout.stage_devices
-                    sums[kind.tensor.experts] += number * elements(shard(kind.tensor, side, rank))
-        dense, experts = max(found, key=sum)
+        dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:

@@ -48,11 +48,9 @@ class EstimateTime:
                     phases.append(Phase(node.name, pool, figure))
                     seconds["RUN", node.name] = figure
                 continue
-            state = Costs(plan, self.engines, node.name)
-            figure, exchange = self._state(state), state.exchange()
+            figure, exchange = self.state(plan, node.name)
             phases.append(Phase(node.name, pool, figure))
             seconds["RUN", node.name] = figure
-            exchange = replace(exchange, value=exchange.value * state.steps())
             if exchange.value:
                 phases.append(Phase(f"{EXCHANGE} of {node.name}", pool, exchange))
                 seconds["RUN", node.name] = Figure(figure.value + exchange.value, weakest(figure, exchange), "compute, then exchange")
@@ -62,7 +60,7 @@ class EstimateTime:
             phases.append(Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges")))
         around = costs.around(plan)
         phases.append(Phase("start and end", "driver", around))
-        length, path = _critical(plan, {k: f.value for k, f in seconds.items()})
+        length, path = critical(plan, {k: f.value for k, f in seconds.items()})
         length += around.value
         source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(length, source, f"critical path: {path}")
@@ -75,6 +73,12 @@ class EstimateTime:
             what = " and ".join(f"`{k}`" for k, there in off_policy.items() if there)
             notes += (Note("estimate", f"of an iteration by itself, each row whole: what {what} gains, `msrl-compile --simulate N` shows"),)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
+
+    def state(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
+        """What a state takes in an iteration, and its exchanges of gradients; of the plan's placements only its own counts."""
+        state = Costs(plan, self.engines, node)
+        exchange = state.exchange()
+        return self._state(state), replace(exchange, value=exchange.value * state.steps())
 
     def _state(self, node: Costs) -> Figure:
         """All of an iteration's rows, but for the exchange of gradients."""
@@ -118,7 +122,7 @@ class EstimateTime:
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
 
 
-def _critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:
+def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:
     """When the last of an iteration is done, and the chain that leads there: streams run side by side, rows come by the edges. The ranks
     of a CPU cluster have all cores, so what functions take is taken from them."""
     done: dict[str, float] = {}

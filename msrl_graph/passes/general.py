@@ -17,10 +17,12 @@ def moments(verb: str, work: Work, spec: EngineSpec) -> Moments:
     """The moments of an infer or an update, one a stage, in bytes."""
     items = {"gathered weights": _gathered(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout, found = work.layout, {}
+    # Layers differ only in whether they have experts.
+    sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     for stage in range(layout.pp):
         name = f"stage {stage + 1} of {layout.pp}" if layout.pp > 1 else ""
         last = stage == layout.pp - 1
-        found[name] = {**items, "activations": _activations(verb, work, spec, stage), "logits": _logits(verb, work) if last else 0}
+        found[name] = {**items, "activations": _activations(verb, work, spec, stage, sizes), "logits": _logits(verb, work) if last else 0}
     return found
 
 
@@ -65,19 +67,22 @@ def layer_elements(model: Model, work: Work, spec: EngineSpec, layer: int) -> in
     return -(-whole // (tp if spec.divides_sequence else 1)) + -(-divided // tp)
 
 
-def _activations(verb: str, work: Work, spec: EngineSpec, stage: int) -> int:
-    """Of all micro-batches on their way through a stage. Full recomputation keeps each layer's input, and one layer whole; inference keeps
-    one layer."""
+def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
+    """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full recomputation keeps
+    each layer's input, and one layer whole; inference keeps one layer."""
     model, layout = work.model, work.layout
-    layers = [i for start, stop in layout.stage_layers(stage, model.layers) for i in range(start, stop)]
-    sizes = [layer_elements(model, work, spec, i) for i in layers]
+    first = model.experts.first if model.experts else model.layers
+    stretches = layout.stage_layers(stage, model.layers)
+    dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
+    layers = sum(stop - start for start, stop in stretches)
+    largest = max([sizes[0]] * (dense > 0) + [sizes[1]] * (layers > dense), default=0)
     if verb != "update":
-        elements = max(sizes, default=0)
+        elements = largest
     elif work.recompute:
-        kept = -(-model.hidden // (layout.tp if spec.divides_sequence else 1)) * len(layers)
-        elements = round(kept * in_flight(work, stage)) + max(sizes, default=0)
+        kept = -(-model.hidden // (layout.tp if spec.divides_sequence else 1)) * layers
+        elements = round(kept * in_flight(work, stage)) + largest
     else:
-        elements = round(sum(sizes) * in_flight(work, stage))
+        elements = round((dense * sizes[0] + (layers - dense) * sizes[1]) * in_flight(work, stage))
     return _tokens(work) * elements * BYTES[work.dtype]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
 from ..graph import Node, Worker
-from ..layout import Side, held, stage_elements
+from ..layout import Side, held, stage_parts
 from ..plan import Plan
 from ..work import Work
 from . import general
@@ -74,10 +74,8 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     """AdamW's state, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of experts over their own copies."""
     layout, kinds = plan.placement(node).layout, plan.model(node).kinds
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
-    experts = tuple(k for k in kinds if k.tensor.experts)
-    dense = tuple(k for k in kinds if not k.tensor.experts)
     copies = layout.cp if at.divided else 1
-    most = max(-(-stage_elements(dense, at, s) // copies) + stage_elements(experts, at, s) for s in range(layout.pp))
+    most = max(-(-dense // copies) + experts for dense, experts in stage_parts(kinds, at))
     return most * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
 
 

@@ -44,7 +44,7 @@ class CountMemory:
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(" optimizer")}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
-        largest = max((t.elements * BYTES[holdings.dtype(plan, n)] for n in nodes for t in plan.model(n).tensors), default=0)
+        largest = max((plan.model(n).largest * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
         return self._entry(plan, pool, "load", {**items, "largest tensor": largest}, "tensors are read one by one, each cut to its slice")
 
     def _reshards(self, plan: Plan, pool: str) -> list[Memory]:

@@ -1,4 +1,4 @@
-"""pools: which states share which devices.
+"""pools: which states share which devices, and which other ways to divide the devices a deploy leaves open.
 
 Invariant: every state with weights is in one pool; pools are stretches of devices in the order of their first one. Where the devices do
 not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
@@ -6,38 +6,116 @@ not suffice, a pool lies beyond the cluster's last device: checks/layout.py tell
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
+from ..graph import Node
 from ..plan import Plan, Pool, device_range
 
 DEVICES, FUNCTIONS = "devices", "functions"
+# Of so many hosts (or devices of one) each number may make a pool; of more, an eighth, a quarter and a half.
+FINE = 8
 
 
-def divide(plan: Plan) -> tuple[tuple[Pool, ...], str]:
-    """The pools, and for states that the deploy names nowhere what they were put beside ("" if it names all, or none)."""
-    graph, stated, every = plan.graph, list(plan.deploy.pools), plan.cluster.devices
-    states = [n.name for n in graph.nodes if n.verb != "source" and graph.worker(n.worker).kind != "function"]
-    named = {n for p in stated for n in p.nodes}
-    rest, beside = tuple(n for n in states if n not in named), ""
-    if not stated:
-        return (Pool(tuple(states), 0, every, DEVICES),), ""
-    if rest:
-        updates = next((p for p in stated if any(graph.node(n).verb == "update" for n in p.nodes)), None)
-        free = sum(p.devices for p in stated) < every
-        fixed = all(p.devices for p in stated)
-        if free and (updates is None or fixed):
-            stated.append(Pool(rest, span=plan.deploy.span))
-        else:
-            home = updates or stated[0]
-            beside = next((n for n in home.nodes if graph.node(n).verb == "update"), home.nodes[0])
-            stated[stated.index(home)] = replace(home, nodes=tuple(n for n in states if n in {*home.nodes, *rest}))
-    return tuple(sorted(_lay(_size(plan, stated), every), key=lambda p: p.first)), beside
+@dataclass(frozen=True)
+class Division:
+    """Pools; for states that the deploy names nowhere what they were put beside ("" if it names all, or none); the states it names."""
+
+    pools: tuple[Pool, ...]
+    beside: str = ""
+    named: frozenset[str] = frozenset()
+
+    def pool_of(self, node: str) -> Pool:
+        return next(p for p in self.pools if node in p.nodes)
+
+
+def states_of(plan: Plan) -> list[Node]:
+    """The states with weights, in the order of the graph."""
+    return [n for n in plan.graph.nodes if n.verb != "source" and plan.graph.worker(n.worker).kind != "function"]
+
+
+def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
+    """The division that a deploy states; `shares` are the devices of the pools that nothing in it sizes, else they are even."""
+    if not plan.deploy.pools:
+        return Division((Pool(tuple(n.name for n in states_of(plan)), 0, plan.cluster.devices, DEVICES),))
+    named = frozenset(n for p in plan.deploy.pools for n in p.nodes)
+    stated, beside = _home(plan, named)
+    laid = _lay(_share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices)
+    return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
+
+
+def divisions(plan: Plan) -> Iterator[Division]:
+    """The division that the deploy states, or all states together; then what else it leaves open. Where it says nothing of pools:
+    generations apart, states that nothing updates apart, or both. Pools take whole hosts where there are enough."""
+    yield (first := divide(plan))
+    seen = {_sizes(first)}
+    for groups in [()] if plan.deploy.pools else _groups(plan):
+        apart = replace(plan, deploy=replace(plan.deploy, pools=tuple(map(Pool, groups)))) if groups else plan
+        sized = _size(apart, _home(apart, frozenset(n for p in apart.deploy.pools for n in p.nodes))[0])
+        left = plan.cluster.devices - sum(p.devices for p in sized)
+        for shares in _shares(sum(not p.devices for p in sized), left, plan.cluster.devices_per_node):
+            found = divide(apart, shares)
+            if _sizes(found) not in seen and all(p.first + p.devices <= plan.cluster.devices for p in found.pools):
+                seen.add(_sizes(found))
+                yield found
+
+
+def _sizes(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
+    return tuple((p.nodes, p.devices) for p in division.pools)
+
+
+def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
+    """Which states might be apart from which, where the deploy says nothing: none whose layout it states."""
+    states, graph = states_of(plan), plan.graph
+    if plan.deploy.layouts:
+        return []
+    updated = {n.worker for n in graph.verb("update")}
+    generate = [n.name for n in states if n.verb == "generate"]
+    frozen = [n.name for n in states if n.worker not in updated and n.verb != "generate"]
+    found = []
+    for some in ([generate], [frozen], [generate, frozen], [[*generate, *frozen]]):
+        parted = [tuple(g) for g in some if g]
+        rest = tuple(n.name for n in states if not any(n.name in g for g in parted))
+        split = any(0 < len({*g} & {*t}) < len(t) for g in parted for t in plan.deploy.together)
+        if len(parted) == len(some) and rest and not split and (rest, *parted) not in found:
+            found.append((rest, *parted))
+    return found
+
+
+def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
+    """Devices for each of some pools, all of `left` together: the first has what the others leave, of two either."""
+    if pools < 2 or left < pools:
+        return []
+    unit = per_host if left % per_host == 0 and left // per_host >= pools else 1
+    units = left // unit
+    parts = [1, 2, 3, 4] if units <= FINE else [units // 8, units // 4, units // 2]
+    found = {(units - sum(some), *some) for some in product(parts, repeat=pools - 1) if units > sum(some)}
+    found |= {parted[::-1] for parted in found} if pools == 2 else set()
+    # Devices that are no whole number of hosts go to the first.
+    return sorted((left - unit * sum(parted[1:]), *(unit * n for n in parted[1:])) for parted in found)
+
+
+def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
+    """The stated pools with the states that none of them names in one of them, or in a pool of their own; beside what, in the former
+    case."""
+    stated, states = list(plan.deploy.pools), [n.name for n in states_of(plan)]
+    rest = tuple(n for n in states if n not in named)
+    if not rest:
+        return stated, ""
+    updates = next((p for p in stated if any(plan.graph.node(n).verb == "update" for n in p.nodes)), None)
+    free = sum(p.devices for p in stated) < plan.cluster.devices
+    if free and (updates is None or all(p.devices for p in stated)):
+        return [*stated, Pool(rest, span=plan.deploy.span)], ""
+    home = updates or stated[0]
+    stated[stated.index(home)] = replace(home, nodes=tuple(n for n in states if n in {*home.nodes, *rest}))
+    return stated, next((n for n in home.nodes if plan.graph.node(n).verb == "update"), home.nodes[0])
 
 
 def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
-    """Pools with their numbers of devices: stated, by a layout (an update's before others'), or an even share of what is left; `first`
-    is -1 where it is open."""
-    layouts, every, sized = plan.deploy.layouts, plan.cluster.devices, []
+    """Pools with their numbers of devices: stated, or by a layout (an update's before others'), 0 where nothing sizes them; `first` is
+    -1 where it is open."""
+    layouts, sized = plan.deploy.layouts, []
     for pool in pools:
         laid_out = [n for n in pool.nodes if n in layouts and layouts[n].dp]
         if pool.devices:
@@ -46,14 +124,21 @@ def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
             first = min(laid_out, key=lambda n: plan.graph.node(n).verb != "update")
             pool = replace(pool, first=-1, devices=layouts[first].devices, reason=f"as the layout of {first} takes")
         sized.append(pool)
-    unsized = [i for i, p in enumerate(sized) if not p.devices]
-    left = every - sum(p.devices for p in sized)
-    reason = "what is left" if len(unsized) == 1 else "an even share"
-    for done, i in enumerate(unsized):
-        share = max(1, -(-left // (len(unsized) - done)))
-        sized[i] = replace(sized[i], first=-1, devices=share, reason=reason)
-        left -= share
     return sized
+
+
+def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]:
+    """What nothing sizes gets a share of what is left: those of `shares`, else even ones."""
+    open_ = sum(not p.devices for p in pools)
+    left, done, shared = every - sum(p.devices for p in pools), 0, []
+    reason = "what is left" if open_ == 1 else "planned" if shares else "an even share"
+    for pool in pools:
+        if not pool.devices:
+            share = shares[done] if shares else max(1, -(-left // (open_ - done)))
+            pool = replace(pool, first=-1, devices=share, reason=reason)
+            left, done = left - share, done + 1
+        shared.append(pool)
+    return shared
 
 
 def _lay(pools: list[Pool], every: int) -> list[Pool]:

@@ -14,7 +14,7 @@ from ..engine import BYTES, EngineSpec
 from ..graph import Edge
 from ..layout import Kind, Side, Tensor, elements, nameless, shard, stages
 from ..plan import Plan, Reshard, Step, Way
-from ..redistribute import Movement, crosses, gather_block, gathered, left_behind, movement
+from ..redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
 from . import holdings
 from .collectives import reached
 
@@ -25,9 +25,10 @@ FEW = 4
 
 @dataclass(frozen=True)
 class Resharding:
-    """`engines` are the specs by name."""
+    """`engines` are the specs by name; `compare`: whether to count what naive resharding would leave behind, which nothing else needs."""
 
     engines: Mapping[str, EngineSpec]
+    compare: bool = True
 
     def __call__(self, plan: Plan) -> Plan:
         def pools(edge: Edge) -> set[str]:
@@ -132,7 +133,7 @@ class Resharding:
             generate_bytes_per_device=generate,
             released_bytes_per_device=out.bytes,
             peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else update + generate + bucket,
-            redundant_bytes=left_behind(model.kinds, source, target) * item,
+            redundant_bytes=left_behind(model.kinds, source, target) * item if self.compare else 0,
         )
 
 
@@ -149,6 +150,14 @@ def _families(kinds: tuple[Kind, ...], source: Side, target: Side) -> dict[str, 
             del found["embeddings"]
             found["weights"] = joined
     return {of: found[of] for of in ("weights", "embeddings", "experts") if of in found}
+
+
+def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> float:
+    """Seconds below which a reshard cannot get, whatever else it does: what the first host and the last lack has to come in."""
+    cluster, model = plan.cluster, plan.model(edge.src)
+    source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
+    inward = lacking(model.kinds, source, target, cluster.devices_per_node)
+    return BYTES[holdings.dtype(plan, edge.src)] * inward / cluster.network.value
 
 
 def _way(of: str, kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:

@@ -1,0 +1,113 @@
+"""How long the planner takes: 10,000 devices with stated layouts, and the paper's models searched on 16 and 384 devices.
+
+Usage: python bench/planner.py [--rounds N]. Each compile is a call in this process with empty caches; rounds are interleaved, medians told.
+Beside each search's best stands the iteration of the paper's layouts (arXiv:2507.19017; for models whose layouts it does not give, those
+of the same kind), in the same model. The last line is one JSON object; the bars are 3 s and 5 s, and a ratio of at most 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+
+from msrl_graph import compile
+from msrl_graph.diagnostics import Fault
+
+PAGE = (Path(__file__).parent.parent / "tests" / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
+LAYOUTS = [line for line in PAGE.split("\n") if line.strip().startswith("layout ")]
+BAR_LARGE, BAR_SEARCH = 3.0, 5.0
+DENSE = ["layout actor.update { tp = 8 }", "layout actor.generate { tp = 4 }"]
+SPARSE = ["layout actor.update { tp = 4, pp = 2, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"]
+R1 = [
+    "layout actor.update { tp = 4, pp = 6, dp = 16, ep = 16, etp = 2 }",  # TP4 PP6 EP16 DP2: experts' sizes, over etp 2
+    "layout actor.generate { tp = 2, dp = 192, ep = 64 }",  # TP2 PP1 EP64 DP6
+]
+# (model, hosts of 8 packages, layouts): Qwen2.5-7B has 28 heads, which 8 does not divide.
+CASES = [
+    ("qwen2.5-7b", 2, ["layout actor.update { tp = 4 }", "layout actor.generate { tp = 2 }"]),
+    ("qwen2.5-32b", 2, DENSE),  # TP8DP2 to TP4DP4, figure 10
+    ("qwen3-30b-a3b", 2, SPARSE),
+    ("deepseek-r1-671b", 2, []),  # no layout of it fits 16 packages, as the search finds
+    ("qwen2.5-7b", 48, ["layout actor.update { tp = 4, pp = 3 }", "layout actor.generate { tp = 2 }"]),
+    ("qwen2.5-32b", 48, ["layout actor.update { tp = 8, pp = 3 }", "layout actor.generate { tp = 4 }"]),
+    ("qwen3-30b-a3b", 48, ["layout actor.update { tp = 4, pp = 3, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"]),
+    ("deepseek-r1-671b", 48, R1),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    times: dict[str, list[float]] = {}
+    best: dict[str, tuple[float, str]] = {}
+    for _ in range(rounds):
+        text = PAGE.replace("nodes            = 2", "nodes            = 1250").replace("dp = 2", "dp = 1250").replace("dp = 4", "dp = 2500")
+        text = text.replace("prompts      = 256", "prompts      = 1250")
+        times.setdefault("10,000 devices", []).append(timed(text)[0])
+        for model, hosts, _ in CASES:
+            seconds, plan = timed(program(model, hosts, []))
+            times.setdefault(f"{model} on {hosts * 8}", []).append(seconds)
+            if plan is not None and plan.search is not None and plan.search.seconds:
+                found = plan.search
+                best[f"{model} on {hosts * 8}"] = found.seconds, "optimal" if found.optimal else f"gap {100 * found.gap:.2g} %"
+    ratios = {}
+    for model, hosts, layouts in CASES:
+        name = f"{model} on {hosts * 8}"
+        line = f"{name:<24} {statistics.median(times[name]):6.2f} s"
+        if name in best:
+            seconds, how = best[name]
+            stated = paper(model, hosts, layouts)
+            ratios[name] = seconds / stated if stated else 0.0
+            line += f"   iteration {seconds:9,.1f} s ({how})"
+            line += f", of the paper's layouts {stated:9,.1f} s: x {ratios[name]:.3f}" if stated else ", the paper's layouts do not fit"
+        else:
+            line += "   nothing fits"
+        print(line)
+    large = statistics.median(times["10,000 devices"])
+    print(f"{'10,000 devices, stated':<24} {large:6.2f} s")
+    slowest = max(statistics.median(v) for k, v in times.items() if k != "10,000 devices")
+    figures = {
+        "bench": "planner",
+        "large_s": round(large, 2),
+        "slowest_search_s": round(slowest, 2),
+        "worst_ratio": round(max(ratios.values()), 3),
+        "pass": large < BAR_LARGE and slowest < BAR_SEARCH and max(ratios.values()) <= 1,
+        "rounds": rounds,
+        "ratios": {k: round(v, 3) for k, v in ratios.items()},
+    }
+    print(json.dumps(figures))
+
+
+def program(model: str, hosts: int, layouts: list[str]) -> str:
+    """The page's program with another model and cluster; engines that can divide so, where layouts are stated."""
+    engines = ["engine actor.update, reference.infer = megatron", "engine actor.generate = vllm"] if layouts else []
+    text = PAGE.replace("\n".join(LAYOUTS), "\n".join(f"  {x}" for x in [*layouts, *engines]))
+    return text.replace("qwen2.5-32b", model).replace("nodes            = 2", f"nodes            = {hosts}")
+
+
+def timed(text: str):  # type: ignore[no-untyped-def]
+    """Seconds of a compile, and its plan; None where it is refused."""
+    for module in [m for m in gc.get_objects() if isinstance(m, functools._lru_cache_wrapper)]:
+        module.cache_clear()
+    began = time.perf_counter()
+    try:
+        plan = compile("bench.rlg", text=text)
+    except Fault:
+        plan = None
+    return time.perf_counter() - began, plan
+
+
+def paper(model: str, hosts: int, layouts: list[str]) -> float:
+    """Seconds of an iteration with the paper's layouts, 0 where they do not fit."""
+    plan = timed(program(model, hosts, layouts))[1] if layouts else None
+    return plan.estimate.iteration_seconds.value if plan is not None and plan.estimate is not None else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What a search over layouts found, for a person to read: how far it went, what it took and what it left, and why.
+
+Invariant: plain data; the same program gives the same record, unless a budget of seconds ended the search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layouts that were looked at: pools in words, layout and engine by state. `seconds` of an iteration, or where `exact` is False a bound
+    below it; `loses` by phase against the plan (negative: gains); `wrong` says why it cannot be taken."""
+
+    pools: tuple[str, ...]
+    layouts: dict[str, str]
+    seconds: float = 0.0
+    exact: bool = True
+    loses: dict[str, float] = field(default_factory=dict)
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """`candidates` are all combinations of divisions and layouts that the devices and engines allow, of which `evaluated` went through all
+    passes; no other takes less than `bound` seconds. `optimal`: nothing is better, in the plan's own model."""
+
+    candidates: int
+    evaluated: int
+    seconds: float
+    bound: float
+    optimal: bool
+    ended: str  # what ended it before all was known
+    best: Candidate
+    runners: tuple[Candidate, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """The share of the seconds that another might be better by, at most."""
+        return 0.0 if self.optimal or not self.seconds else max(0.0, 1 - self.bound / self.seconds)
