@@ -85,7 +85,7 @@ RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)
         pytest.param(lambda: compile(PROGRAMS / "apart_two.rlg"), id="apart"),
         pytest.param(lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"),
         pytest.param(lambda: small("layout actor.update { dp = 4, zero = 3 }"), id="ZeRO 3"),
-        pytest.param(lambda: small(nodes=1), id="one host"),
+        pytest.param(lambda: small(EIGHT, nodes=1), id="one host"),
         pytest.param(lambda: small(PIPELINE), id="pipeline"),
         pytest.param(lambda: small(f"{RING}\napart actor.generate, actor.update", nodes=4), id="context parallel"),
         pytest.param(lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1), id="CPUs"),
