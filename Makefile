@@ -42,6 +42,9 @@ bench-compile: $(VENV)/ready
 bench-memory: $(VENV)/ready
 	$(BIN)/python bench/memory.py
 
+bench-planner: $(VENV)/ready
+	$(BIN)/python bench/planner.py
+
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
 

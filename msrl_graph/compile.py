@@ -23,6 +23,7 @@ from .dsl import ast
 from .dsl.lower import Context, Refused, lower
 from .dsl.parse import flag_text, parse
 from .graph import Graph
+from .layout import AXES
 from .passes.dock import Dock
 from .passes.estimate import EstimateTime
 from .passes.memory import CountMemory
@@ -89,6 +90,9 @@ def _nearest(plan: Plan, worst: Memory) -> str:
     nodes = [n.name for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
     if not nodes:
         return ""
+    nothing = f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
+    if plan.search is not None and not plan.search.seconds:
+        return nothing  # the search has tried
     now, devices = plan.placement(nodes[0]).layout, plan.pool(worst.pool).devices
     stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
     most = min(devices, plan.model(nodes[0]).heads)
@@ -104,7 +108,19 @@ def _nearest(plan: Plan, worst: Memory) -> str:
         engines = {**plan.deploy.engines, nodes[0]: replace(stated, options={**stated.options, "recompute": "full"})}
         if _fits(replace(plan.deploy, engines=engines), plan, worst.pool):
             return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
-    return f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
+    return _searched(plan, nodes) or nothing
+
+
+def _searched(plan: Plan, nodes: Sequence[str]) -> str:
+    """What the search finds where nothing is stated of the layout of some states, and all else stays."""
+    open_ = replace(plan.deploy, layouts={n: x for n, x in plan.deploy.layouts.items() if n not in nodes})
+    other = PASSES[0].apply(Plan(plan.graph, plan.cluster, open_))
+    if other.search is None or not other.search.seconds or [p.nodes for p in other.pools] != [p.nodes for p in plan.pools]:
+        return ""
+    found = other.placement(nodes[0])
+    sizes = ", ".join(f"{a} = {getattr(found.layout, a)}" for a in (*AXES, "zero") if getattr(found.layout, a) > 1)
+    engine = f" and `engine {', '.join(nodes)} = {found.engine.name}`" if found.engine.name != plan.placement(nodes[0]).engine.name else ""
+    return f"this fits: `layout {', '.join(nodes)} {{ {sizes or 'dp = 1'} }}`{engine}"
 
 
 def _fits(deploy: Deploy, plan: Plan, pool: str) -> bool:

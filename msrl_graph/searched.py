@@ -39,3 +39,8 @@ class Searched:
     def gap(self) -> float:
         """The share of the seconds that another might be better by, at most."""
         return 0.0 if self.optimal or not self.seconds else max(0.0, 1 - self.bound / self.seconds)
+
+    @property
+    def percent(self) -> str:
+        """The gap in words, no finer than anyone needs."""
+        return f"{max(0.01, 100 * self.gap):.2g} %"

@@ -269,3 +269,27 @@ def test_recomputation_is_advised_where_no_layout_helps_and_it_fits(tmp_path: Pa
     assert capsys.readouterr().err.rstrip().endswith(help)
     program.write_text(text.replace("  run {", "  engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
     assert compile_main([str(program), "--check"]) == 0
+
+
+def test_where_no_near_layout_fits_the_search_is_asked(tmp_path: Path, capsys: Capture) -> None:
+    """Each device would hold all experts; on stages of a pipeline they fit, and that is what is advised."""
+    program = tmp_path / "experts.rlg"
+    text = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"ascend-910b"')
+    text = text.replace("qwen2.5-32b", "qwen3-30b-a3b").replace("tp = 4, dp = 4", "dp = 16, ep = 16")
+    program.write_text(text.replace("tp = 8, dp = 2", "tp = 4, dp = 4"), encoding="utf-8")
+    assert compile_main([str(program), "--check"]) == 1
+    help = capsys.readouterr().err.rstrip().split("\n")[-1].strip()
+    assert help.startswith("this fits: `layout actor.update {")
+    program.write_text(text.replace("layout actor.update   { tp = 8, dp = 2 }", help.split("`")[1]), encoding="utf-8")
+    assert compile_main([str(program), "--check"]) == 0
+
+
+def test_why_and_budget(capsys: Capture) -> None:
+    assert compile_main(["grpo", "--model", "tiny", "--why", "--budget", "10"]) == 0
+    assert "optimal in the plan's own model" in capsys.readouterr().out
+    assert compile_main([str(PAGE), "--why"]) == 0
+    assert "the file states every layout" in capsys.readouterr().out
+    for arguments in (["--why", "--format", "json"], ["--why", "--check"], ["--budget", "soon"]):
+        with pytest.raises(SystemExit) as ended:
+            compile_main([str(PAGE), *arguments])
+        assert ended.value.code == 2

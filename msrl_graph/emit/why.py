@@ -36,9 +36,7 @@ def _searched(page: Page, heading: str, found: Searched) -> None:
         )
     else:
         gap = (
-            f"none takes less than {duration(found.bound)}, a gap of {100 * found.gap:.2g} %"
-            if found.bound
-            else "of the others no bound is known"
+            f"none takes less than {duration(found.bound)}, a gap of {found.percent}" if found.bound else "of the others no bound is known"
         )
         page.line(f"{found.ended} ended it at {duration(found.seconds)}: {gap}")
     rows = [("chosen", _layouts(found.best), duration(found.seconds) if found.seconds else "-", found.best.wrong or "-")]

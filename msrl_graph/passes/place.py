@@ -157,8 +157,9 @@ class Place:
         return self._in_batches(plan, placement)
 
     def _in_batches(self, plan: Plan, placement: Placement) -> Placement:
-        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline is quicker with more
-        micro-batches. Where nothing says whether an update recomputes activations, it does if it does not fit otherwise, or is quicker."""
+        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a device whose rates were
+        measured, is quicker with fewer. Where nothing says whether an update recomputes activations, it does if it does not fit
+        otherwise, or is quicker."""
         node, options, room = placement.node, placement.engine.options, self._room(plan, placement)
         most = max(1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node))))
         stated = options.get("micro_batch")
@@ -173,8 +174,9 @@ class Place:
                 found.append((tried, self._working(plan, tried, stated if isinstance(stated, int) else 1)))
                 continue
             size = self._largest(plan, tried, most, room)
-            # Of a pipeline powers of two, so that less memory never allows what more does not.
-            sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if placement.layout.pp > 1 else {size}
+            # Where more at once is not always quicker, powers of two: then less memory never allows what more does not.
+            some = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
+            sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if some else {size}
             batches = [_with(tried, micro_batch=n) for n in sorted(sizes, reverse=True)]
             best = batches[0] if len(batches) == 1 else min(batches, key=lambda p: self._seconds(plan, p))
             found.append((best, self._working(plan, tried, 1)))

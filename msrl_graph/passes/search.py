@@ -21,7 +21,7 @@ from ..plan import Plan
 from ..searched import Candidate, Searched
 from . import holdings
 from .choices import Choice, Choices, Owner, is_open, owners
-from .costs import around, function
+from .costs import function
 from .dock import Dock
 from .estimate import EstimateTime, critical
 from .memory import CountMemory
@@ -83,7 +83,9 @@ class _Space:
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
         """Of an iteration in which states take these seconds, and all else what it does whatever the layouts are."""
-        return critical(self.skeleton, {**self.functions, **seconds})[0] + around(self.skeleton).value
+        # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
+        turn = self.skeleton.cluster.device.overheads.turn.value
+        return critical(self.skeleton, {**self.functions, **seconds})[0] + turn
 
     def bound_from(self, at: Sequence[int]) -> float:
         """Of all combinations in which each owner's choice comes at or after `at`: the least seconds of each state that are left along the
@@ -367,4 +369,4 @@ def _why(record: Searched) -> str:
     best = f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only one that is allowed"
     if record.optimal:
         return f"{best}, optimal in the plan's own model" if record.candidates > 1 else best
-    return f"{best} that was found; none is better by more than {100 * record.gap:.2g} %"
+    return f"{best} that was found; none is better by more than {record.percent}"
