@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from place import Place
 
 from msrl_graph import calibration, compile, doctor
 from msrl_graph.calibration import CURVES, VERSION, Busy, Calibration
@@ -158,10 +160,12 @@ def test_the_doctor_says_what_there_is(file: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_a_short_calibration_of_this_machine(tmp_path: Path) -> None:
+def test_a_short_calibration_of_this_machine(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from msrl_graph.runtime.calibrate import measure
 
-    path = tmp_path / "here.json"
+    monkeypatch.setattr(tempfile, "tempdir", str(place.temporary))
+    monkeypatch.setenv("TMPDIR", str(place.temporary))
+    path = place.folder / "here.json"
     sizes = {"prompts": "8", "group": "2", "prompt_len": "8", "response_len": "8"}
     measure(compile("grpo", model="tiny", sets=sizes), path, rounds=1, most=2)
     found = calibration.read(path)
@@ -169,3 +173,4 @@ def test_a_short_calibration_of_this_machine(tmp_path: Path) -> None:
     assert set(found.busy) == {1, 2} and set(found.busy[2].collectives) == set(KINDS)
     assert 1e-7 < found.busy[1].launch < 1e-3 and 1e8 < rate_at(found.busy[1].curves["f32"], 1e9) < 1e14
     assert 0 < found.handover < 10 and 0 <= found.noise < 1
+    place.assert_clean()

@@ -1,20 +1,18 @@
 """Measures this machine: as many ranks at once as it has cores, fewer and more, in processes of Ray as a run's are.
 
 Invariant: what is measured is what a run calls, in its surroundings: ranks are actors, and rows go through a dock of real controllers and
-warehouses. The parent starts one process group, and ends it whatever happens.
+warehouses. When it ends, or is killed, no process and no temporary folder of it is left (processes.py).
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,6 +35,7 @@ from .actors import Client, ControllerHost, Task, WarehouseHost
 from .columns import Column, ragged
 from .dock import Batch, Share, readers
 from .functions import Function
+from .processes import MARK, Temporary
 from .record import Recorder
 from .report import Report
 from .wrong import drawn
@@ -50,20 +49,21 @@ WARM, TASKS = 3, 25  # iterations of the dock
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
     """Measures and writes `path`. `plan` is a small one, whose dock is tried; `most` bounds the ranks at once (0: twice the cores). Raises
     CalibrationError."""
-    with tempfile.TemporaryDirectory(prefix="msrl-calibrate-") as folder:
-        Path(folder, "plan.json").write_text(plan.to_json(), encoding="utf-8")
-        log = Path(folder, "log")
-        command = [sys.executable, "-m", "msrl_graph.runtime.calibrate", folder, str(path), str(rounds), str(most)]
+    with closing(Temporary()) as kept:
+        folder = kept.folder
+        (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
+        log = folder / "log"
+        command = [sys.executable, "-m", "msrl_graph.runtime.calibrate", str(folder), str(path.absolute()), str(rounds), str(most)]
+        environment = {**os.environ, MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
-            child = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True)
-            try:
-                status = child.wait(LIMIT)
-            except subprocess.TimeoutExpired:
-                raise CalibrationError(f"it did not end within {LIMIT:.0f} s") from None
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            child = subprocess.Popen(
+                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
+            )
+        kept.ends(child.pid)
+        try:
+            status = child.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise CalibrationError(f"it did not end within {LIMIT:.0f} s") from None
         if status:
             lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
             raise CalibrationError(lines[-1] if lines else f"it ended with status {status}")
