@@ -131,6 +131,7 @@ def _assumed(value: float, basis: str) -> Figure:
 
 _PAPER_LINK = Figure(50e9, "measured", "H2D and D2H, arXiv:2507.19017, experiment setup")
 _CM384 = "arXiv:2506.12708, CloudMatrix384"
+_AS_A_DIE = f"as one die of the 910C ({_CM384}): no datasheet of the 910B is public"
 _LAUNCH = _assumed(10e-6, "a kernel launch takes 5-20 us on current accelerators")
 _LATENCY = _assumed(20e-6, "a small collective within a host takes 10-50 us")
 OVERHEADS = Overheads(
@@ -217,8 +218,8 @@ def _presets() -> dict[str, Device]:
                 backend="ascend",
                 resource="NPU",
                 memory=_datasheet(64e9, "Atlas A2: 64 GB a device"),
-                flops={"bf16": _datasheet(376e12, "Atlas A2, 910B1"), "f32": _assumed(94e12, "a quarter of bf16")},
-                memory_bandwidth=_datasheet(1.6e12, "Atlas A2"),
+                flops={"bf16": _assumed(376e12, _AS_A_DIE), "f32": _assumed(94e12, "a quarter of bf16")},
+                memory_bandwidth=_assumed(1.6e12, _AS_A_DIE),
                 host_link=_PAPER_LINK,
                 device_link=_assumed(56e9, "HCCS, one way"),
                 host_memory=_assumed(1.5e12, "a host of 8 devices"),
