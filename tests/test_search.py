@@ -24,7 +24,7 @@ from msrl_graph.compile import PASSES, unstated
 from msrl_graph.dividing import misfits
 from msrl_graph.emit.why import why_text
 from msrl_graph.engine import EngineSpec
-from msrl_graph.graph import Expr
+from msrl_graph.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes.pools import divisions
@@ -80,7 +80,27 @@ def instance(seed: int, folder: Path) -> Plan:
     deploy = replace(page.DEPLOY, models={"policy": model}, layouts={}, engines=engines)
     if draw.random() < 0.3 and cluster.devices > 1:
         deploy = replace(deploy, pools=(Pool(("actor.generate",)), Pool(("actor.infer", "actor.update", "reference.infer"))))
+    if draw.random() < 0.5 and cluster.devices == 2:
+        return Plan(with_critic(graph), cluster, replace(deploy, models={"policy": model, "critic": load("tiny", folder)}))
     return Plan(graph, cluster, deploy)
+
+
+def with_critic(graph: Graph) -> Graph:
+    """With a second update, of another model."""
+    nodes = (
+        *graph.nodes[:-1],
+        Node("critic.infer", "critic", "infer", ("prompt", "response"), ("value",)),
+        graph.nodes[-1],
+        Node("critic.update", "critic", "update", ("prompt", "response", "value", "advantage")),
+    )
+    steps = ("actor.generate", "critic.infer"), ("critic.infer", "critic.update"), ("host.advantage", "critic.update")
+    return replace(
+        graph,
+        nodes=nodes,
+        edges=(*graph.edges, *(Edge("sample", src, dst) for src, dst in steps)),
+        columns=(*graph.columns, Column("value", "f32", (Dim(like="response"),), 1)),
+        workers=(*graph.workers, Worker("critic", "policy", model="critic")),
+    )
 
 
 def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[int, ...]) -> Iterator[Layout]:
@@ -95,16 +115,16 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
 
 def every(plan: Plan) -> Iterator[Plan]:
     """Every plan that could be stated where the file states nothing."""
-    model, host = plan.deploy.models["policy"], plan.cluster.devices_per_node
-    able = {n: e for n, e in ENGINES.items() if model.family in e.families}
+    host = plan.cluster.devices_per_node
     for division in divisions(plan):
-        nodes = ["actor.update", "actor.generate"]
+        nodes = [n.name for n in plan.graph.nodes if n.verb in ("update", "generate")]
         home = division.pool_of("actor.update")
         if "reference.infer" not in home.nodes:
             nodes.append("reference.infer")
         choices = []
         for node in nodes:
-            pool, verb = division.pool_of(node), node.split(".")[1]
+            pool, verb, model = division.pool_of(node), node.split(".")[1], plan.model(node)
+            able = {n: e for n, e in ENGINES.items() if model.family in e.families}
             stated = plan.deploy.engines.get(node)
             found = []
             some = {n: e for n, e in able.items() if verb in e.verbs}
