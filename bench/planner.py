@@ -50,7 +50,8 @@ def main() -> None:
     for _ in range(rounds):
         text = PAGE.replace("nodes            = 2", "nodes            = 1250").replace("dp = 2", "dp = 1250").replace("dp = 4", "dp = 2500")
         text = text.replace("prompts      = 256", "prompts      = 1250")
-        took, _ = timed(text)
+        took, plan = timed(text)
+        assert plan is not None and plan.cluster.devices == 10_000
         times.setdefault("10,000 devices", []).append(took)
         for model, hosts, _ in CASES:
             seconds, plan = timed(program(model, hosts, []))
