@@ -75,7 +75,9 @@ def instance(seed: int, folder: Path) -> Plan:
     kind = replace(
         kind, memory=Figure(memory * (each if kind.backend == "cpu" else 1), "stated"), host_memory=Figure(memory * each * 4, "stated")
     )
-    cluster = Cluster("some", kind, hosts, each, Figure(draw.choice([1e8, 1e10]), "stated"))
+    if draw.random() < 0.5:  # resharding over a network that is slow beside the rest
+        kind = replace(kind, fabric=None)
+    cluster = Cluster("some", kind, hosts, each, Figure(draw.choice([1e6, 1e8, 1e10]), "stated"))
     engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})} if not moe and draw.random() < 0.2 else {}
     deploy = replace(page.DEPLOY, models={"policy": model}, layouts={}, engines=engines)
     if draw.random() < 0.3 and cluster.devices > 1:

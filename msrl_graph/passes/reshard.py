@@ -157,7 +157,8 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     cluster, model = plan.cluster, plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
-    return BYTES[holdings.dtype(plan, edge.src)] * inward / cluster.network.value
+    links = reached(cluster.between(min(source.devices, target.devices)))
+    return BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
 
 
 def _way(of: str, kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:
