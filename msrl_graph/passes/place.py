@@ -179,8 +179,10 @@ class Place:
             sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if some else {size}
             batches = [_with(tried, micro_batch=n) for n in sorted(sizes, reverse=True)]
             best = batches[0] if len(batches) == 1 else min(batches, key=lambda p: self._seconds(plan, p))
+            if asked:
+                return best
             found.append((best, self._working(plan, tried, 1)))
-            if size == most and self._working(plan, best, size) <= room:
+            if size == most and found[-1][1] <= room:
                 break  # recomputing could not make it quicker
         if len(found) == 1:
             return found[0][0]

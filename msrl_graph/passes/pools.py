@@ -14,7 +14,7 @@ from ..graph import Node
 from ..plan import Plan, Pool, device_range
 
 DEVICES, FUNCTIONS = "devices", "functions"
-# Of so many hosts (or devices of one) each number may make a pool; of more, an eighth, a quarter and a half.
+# Of so many hosts (or devices of one) up to 4 may make a pool, or all but those; of more, some eighths.
 FINE = 8
 
 
@@ -84,14 +84,18 @@ def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
-    """Devices for each of some pools, all of `left` together: the first has what the others leave, of two either."""
+    """Devices for each of some pools, all of `left` together: the first has what the others leave."""
     if pools < 2 or left < pools:
         return []
     unit = per_host if left % per_host == 0 and left // per_host >= pools else 1
     units = left // unit
-    parts = [1, 2, 3, 4] if units <= FINE else [units // 8, units // 4, units // 2]
-    found = {(units - sum(some), *some) for some in product(parts, repeat=pools - 1) if units > sum(some)}
-    found |= {parted[::-1] for parted in found} if pools == 2 else set()
+    if units <= FINE:
+        found = {(units - sum(some), *some) for some in product(range(1, 5), repeat=pools - 1) if units > sum(some)}
+        found |= {parted[::-1] for parted in found} if pools == 2 else set()
+    else:
+        eighths = (1, 2, 4, 6) if pools == 2 else (1, 2)
+        some_of = product((units * n // 8 for n in eighths), repeat=pools - 1)
+        found = {(units - sum(some), *some) for some in some_of if units > sum(some)}
     # Devices that are no whole number of hosts go to the first.
     return sorted((left - unit * sum(parted[1:]), *(unit * n for n in parted[1:])) for parted in found)
 
