@@ -244,7 +244,7 @@ def test_a_function_that_fails_is_named_with_its_line(place):
 
 @pytest.mark.slow
 def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place):
-    place.function("time.sleep(60)\n    return 0.0")
+    place.function("time.sleep(600)\n    return 0.0")
     changes = [MINE, ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
     # Under tensor parallelism a rank waits in a collective while the first one asks.
     place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
@@ -263,7 +263,7 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     begin = time.monotonic()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "b")
     assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not come back" in err, err
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 300  # long before the function would have come back
     place.assert_clean()
 
 

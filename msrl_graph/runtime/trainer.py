@@ -31,6 +31,8 @@ from .supervisor import Attempt, Result
 
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 0.5  # seconds between two looks at the processes
+# Seconds that a driver leaves the docks to tell of a wait before it does.
+AFTER = 2.0
 DISK = 3600.0  # seconds that reading or writing weights may take
 
 
@@ -307,8 +309,8 @@ class Driver:
                 now = sum(p.moves for p in self.pictures)
             if done or now != moves:
                 moves, since = now, time.monotonic()
-            elif time.monotonic() - since > deadline:
-                # Later than the dock's own deadline would have told of a wait: this is work that does not end.
+            elif time.monotonic() - since > deadline + AFTER:
+                # The dock's own deadline would have told of a wait by now: this is work that does not end.
                 last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
                 raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
         return list(self.ray.get(references))
