@@ -93,20 +93,22 @@ def _nearest(plan: Plan, worst: Memory) -> str:
     nothing = f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
     if plan.search is not None and not plan.search.seconds:
         return nothing  # the search has tried
+    if found := _offloaded(plan, worst.pool):
+        return found
     now, devices = plan.placement(nodes[0]).layout, plan.pool(worst.pool).devices
     stages = [now.zero] if worst.phase == "generate" else [z for z in ENGINES[plan.placement(nodes[0]).engine.name].zero if z >= now.zero]
     most = min(devices, plan.model(nodes[0]).heads)
     engine = plan.placement(nodes[0]).engine
     tried = [replace(now, tp=t, dp=devices // t, zero=z, inner=1) for t in range(1, most + 1) if devices % t == 0 for z in stages]
     for choice in sorted(tried, key=lambda c: (abs(math.log2(c.tp / now.tp)) + c.zero - now.zero, c.tp, c.zero)):
-        if _fits(replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}), plan, worst.pool):
+        if _fitting(replace(plan.deploy, layouts={**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}), plan, worst.pool):
             zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
             return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
     if worst.phase == "update" and engine.options.get("recompute") != "full":
         # The passes choose the micro-batch again, for what recomputation leaves.
         stated = plan.deploy.engines.get(nodes[0], EngineChoice(engine.name))
         engines = {**plan.deploy.engines, nodes[0]: replace(stated, options={**stated.options, "recompute": "full"})}
-        if _fits(replace(plan.deploy, engines=engines), plan, worst.pool):
+        if _fitting(replace(plan.deploy, engines=engines), plan, worst.pool):
             return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
     return _searched(plan, nodes) or nothing
 
@@ -123,14 +125,29 @@ def _searched(plan: Plan, nodes: Sequence[str]) -> str:
     return f"this fits: `layout {', '.join(nodes)} {{ {sizes or 'dp = 1'} }}`{engine}"
 
 
-def _fits(deploy: Deploy, plan: Plan, pool: str) -> bool:
-    """Whether a pool and the hosts would have the memory with another deploy: the passes themselves try it."""
+def _offloaded(plan: Plan, pool: str) -> str:
+    """What the passes offload where the file does not say `none`, or less than it takes."""
+    here = {n: c for n, c in plan.deploy.engines.items() if plan.placement(n).pool == pool and "offload" in c.options}
+    open_ = {n: replace(c, options={k: v for k, v in c.options.items() if k != "offload"}) for n, c in here.items()}
+    other = _fitting(replace(plan.deploy, engines={**plan.deploy.engines, **open_}), plan, pool) if here else None
+    if other is None:
+        return ""
+    first = [
+        p
+        for p in other.placements
+        if "offload" in p.engine.options and other.graph.sharing(other.graph.node(p.node).worker)[0].name == p.node
+    ]
+    return "this fits: " + " and ".join(f"`engine {p.node} = {p.engine.name} {{ offload = {p.engine.options['offload']} }}`" for p in first)
+
+
+def _fitting(deploy: Deploy, plan: Plan, pool: str) -> Plan | None:
+    """The plan with another deploy, if a pool and the hosts have the memory then: the passes themselves try it."""
     other = PASSES[0].apply(Plan(plan.graph, plan.cluster, deploy))
     if layout.check(other, ENGINES):
-        return False
+        return None
     for step in PASSES[1:-1]:
         other = step.apply(other)
-    return all(m.total <= m.capacity.value for m in other.memory if m.pool == pool or m.place == "host")
+    return other if all(m.total <= m.capacity.value for m in other.memory if m.pool == pool or m.place == "host") else None
 
 
 @dataclass(frozen=True)

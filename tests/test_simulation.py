@@ -67,6 +67,7 @@ MINI = ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6), mini_batc
 ENGINE = "engine actor.update, actor.infer, reference.infer = {} {{ micro_batch = {} }}"
 PIPELINE = f"layout actor.update {{ pp = 2, dp = 2 }}\n{ENGINE.format('megatron', 3)}"
 EIGHT = f"layout actor.update {{ dp = 2, zero = 3 }}\n{ENGINE.format('fsdp', 8)}"
+OFFLOAD = "engine actor.update, reference.infer = megatron { micro_batch = 1, offload = all }"
 RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)}"
 
 
@@ -88,6 +89,8 @@ RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)
         pytest.param(lambda: small(EIGHT, nodes=1), id="one host"),
         pytest.param(lambda: small(PIPELINE), id="pipeline"),
         pytest.param(lambda: small(f"{RING}\napart actor.generate, actor.update", nodes=4), id="context parallel"),
+        pytest.param(lambda: small(OFFLOAD), id="offload"),
+        pytest.param(lambda: page(MINI, ("run {", f"{OFFLOAD}\n  run {{")), id="offload, each step"),
         pytest.param(lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1), id="CPUs"),
     ],
 )

@@ -22,7 +22,12 @@ SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
     axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
-    options={"micro_batch": "int", "recompute": ("none", "full"), "dtype": ("f32", "bf16")},
+    options={
+        "micro_batch": "int",
+        "recompute": ("none", "full"),
+        "dtype": ("f32", "bf16"),
+        "offload": ("none", "optimizer", "weights", "all"),
+    },
     zero=(0, 1),
     vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),

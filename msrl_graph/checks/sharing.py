@@ -69,7 +69,7 @@ def _engine(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
 
 def _value(plan: Plan, node: Node, engine: EngineChoice, key: str) -> Value:
     """An option of a state, or what holds where it is not stated."""
-    default: Value = {"dtype": plan.model(node.name).dtype, "recompute": "none"}.get(key)
+    default: Value = {"dtype": plan.model(node.name).dtype, "recompute": "none", "offload": "none"}.get(key)
     return engine.options.get(key, default)
 
 

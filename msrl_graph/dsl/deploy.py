@@ -6,7 +6,7 @@ models and data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -237,8 +237,27 @@ class _Deploy:
                 self.problems.tell("bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else "")
         types = {k: _option_type(v) for k, v in spec.options.items()}
         values = self._read(statement.attrs, f"engine … = {name}", types)
+        if "offload" in values:
+            self._offload(nodes, values["offload"])
         choice = EngineChoice(name, {k: e.value for k, e in values.items()}, span=statement.span)
         self.chosen |= dict.fromkeys(nodes, choice)
+
+    def _offload(self, nodes: Sequence[str], stated: Expr) -> None:
+        """`optimizer` is for states whose worker has one, `weights` for those whose weights stay as they are."""
+        for node in nodes:
+            trained = any(n.worker == self.graph.node(node).worker for n in self.graph.verb("update"))
+            if stated.value == "weights" and trained:
+                message = (
+                    f"the weights of `{node}` are trained: they leave the devices for a generation by themselves, by the swap of resharding"
+                )
+            elif stated.value == "optimizer" and not trained:
+                message = f"`{node}` has no optimizer"
+            else:
+                continue
+            other = "optimizer" if trained else "weights"
+            help = f"`offload = {other}`, or `all`, for what each state may have in host memory"
+            self.problems.tell("bad-value", message, stated.span, help)
+            return
 
     def _options(self, statement: ast.Options) -> None:
         self._once(statement.kind, statement.span)

@@ -1,7 +1,8 @@
 """choices: for each set of states that share a layout, the layouts and engines that a pool allows.
 
 Invariant: a choice divides the model and the devices without rest, and its memory alone, at the smallest micro-batch and with full
-recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, so no combination with others is quicker.
+recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, what may be offloaded being so at no cost, so
+no combination with others is quicker.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from .pools import FUNCTIONS, Division, states_of
 @dataclass(frozen=True)
 class Choice:
     """A layout and engine of an owner, whose `nodes` take these seconds at least. `peaks`: bytes by phase, alone; `resident`: what of them
-    stays while others work, `weights` the part of that which leaves for a generation; `over`: bytes beyond what a place has."""
+    stays while others work at least, `weights` the part of that which leaves for a generation, `whole` all that stays if nothing is
+    offloaded; `over`: bytes beyond what a place has."""
 
     layout: Layout
     engine: str
@@ -32,6 +34,7 @@ class Choice:
     peaks: Mapping[str, int]
     resident: int
     weights: int
+    whole: int
     over: int
 
 
@@ -115,23 +118,34 @@ class Choices:
         engines, name = self.place.engines, owner.node
         every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
         plan = replace(skeleton, placements=every, pools=(skeleton.pool(placement.pool),), reshards=())
-        least = tuple(_least(engines, p) if p.node in owner.nodes else p for p in every)
-        memory = CountMemory(engines)(replace(plan, placements=least)).memory
-        over = max(m.total - int(m.capacity.value) for m in memory)
+
+        def counted(offload: str) -> tuple[Plan, int]:
+            least = tuple(_least(engines, p, offload) if p.node in owner.nodes else p for p in every)
+            found = CountMemory(engines)(replace(plan, placements=least))
+            return found, max(m.total - int(m.capacity.value) for m in found.memory)
+
+        least, over = counted("all")
         peaks: dict[str, int] = {}
-        for m in memory:
+        for m in least.memory:
             if m.place == "device":
                 peaks[m.phase] = m.total
+        if over > 0 and max(peaks.values()) <= holdings.capacity(plan.cluster).value:
+            over = min(over, counted("none")[1])  # hosts may have no room for what could be offloaded
         seconds = {}
         if over <= 0:
-            done = tuple(self.place.complete(plan, p) if p.node in owner.nodes else p for p in every)
+            roomy = replace(plan, placements=tuple(_offloading(engines, p) if p.node in owner.nodes else p for p in every))
             for node in owner.nodes:
-                seconds[node] = sum(f.value for f in EstimateTime(engines).state(replace(plan, placements=done), node))
+                done = self.place.complete(roomy, roomy.placement(node))
+                if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
+                    done = replace(done, engine=replace(done.engine, options={**done.engine.options, "offload": "none"}))
+                seconds[node] = sum(f.value for f in EstimateTime(engines).state(replace(plan, placements=(done,)), node))
         weights = holdings.weights(plan, engines, name)
         update = plan.graph.node(name).verb == "update"
-        resident = weights + holdings.optimizer(plan, engines, name) if update else weights
-        fed = {e.dst for e in plan.graph.reshards()}
-        return Choice(placement.layout, placement.engine.name, seconds, peaks, 0 if name in fed else resident, weights, over)
+        states = holdings.optimizer(plan, engines, name) if update else 0
+        away = {w: holdings.offloads(least, name, w) for w in ("weights", "optimizer")}
+        resident = weights * (not away["weights"]) + states * (not away["optimizer"])
+        stays = name not in {e.dst for e in plan.graph.reshards()}
+        return Choice(placement.layout, placement.engine.name, seconds, peaks, resident * stays, weights, (weights + states) * stays, over)
 
     def _alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
         if other.node not in owner.nodes:
@@ -142,11 +156,20 @@ class Choices:
         return replace(placement, node=other.node, engine=engine)
 
 
-def _least(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
+def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
     """With the options that need the least memory, where they are not stated."""
     known, options = engines[placement.engine.name].options, placement.engine.options
-    added = {k: v for k, v in (("micro_batch", 1), ("recompute", "full")) if k in known and k not in options}
+    least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
+    added = {k: v for k, v in least if k in known and k not in options}
     return replace(placement, engine=replace(placement.engine, options={**options, **added}))
+
+
+def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
+    """The placement, offloading what it can, where that is open."""
+    engine = placement.engine
+    if "offload" not in engines[engine.name].options or "offload" in engine.options:
+        return placement
+    return replace(placement, engine=replace(engine, options={**engine.options, "offload": "all"}))
 
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, devices: int, wide: bool) -> Iterator[Layout]:

@@ -234,8 +234,20 @@ class Costs:
         size = moved / max(len(self.model.tensors), 1)
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
+        if holdings.offloads(self.plan, self.node, "optimizer"):
+            parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and out again"))
         agree = self.device.collective("all_reduce").least
         return total(*parts, Figure(agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm"))
+
+    def fetch(self) -> Figure:
+        """Weights that lie in host memory come in before the state computes; they never change, so none go back."""
+        if not holdings.offloads(self.plan, self.node, "weights"):
+            return Figure(0.0, "derived", "the weights are there")
+        return self._copied(self._weights, "weights in from host memory")
+
+    def _copied(self, amount: int, what: str) -> Figure:
+        link = self.device.host_link
+        return Figure(amount / link.value, link.source, f"{what}: bytes / host link")
 
     def exchange(self) -> Figure:
         """The exchange of gradients of one optimizer step. Where weights are divided, each micro-batch does it."""

@@ -92,6 +92,8 @@ class EstimateTime:
             step = node.optimizer_step()
             seconds += step.value * node.steps()
             basis, source = f"{basis}; steps: {step.basis}", weakest(batch, step)
+        elif (fetch := node.fetch()).value:
+            seconds, basis, source = seconds + fetch.value, f"{basis}; {fetch.basis}", weakest(batch, fetch)
         return Figure(seconds, source, basis)
 
     def _generate(self, node: Costs) -> Figure:

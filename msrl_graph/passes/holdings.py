@@ -6,7 +6,7 @@ for it). Functions need a plan with placements, and the engines' specs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
@@ -19,6 +19,8 @@ from . import general
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
 RESERVE = 0.1
+# Of an optimizer whose states lie in host memory, a step has a part at a time on the device: MindSpeed's --swap-optimizer-times.
+PARTS = 16
 
 
 def capacity(cluster: Cluster) -> Figure:
@@ -195,9 +197,34 @@ def kv_sequence(plan: Plan, node: str) -> int:
     return row_tokens(plan, node) * token
 
 
-def resident(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """What stays on a device of a pool for the whole iteration, unless swapped: weights and optimizer states, by item."""
+def offloads(plan: Plan, node: str, what: str) -> bool:
+    """Whether the `weights` of a state without update, or the `optimizer` of an update, lie in host memory while others compute."""
+    trained = update_of(plan, plan.graph.node(node).worker) is not None
+    return trained == (what == "optimizer") and plan.placement(node).engine.options.get("offload") in (what, "all")
+
+
+def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
+    """What is on a device of a pool while the state `busy` computes (empty: none does), unless swapped, beside what computing takes:
+    weights and optimizer states, by item. Of what is offloaded, a state has its own weights, an update parts of its optimizer's states."""
     items: dict[str, int] = {}
+    for item, size, node, what in _at_rest(plan, engines, pool):
+        if not offloads(plan, node, what):
+            items[item] = size
+        elif what == "optimizer" and busy == node:
+            items[item] = -(-size // PARTS)
+        elif what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker:
+            items[item] = size
+    return items
+
+
+def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """What lies in host memory of each device of a pool, by item; it keeps its room there while the device has it."""
+    found = _at_rest(plan, engines, pool)
+    return {f"offloaded {item}": size for item, size, node, what in found if offloads(plan, node, what)}
+
+
+def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
+    """The weights and optimizer states of a pool: item, bytes, the state whose engine says where they lie, and which of both they are."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -205,20 +232,22 @@ def resident(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
         if update is not None:
             if plan.placement(update.name).pool != pool:
                 continue
-            items[f"{worker.name} weights"] = weights(plan, engines, update.name)
-            items[f"{worker.name} optimizer"] = optimizer(plan, engines, update.name)
+            yield f"{worker.name} weights", weights(plan, engines, update.name), update.name, "weights"
+            yield f"{worker.name} optimizer", optimizer(plan, engines, update.name), update.name, "optimizer"
             continue
-        for node in _own(plan, worker, pool):
-            items[node] = weights(plan, engines, node.removesuffix(" weights"))
-    return items
+        for item in _own(plan, worker, pool):
+            node = item.removesuffix(" weights")
+            yield item, weights(plan, engines, node), node, "weights"
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """The float32 copies of bf16 weights that the optimizers of a pool keep, by item; part of their states."""
+    """The float32 copies of bf16 weights that the optimizers of a pool keep on a device, by item; part of their states."""
     found = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
-        if update is not None and plan.placement(update.name).pool == pool and dtype(plan, update.name) != "f32":
+        if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
+            continue
+        if dtype(plan, update.name) != "f32":
             found[f"{worker.name} masters"] = (
                 optimizer(plan, engines, update.name) * 4 // spec(plan, engines, update.name).optimizer_bytes("bf16")
             )
@@ -237,7 +266,7 @@ def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
     """What a device holds while `node` generates, but for the KV cache."""
-    items = resident(plan, engines, plan.placement(node).pool)
+    items = resident(plan, engines, plan.placement(node).pool, node)
     edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
     if edge is not None:
         if plan.deploy.reshard.mode == "swap":

@@ -5,7 +5,7 @@ Invariant: every phase is listed, whether it fits or not; checks/memory.py judge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..engine import BYTES, EngineSpec
@@ -23,9 +23,17 @@ class CountMemory:
     engines: Mapping[str, EngineSpec]
 
     def __call__(self, plan: Plan) -> Plan:
-        devices = [m for pool in plan.pools for m in self._pool(plan, pool.name)]
-        hosts = [self._host(plan, phase, devices) for phase in PHASES if any(m.phase == phase for m in devices)]
+        devices = self.devices(plan)
+        away: dict[str, int] = {}
+        for pool in plan.pools:
+            for item, size in holdings.offloaded(plan, self.engines, pool.name).items():
+                away[item] = away.get(item, 0) + size * max(_on_hosts(plan, pool.name))
+        hosts = [self._host(plan, phase, devices, away) for phase in PHASES if any(m.phase == phase for m in devices)]
         return replace(plan, memory=(*devices, *hosts))
+
+    def devices(self, plan: Plan) -> list[Memory]:
+        """Of the devices of each pool: needs no docks, and no reshards where that phase is of no interest."""
+        return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
     def _pool(self, plan: Plan, pool: str) -> list[Memory]:
         by_phase = {"load": [self._load(plan, pool)]}
@@ -82,13 +90,14 @@ class CountMemory:
             remark = f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} wave{'s' * (times > 1)}"
             remark += f", {at_once * most:,} where an evaluation draws {most:,} a prompt" if most > samples else ""
             return self._entry(plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each{fullest}")
-        items = holdings.resident(plan, self.engines, pool) | working
+        items = holdings.resident(plan, self.engines, pool, node) | working
         size, tokens = holdings.micro_batch(plan, node), holdings.row_tokens(plan, node)
         return self._entry(plan, pool, verb, items, f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}")
 
-    def _host(self, plan: Plan, phase: str, devices: list[Memory]) -> Memory:
+    def _host(self, plan: Plan, phase: str, devices: list[Memory], away: Mapping[str, int]) -> Memory:
+        """`away` is what is offloaded, by item."""
         cluster = plan.cluster
-        items: dict[str, int] = {}
+        items = dict(away)
         # Frozen states infer while the weights are on their way back.
         if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:
@@ -109,6 +118,15 @@ class CountMemory:
             items["ranks"] = max(held)
         kept = {k: v for k, v in items.items() if v}
         return Memory("host", "hosts", phase, kept, cluster.device.host_memory)
+
+
+def over(memory: Iterable[Memory]) -> str:
+    """What does not fit, the worst of it; "" where all fits."""
+    found = [m for m in memory if m.total > m.capacity.value]
+    if not found:
+        return ""
+    worst = max(found, key=lambda m: m.total / m.capacity.value)
+    return f"{worst.phase} needs {holdings.gigabytes(worst.total)} a {worst.place} of {holdings.gigabytes(worst.capacity.value)}"
 
 
 def _on_hosts(plan: Plan, pool: str) -> list[int]:

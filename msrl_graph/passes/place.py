@@ -18,6 +18,7 @@ from ..plan import EngineChoice, Note, Placement, Plan, Pool
 from ..redistribute import gather_block
 from . import holdings
 from .estimate import EstimateTime
+from .offload import relieved
 from .pools import FUNCTIONS, Division, divide
 
 # A micro-batch where none is stated: rows of at most this many tokens together.
@@ -44,7 +45,7 @@ class Place:
     defaults: Mapping[str, str]
 
     def __call__(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
-        """`numbered` False leaves out the numbering of ranks for resharding, which costs most."""
+        """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
         decision = decision or Decision()
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
@@ -63,7 +64,11 @@ class Place:
         whole = replace(plan, placements=tuple(found[n.name] for n in plan.graph.nodes))
         idle = plan.cluster.devices - sum(p.devices for p in division.pools)
         notes = (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),) if idle > 0 else ()
-        return replace(whole, placements=tuple(self.complete(whole, p) for p in whole.placements), notes=(*plan.notes, *notes))
+        whole = replace(whole, notes=(*plan.notes, *notes))
+        return relieved(whole, self.engines, self._completed) if numbered else self._completed(whole)
+
+    def _completed(self, plan: Plan) -> Plan:
+        return replace(plan, placements=tuple(self.complete(plan, p) for p in plan.placements))
 
     def _on_hosts(self, plan: Plan, node: Node) -> Placement:
         reason = (
@@ -198,7 +203,7 @@ class Place:
     def _room(self, plan: Plan, placement: Placement) -> int:
         """Bytes that an infer or update may plan for beside what is resident."""
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
-        return usable - sum(holdings.resident(plan, self.engines, placement.pool).values())
+        return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _largest(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
         """The largest micro-batch up to `most` that leaves the state within `room`; 1 where none does."""

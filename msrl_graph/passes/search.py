@@ -24,7 +24,7 @@ from .choices import Choice, Choices, Owner, is_open, owners
 from .costs import function
 from .dock import Dock
 from .estimate import EstimateTime, critical
-from .memory import CountMemory
+from .memory import CountMemory, over
 from .place import Decision, Place
 from .pools import FUNCTIONS, Division, divisions
 from .reshard import Resharding, least_seconds
@@ -260,7 +260,7 @@ class _Run:
             self.spent += 3 + self.plan.cluster.devices * 0.01
             placed = self.place(self.plan, self._decision(space, at))
             rough = CountMemory(self.search.engines)(replace(space.skeleton, placements=placed.placements, pools=placed.pools))
-            if why := _over(rough):
+            if why := over(rough.memory):
                 self._refuse(item.bound, space, at, why)
                 return
             time_of = EstimateTime(self.search.engines).state
@@ -290,7 +290,7 @@ class _Run:
             plan = step(plan)
         assert plan.estimate is not None
         seconds = plan.estimate.iteration_seconds.value
-        if why := _over(plan):
+        if why := over(plan.memory):
             self._refuse(seconds, space, at, why)
             return
         self.found.append(_Found(seconds, space, at, plan))
@@ -338,6 +338,7 @@ def _undominated(found: list[Choice]) -> list[Choice]:
     for choice in found:
         if not any(
             c.resident <= choice.resident
+            and c.whole <= choice.whole
             and all(c.seconds[n] <= s for n, s in choice.seconds.items())
             and all(c.peaks[p] <= b for p, b in choice.peaks.items())
             for c in kept
@@ -354,15 +355,6 @@ def _layout(choice: Choice) -> str:
 def _phases(plan: Plan) -> dict[str, float]:
     assert plan.estimate is not None
     return {p.name: p.seconds.value for p in plan.estimate.phases}
-
-
-def _over(plan: Plan) -> str:
-    """What does not fit, worst first."""
-    over = [m for m in plan.memory if m.total > m.capacity.value]
-    if not over:
-        return ""
-    worst = max(over, key=lambda m: m.total / m.capacity.value)
-    return f"{worst.phase} needs {holdings.gigabytes(worst.total)} a {worst.place} of {holdings.gigabytes(worst.capacity.value)}"
 
 
 def _why(record: Searched) -> str:

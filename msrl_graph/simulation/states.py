@@ -88,6 +88,7 @@ class State:
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
         update, divided = self.node.verb == "update", holdings.is_divided(self.plan, self.costs.engines, self.costs.node)
+        fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
             count = max(1, -(-max(map(len, rows)) // self.size))
@@ -96,13 +97,14 @@ class State:
             causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]
             if divided:
                 begin = max(begins)
-                end = begin + sum(max(step) for step in zip(*shares, strict=True))
+                end = begin + fetch + sum(max(step) for step in zip(*shares, strict=True))
                 ends = [end] * len(shares)
                 begins = [begin] * len(shares)
             else:
-                ends = [b + sum(s) for b, s in zip(begins, shares, strict=True)]
+                ends = [b + fetch + sum(s) for b, s in zip(begins, shares, strict=True)]
             for g, (begin, seconds) in enumerate(zip(begins, shares, strict=True)):
-                self._told(g, iteration, begin, begin + sum(seconds))
+                self._told(g, iteration, begin, begin + fetch + sum(seconds))
+            fetch = 0.0  # once an iteration
             if update:
                 ends = self._step(ends, iteration)
             free = ends
