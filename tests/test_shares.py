@@ -75,6 +75,7 @@ PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).f
 
 @pytest.mark.slow
 @example([0] * ROWS, 3)
+@example([None] * 4 + [0, 1, 1, 1], 3)
 @example([1] * ROWS, 0)
 @example([None] * (ROWS - 1) + [1], 5)
 @given(PLACES, st.integers(0, ROWS + 1))
@@ -86,4 +87,5 @@ def test_no_share_hangs_or_changes_the_gradient(alone, pair, places, micro):
     assert (first.keys(), second.keys()) == tuple(dict.fromkeys(s).keys() for s in shares) and untold == 0
     for row, values in logp.items():
         assert (first | second)[row] == pytest.approx(values, abs=1e-5)
-    assert norm > 0 and told == pytest.approx(norm, rel=1e-5)
+    # Rows whose gradients nearly cancel leave what rounding makes of gradients that are thousands of times larger.
+    assert norm > 0 and told == pytest.approx(norm, rel=1e-5, abs=1e-5)
