@@ -94,6 +94,10 @@ class Layout:
         """The stretches [start, stop) of layers on a stage, one a chunk."""
         return _stretches_of(self.chunks(layers), self.pp)[stage]
 
+    def most_layers(self, layers: int) -> int:
+        """The layers of the stage that has the most."""
+        return max(sum(stop - start for start, stop in self.stage_layers(s, layers)) for s in range(self.pp))
+
     def stage_of(self, layer: int, layers: int) -> int:
         """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the last."""
         if layer < 0:

@@ -137,7 +137,7 @@ class Choices:
             for node in owner.nodes:
                 done = self.place.complete(roomy, roomy.placement(node))
                 if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
-                    done = replace(done, engine=replace(done.engine, options={**done.engine.options, "offload": "none"}))
+                    done = holdings.with_options(done, {"offload": "none"})
                 seconds[node] = sum(f.value for f in EstimateTime(engines).state(replace(plan, placements=(done,)), node))
         weights = holdings.weights(plan, engines, name)
         update = plan.graph.node(name).verb == "update"
@@ -161,7 +161,7 @@ def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str
     known, options = engines[placement.engine.name].options, placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
     added = {k: v for k, v in least if k in known and k not in options}
-    return replace(placement, engine=replace(placement.engine, options={**options, **added}))
+    return holdings.with_options(placement, added)
 
 
 def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
@@ -169,7 +169,7 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
     engine = placement.engine
     if "offload" not in engines[engine.name].options or "offload" in engine.options:
         return placement
-    return replace(placement, engine=replace(engine, options={**engine.options, "offload": "all"}))
+    return holdings.with_options(placement, {"offload": "all"})
 
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, devices: int, wide: bool) -> Iterator[Layout]:

@@ -137,9 +137,7 @@ class Costs:
     @cached_property
     def _slowest(self) -> float:
         """How much longer than their mean the stage with the most layers takes."""
-        layout, layers = self.layout, self.model.layers
-        most = max(sum(stop - start for start, stop in layout.stage_layers(s, layers)) for s in range(layout.pp))
-        return most * layout.pp / layers
+        return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
     def _filling(self) -> float:

@@ -7,12 +7,13 @@ for it). Functions need a plan with placements, and the engines' specs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
-from ..graph import Node, Worker
+from ..graph import Node, Value, Worker
 from ..layout import Side, held, stage_parts
-from ..plan import Plan
+from ..plan import Placement, Plan
 from ..work import Work
 from . import general
 
@@ -38,6 +39,11 @@ def gigabytes(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f} B"
+
+
+def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
+    """The placement, its engine with more options."""
+    return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
 
 def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
@@ -192,8 +198,7 @@ def kv_sequence(plan: Plan, node: str) -> int:
     """Keys and values of one sequence at its bound, on one device."""
     model, layout = plan.model(node), plan.placement(node).layout
     each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
-    stage = max(sum(stop - start for start, stop in layout.stage_layers(s, model.layers)) for s in range(layout.pp))
-    token = stage * each * BYTES[dtype(plan, node)]
+    token = layout.most_layers(model.layers) * each * BYTES[dtype(plan, node)]
     return row_tokens(plan, node) * token
 
 

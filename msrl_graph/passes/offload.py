@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..engine import BYTES
 from ..graph import Node, Worker
-from ..plan import Note, Placement, Plan
+from ..plan import Note, Plan
 from . import holdings
 from .memory import CountMemory, over
 from .reshard import GIB, Resharding
@@ -55,11 +55,8 @@ def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
     """The plan, these workers offloading what may leave: with an update the optimizer's states, else the weights."""
     how = {n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer" for w in workers for n in states(plan, w)}
 
-    def offloading(placement: Placement) -> Placement:
-        options = {**placement.engine.options, "offload": how[placement.node]}
-        return replace(placement, engine=replace(placement.engine, options=options))
-
-    return replace(plan, placements=tuple(offloading(p) if p.node in how else p for p in plan.placements))
+    found = (holdings.with_options(p, {"offload": how[p.node]}) if p.node in how else p for p in plan.placements)
+    return replace(plan, placements=tuple(found))
 
 
 def _over(plan: Plan, engines: holdings.Engines) -> str:

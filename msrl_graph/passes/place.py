@@ -220,8 +220,7 @@ class Place:
 
 
 def _with(placement: Placement, **options: Value) -> Placement:
-    """The placement, its engine with more options."""
-    return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
+    return holdings.with_options(placement, options)
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
