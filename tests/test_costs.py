@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import page
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from msrl_graph.backends import ENGINES
 from msrl_graph.passes.costs import Costs, Rows, _Work
 from msrl_graph.plan import EngineChoice
-from tests import page
 
 PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))
 GENERATE, INFER, UPDATE = (Costs(PLAN, ENGINES, n) for n in ("actor.generate", "actor.infer", "actor.update"))
