@@ -48,7 +48,7 @@ bench-planner: $(VENV)/ready
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
 
-# Seconds, predicted against measured; measures this machine first. About 10 minutes.
+# Seconds, predicted against measured; measures this machine first. About 16 minutes.
 bench-seconds: $(VENV)/ready
 	$(BIN)/python bench/seconds.py
 

@@ -1,8 +1,9 @@
 """Seconds, predicted against measured: the example and four variants of it, interleaved.
 
-This machine is measured first (or `--here FILE` is taken), by the calibration that every run uses. Each variant then runs in each round;
-measured is the median over rounds of a run's median iteration, the first ones left out. Predicted is the estimate for the lengths of the
-rows that the runs had: nothing else of a run goes into it. Prints tables and, last, one line of JSON; status 1 where a ratio is off by
+Each round measures this machine first (or `--here FILE` is taken), by the calibration that every run uses, since what a machine can do
+changes within minutes where others use it too; then each variant runs. Measured is the median over rounds of a run's median iteration,
+the first ones left out. Predicted is the median over rounds of the estimate for the lengths of the rows that the run had: nothing else
+of a run goes into it. Prints tables and, last, one line of JSON; status 1 where a ratio is off by
 more than the bar or the variants come in another order. Two variants whose rounds overlap have no order: they were not told apart.
 """
 
@@ -23,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import calibration, compile, run
-from msrl_graph.plan import Plan
+from msrl_graph.plan import Estimate, Plan
 from msrl_graph.runtime import predicted
 from msrl_graph.runtime.calibrate import measure
 
@@ -109,23 +110,40 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        os.environ["MSRL_HERE"] = options.here or str(folder / "here.json")
-        if not options.here:
-            sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
-            measure(compile("grpo", model="tiny", sets=sizes), folder / "here.json")
-        known = calibration.read(Path(os.environ["MSRL_HERE"]))
-        if not isinstance(known, calibration.Calibration):
-            print(known.message, file=sys.stderr)
-            return 1
-        plans = {n: plan_of(v, folder) for n, v in chosen.items()}
-        runs: dict[str, list[list[dict[str, Any]]]] = {n: [] for n in plans}
+        here = os.environ["MSRL_HERE"] = options.here or str(folder / "here.json")
+        sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
+        probed, plans = compile("grpo", model="tiny", sets=sizes), {n: plan_of(v, folder) for n, v in chosen.items()}
+        rounds: dict[str, list[Round]] = {n: [] for n in plans}
+        noise = []
         for _ in range(options.rounds):
+            if not options.here:
+                measure(probed, Path(here), rounds=1)
+            known = calibration.read(Path(here))
+            if not isinstance(known, calibration.Calibration):
+                print(known.message, file=sys.stderr)
+                return 1
+            noise.append(known.noise)
             for n, plan in plans.items():
-                runs[n].append(measured(plan))
-        return report(plans, runs, known.noise)
+                lines = measured(plan)
+                estimate = predicted.estimate(plan, lines)
+                assert estimate is not None
+                rounds[n].append(Round(lines, estimate))
+        return report(rounds, statistics.median(noise))
 
 
-def report(plans: dict[str, Plan], runs: dict[str, list[list[dict[str, Any]]]], noise: float) -> int:
+@dataclass(frozen=True)
+class Round:
+    """One run: the lines of its metrics, and what was predicted for their rows."""
+
+    lines: list[dict[str, Any]]
+    estimate: Estimate
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(line["seconds"] for line in self.lines)
+
+
+def report(found: dict[str, list[Round]], noise: float) -> int:
     table = Table(title="seconds of an iteration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("variant", no_wrap=True)
     for heading in ("predicted", "measured", "ratio", "spread"):
@@ -136,18 +154,20 @@ def report(plans: dict[str, Plan], runs: dict[str, list[list[dict[str, Any]]]], 
     phases.add_column("variant", no_wrap=True)
     for heading in PHASES:
         phases.add_column(heading, justify="right")
-    for name, plan in plans.items():
-        lines = [line for one in runs[name] for line in one]
-        estimate = predicted.estimate(plan, lines)
-        assert estimate is not None
-        rounds = [statistics.median(line["seconds"] for line in one) for one in runs[name]]
-        want, got = estimate.iteration_seconds.value, statistics.median(rounds)
-        seconds[name], ranges[name] = (want, got), (min(rounds), max(rounds))
+    for name, rounds in found.items():
+        took = [r.seconds for r in rounds]
+        want, got = statistics.median(r.estimate.iteration_seconds.value for r in rounds), statistics.median(took)
+        seconds[name], ranges[name] = (want, got), (min(took), max(took))
         table.add_row(
-            name, f"{want * 1e3:.0f} ms", f"{got * 1e3:.0f} ms", f"{want / got:.2f}", f"{min(rounds) * 1e3:.0f}-{max(rounds) * 1e3:.0f} ms"
+            name, *(f"{x * 1e3:.0f} ms" for x in (want, got)), f"{want / got:.2f}", f"{min(took) * 1e3:.0f}-{max(took) * 1e3:.0f} ms"
         )
-        by_phase = {p.name: p.seconds.value for p in estimate.phases}
-        cells = [(by_phase[p], statistics.median(line["phases"][p] for line in lines)) for p in PHASES]
+        cells = [
+            (
+                statistics.median(p.seconds.value for r in rounds for p in r.estimate.phases if p.name == phase),
+                statistics.median(line["phases"][phase] for r in rounds for line in r.lines),
+            )
+            for phase in PHASES
+        ]
         phases.add_row(name, *(f"{a * 1e3:.1f} / {b * 1e3:.1f}" for a, b in cells))
     console = Console(width=130)
     console.print(table)

@@ -21,7 +21,7 @@ METRICS = frozenset(
     {
         *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes"),
-        *("response_length_max", "distinct_tokens", "distinct_rows"),
+        *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows"),
         *("skipped", "logp_drift", "logp_drift_max", "evaluation", "after_iterations"),
     }
 )

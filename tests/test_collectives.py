@@ -15,7 +15,8 @@ from msrl_graph.cluster import DEVICES, Cluster, Figure
 from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes.collectives import LINKS, Collectives
-from msrl_graph.passes.costs import Costs, Rows
+from msrl_graph.passes.costs import Costs
+from msrl_graph.passes.lengths import Rows
 from msrl_graph.plan import EngineChoice, Placement
 
 POD = Cluster("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.passes.costs import Costs, Rows, _Work
+from msrl_graph.passes.costs import Costs, _Work
+from msrl_graph.passes.lengths import Rows
 from msrl_graph.plan import EngineChoice
 
 PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))

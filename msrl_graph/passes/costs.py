@@ -10,7 +10,7 @@ takes at least; where a device works beside Python only the longer of the two co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from ..layout import Layout
 from ..plan import Model, Plan, Reshard, Traffic
 from . import holdings
 from .collectives import Collectives, total
+from .lengths import Rows
 
 UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s, where no rate was measured")
 STREAMING = Figure(0.7, "assumed", "70 % of peak memory bandwidth, where no rate was measured")
@@ -29,45 +30,6 @@ PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 # Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is drawn.
 SCORING, DRAWING = 7, 15
 PER_TENSOR = 8  # operators of a reshard
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows that are computed together, in sums over them: tokens of the prompts (each row its own), of the responses, and squares of the
-    whole lengths, for attention. `shared` tokens begin a row as another row begins, `twins` rows are another's equals. Numbers may be
-    fractions: what stands for a mean."""
-
-    count: float
-    prompt: float
-    response: float
-    squares: float
-    longest: float
-    shared: float = 0.0
-    twins: float = 0.0
-
-    @property
-    def tokens(self) -> float:
-        return self.prompt + self.response
-
-    @classmethod
-    def alike(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """`count` rows, all of one length, `samples` of each prompt."""
-        shared = count * prompt * (1 - 1 / samples)
-        return cls(count, count * prompt, count * response, count * (prompt + response) ** 2, prompt + response, shared)
-
-    @classmethod
-    def of(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
-        """Rows of (prompt, response) tokens."""
-        found = list(lengths)
-        prompt, response = (sum(x[i] for x in found) for i in (0, 1))
-        return cls(len(found), prompt, response, sum((p + r) ** 2 for p, r in found), max((p + r for p, r in found), default=0))
-
-    def part(self, share: float) -> Rows:
-        """A share of these rows, that are like the rest."""
-        count, prompt, response, squares, shared, twins = (
-            x * share for x in (self.count, self.prompt, self.response, self.squares, self.shared, self.twins)
-        )
-        return Rows(count, prompt, response, squares, self.longest, shared, twins)
 
 
 @dataclass(frozen=True)
@@ -201,7 +163,7 @@ class Costs:
         tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
         laid = 0.0
         if self.spec.shares_beginnings:
-            tokens, count, pairs = max(rows.tokens - rows.shared - rows.count, 0.0), rows.count - rows.twins, rows.longest**2
+            tokens, count, pairs = rows.fed, rows.count - rows.twins, max(rows.longest - 1, 1) ** 2
             # Attention's operands are laid out by rows, its result back by tokens.
             laid = 4 * (self.model.heads + self.model.kv_heads) * self.model.head_dim * count * rows.longest * self.model.layers
         moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]

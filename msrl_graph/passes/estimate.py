@@ -14,7 +14,8 @@ from ..cluster import Figure, weakest
 from ..engine import EngineSpec
 from ..plan import Estimate, Note, Phase, Plan
 from . import costs, holdings
-from .costs import Costs, Rows
+from .costs import Costs
+from .lengths import Rows
 from .pools import FUNCTIONS
 
 EXCHANGE = "gradient exchange"
@@ -86,7 +87,7 @@ class EstimateTime:
             return self._generate(node)
         plan, batches, epochs = node.plan, node.micro_batches(), int(node.state.number("epochs", 1))
         count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
-        batch = node.micro_batch(node.rows(count) if self.rows is None else self.rows.part(count / self.rows.count))
+        batch = node.micro_batch(node.rows(count) if self.rows is None else self._part(node, self.rows, count))
         seconds, basis, source = batch.value * batches * epochs, f"micro-batches: {batch.basis}", batch.source
         if node.state.verb == "update":
             step = node.optimizer_step()
@@ -95,6 +96,13 @@ class EstimateTime:
         elif (fetch := node.fetch()).value:
             seconds, basis, source = seconds + fetch.value, f"{basis}; {fetch.basis}", weakest(batch, fetch)
         return Figure(seconds, source, basis)
+
+    def _part(self, node: Costs, rows: Rows, count: float) -> Rows:
+        """So many of an iteration's rows: those of an update's mini-batch are drawn from all prompts, then parted as they follow."""
+        samples = max((holdings.samples(node.plan, n.name) for n in node.plan.graph.verb("generate")), default=1)
+        mini = node.state.number("mini_batch", rows.count) if node.state.verb == "update" else rows.count
+        drawn = rows.drawn(mini / rows.count, samples) if mini < rows.count else rows
+        return drawn.part(count / drawn.count)
 
     def _generate(self, node: Costs) -> Figure:
         plan, name = node.plan, node.node
@@ -106,7 +114,7 @@ class EstimateTime:
         steps = max(rows.longest - prompt - 1, 0)
         fed = rows.response - rows.count
         if node.spec.shares_beginnings:
-            fed -= rows.shared - rows.prompt * (1 - 1 / samples) - rows.twins
+            fed -= rows.alike_response - rows.twins
         fed /= rows.count
         at_once, _ = holdings.waves(plan, name)
         prefill = step = Figure(0.0, "derived", "nothing is generated")

@@ -30,7 +30,7 @@ from .. import calibration
 from ..calibration import VERSION, Busy, Calibration, this_machine
 from ..cluster import Curve
 from ..plan import Plan, from_json
-from . import probes
+from . import computing, probes
 from .actors import Client, ControllerHost, Task, WarehouseHost
 from .columns import Column, ragged
 from .dock import Batch, Share, readers
@@ -78,7 +78,7 @@ class Prober:
     """A rank that does nothing but probes."""
 
     def __init__(self, threads: int) -> None:
-        torch.set_num_threads(threads)
+        computing.prepare(threads)
         self.store: Any = None
 
     def address(self) -> int:
@@ -150,8 +150,8 @@ def busy(world: int) -> Callable[[], list[Busy]]:
 
 @dataclass(frozen=True)
 class Docked:
-    """Seconds from one state's rows to the next state's having them; of the dock's processes for a share; and of an iteration's start and
-    end, the driver's book-keeping in it."""
+    """Seconds from one state's rows to the next state's having them; of a processor for a share, in the dock's processes and in those that
+    write and read; and of an iteration's start and end, the driver's book-keeping in it."""
 
     handover: float
     share: float
@@ -171,29 +171,32 @@ def dock(plan: Plan, folder: Path) -> Docked:
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = Column(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
-    hands, turns, start_of = [], [], 0.0
+    hands, turns, own, start_of = [], [], 0.0, 0.0
     for number in range(WARM + TASKS):
         if number == WARM:
-            start_of = _spent()
+            own, start_of = 0.0, _spent()
         task = Task("train", number, prompts, fan)
         start = time.perf_counter()
         ray.get(warehouse.open.remote(task))
         ray.get(board.open.remote(task))
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), time.process_time()
         writer.put("source", task, {"prompt": (np.arange(prompts), prompt)})
         reader.take("actor.generate", task, 0)
+        reader.at("RUN actor.generate")  # as a rank does
         writer.put("actor.generate", task, dict(zip(names_drawn, ((rows, response), (rows, logp)), strict=True)))
         reader.take("actor.infer", task, 0)
+        reader.at("RUN actor.infer")
         hands.append((time.perf_counter() - start) / 2)
+        own += time.process_time() - before
         start = time.perf_counter()
         for client in (writer, reader):
             client.flush()
         board.close.remote(task.key)
         ray.get(warehouse.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
-    spent = _spent() - start_of
+    spent = own + _spent() - start_of
     for actor in (warehouse, board):
         ray.kill(actor)
     turn = statistics.median(turns[WARM:]) + _books(plan, folder)

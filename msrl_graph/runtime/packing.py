@@ -38,8 +38,8 @@ def flat(column: Column, rows: Array, lengths: Array) -> torch.Tensor:
 
 
 def distinct(rows: Sequence[Array], fan: int) -> tuple[int, int]:
-    """How many different beginnings the responses to each prompt have, which is how many tokens there are to compute where rows share
-    them, and how many different responses; `fan` rows in turn answer one prompt."""
+    """How many different beginnings rows have, which is how many tokens there are to compute where rows share them, and how many rows
+    differ; in each `fan` rows in turn: the responses to one prompt, or as many prompts as there are."""
     lengths = np.array([len(r) for r in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)
     for i, row in enumerate(rows):

@@ -12,23 +12,22 @@ from typing import Any
 
 from .. import calibration
 from ..backends import ENGINES
-from ..passes import holdings
-from ..passes.costs import Rows
 from ..passes.estimate import EstimateTime
+from ..passes.lengths import Rows
 from ..passes.reshard import Resharding
 from ..plan import Estimate, Plan
 
 
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
     """The rows of an iteration, in medians over lines of the metrics; None where nothing is generated."""
-    if not plan.graph.verb("generate") or not all("distinct_tokens" in line for line in lines):
+    names = ("prompt_tokens", "response_tokens", "response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows")
+    if not plan.graph.verb("generate") or not all(name in line for name in names for line in lines):
         return None
-    names = ("prompt_tokens", "response_tokens", "response_length_max", "distinct_tokens", "distinct_rows")
-    prompt, response, longest, tokens, different = (statistics.median(line[name] for line in lines) for name in names)
-    count, samples = plan.graph.rows[-1], holdings.samples(plan, plan.graph.verb("generate")[0].name)
-    shared = prompt * (1 - 1 / samples) + response - tokens
+    prompt, response, longest, beginnings, tokens, different = (statistics.median(line[name] for line in lines) for name in names)
+    count = plan.graph.rows[-1]
     mean = (prompt + response) / count
-    return Rows(count, prompt, response, count * mean**2, prompt / count + longest, shared, count - different)
+    alike = (prompt - beginnings, response - tokens, count - different)
+    return Rows(count, prompt, response, count * mean**2, prompt / count + longest, *alike)
 
 
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from ..engine import Sampling
 from ..graph import Node
 from ..plan import Instruction, from_json
-from . import loss, memory, wrong
+from . import computing, loss, memory, wrong
 from .actors import Client, Task, settle
 from .columns import Array, Column, offsets_of, ragged
 from .dock import Batch, expand, home, readers
@@ -42,8 +42,7 @@ class Rank(Engines):
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
         settle(folder, logs, f"rank {rank}")
-        # gloo and torch would otherwise each take a thread for every core of the machine.
-        torch.set_num_threads(threads)
+        computing.prepare(threads)
         super().__init__(from_json(plan), rank)
         self.seed = self.plan.deploy.run.seed
         self.watch = wrong.Watch(self.plan)
@@ -193,6 +192,7 @@ class Rank(Engines):
         report.count("response_length", float(len(column.values)), len(column))
         report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
         report.count("response_tokens", float(len(column.values)), 0)
+        report.count("distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
         for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(tokens, task.fan), strict=True):
             report.count(name, float(number), 0)
         report.peak("response_length_max", float(column.lengths.max(initial=0)))

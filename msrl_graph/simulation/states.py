@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from ..engine import EngineSpec
 from ..graph import Node
 from ..passes import holdings
-from ..passes.costs import Costs, Rows
+from ..passes.costs import Costs
+from ..passes.lengths import Rows
 from ..plan import Plan
 from .flow import Batch, Done, Flow
 from .generation import Generated, Sequence, generate
@@ -131,7 +132,7 @@ class State:
         found = Rows.of((context, scored) for context, scored, _ in rows)
         if len(rows) > 1:
             prompts = {number // self.fan: context for context, _, number in rows}
-            found = replace(found, shared=found.prompt - sum(prompts.values()))
+            found = replace(found, alike_prompt=found.prompt - sum(prompts.values()))
         if found not in self.known:
             self.known[found] = self.costs.micro_batch(found).value
         return self.known[found]
