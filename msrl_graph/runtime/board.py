@@ -9,15 +9,32 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Without a module, unless it is there already: tensorboardX imports torch where it can, which takes a second, for values of a kind
+    that it never gets here."""
+    hidden = name not in sys.modules
+    if hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[name]
+
+
 class Board:
     def __init__(self, folder: Path, lines: list[dict[str, Any]]) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
+        with _without("torch"):
+            from tensorboardX.event_file_writer import EventsWriter
 
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
