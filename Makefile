@@ -28,8 +28,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Tests that start runs have the machine to themselves.
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -m slow
 
 # Kills processes of runs and counts what that costs; 200 take about an hour.
 chaos: $(VENV)/ready
