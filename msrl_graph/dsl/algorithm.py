@@ -10,14 +10,14 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import TypeVar
 
 from ..diagnostics import Fault, Span, nearest
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, Worker
 from . import ast
 from .attributes import COUNT, TABLE, NotYet, Type, read
-from .calls import Caller, FunctionCall, Library, Loss, Optimizer, Reduce
+from .calls import Caller, Folder, FunctionCall, Library, Loss, Optimizer, Reduce
+from .derive import node_name
 from .expressions import Names, Problems, mistake
 from .params import Override, evaluate_params
 
@@ -36,18 +36,14 @@ class Lowering:
 
 
 def lower_algorithm(
-    algorithm: ast.Algorithm, overrides: Sequence[Override], library: Library, folder: Path, problems: Problems
-) -> Lowering | None:
-    """The graph of an algorithm, its params overridden; None where it cannot be read without a statement that is not there yet."""
-    if algorithm.extends:
-        help = f"write out what it takes over from `{algorithm.extends.text}`"
-        problems.tell("not-yet", "`extends` cannot be compiled yet", algorithm.extends.span, help)
-        return None
+    algorithm: ast.Algorithm, overrides: Sequence[Override], library: Library, folder: Folder, problems: Problems
+) -> Lowering:
+    """The graph of an algorithm that stands for itself (derive.py), its params overridden."""
     return _Algorithm(algorithm, library, folder, problems).lower(overrides)
 
 
 class _Algorithm:
-    def __init__(self, algorithm: ast.Algorithm, library: Library, folder: Path, problems: Problems) -> None:
+    def __init__(self, algorithm: ast.Algorithm, library: Library, folder: Folder, problems: Problems) -> None:
         self.algorithm, self.library, self.folder, self.problems = algorithm, library, folder, problems
         self.declared: dict[str, tuple[str, Span]] = {}  # params, columns, states, workers and labels share one name space
         self.params: dict[str, Expr | None] = {}
@@ -56,7 +52,6 @@ class _Algorithm:
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
         self.callers: list[Caller] = []
-        self.patched: set[str] = set()
         self.doubled: set[str] = set()
         self.meant: set[str] = set()  # names that a node with a misspelt worker or verb may be meant to have
 
@@ -78,8 +73,6 @@ class _Algorithm:
                 if isinstance(statement, ast.State):
                     help = "a number that does not change can be a `param`"
                     raise mistake("not-yet", "`state` cannot be compiled yet", statement.column.name.span, help)
-                if isinstance(statement, ast.Drop):
-                    raise mistake("not-yet", "`drop` cannot be compiled yet", statement.span, "remove the declaration itself")
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
         return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
 
@@ -213,20 +206,15 @@ class _Algorithm:
 
     def _lower_node(self, node: ast.Node) -> None:
         worker, verb = node.worker.text, node.verb.text
-        name = node.label.text if node.label else f"{worker}.{verb}"
+        name = node_name(node)
         title = (node.label or node.worker).span.to(node.verb.span)
-        if node.reads is None:
-            help = "state the whole node: what it reads in parentheses, what it writes after `->`"
-            self.problems.tell("not-yet", "a node without parentheses cannot be compiled yet", title, help)
-            self.patched.add(name)
-            return
         if name in self.nodes:
             if not node.label:  # two equal labels were told as names
                 help = f"give this one a label: `node second: {name}(…)`"
                 note = ((self.nodes[name].span, "the first one"),)
                 self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", title, help, note).diagnostics
             return
-        reads = self._known(node.reads, name, reading=True)
+        reads = self._known(node.reads or (), name, reading=True)
         writes = self._known(node.writes, name, reading=False)
         if worker not in self.workers and self.declared.get(worker, ("", title))[0] != "worker":
             self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
@@ -320,7 +308,7 @@ class _Algorithm:
     def _is_node(self, ref: ast.Ref) -> bool:
         if ref.text in self.nodes:
             return True
-        if ref.text == "source" or ref.text in self.patched or ref.text in self.meant:
+        if ref.text == "source" or ref.text in self.meant:
             return False  # told where it is missing, or misspelt
         self.problems.found += unknown_node(ref, self.nodes, self.workers).diagnostics
         return False

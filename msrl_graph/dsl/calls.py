@@ -6,7 +6,7 @@ a function in a file is named `path/to/file.py:function`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from . import ast
 from .attributes import COUNT, Number, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
+Folder = Callable[[Span], Path]  # of the file that a span is in
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 _ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), Option("weight_decay"), Option("warmup"))
 OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
@@ -33,7 +34,7 @@ class Caller:
     reads: tuple[str, ...]
     columns: Collection[str]
     library: Library
-    folder: Path
+    folder: Folder
     problems: Problems
     used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
 
@@ -149,7 +150,7 @@ class FunctionCall:
         file, colon, name = target.rpartition(":")
         if not colon or not file.endswith(".py") or not name.isidentifier():
             raise mistake("bad-value", f'`"{target}"` names no function', span, 'write `"file.py:function"`')
-        path = self.caller.folder / file
+        path = self.caller.folder(span) / file
         try:
             found = signatures(path.read_text(encoding="utf-8-sig"))
         except OSError:

@@ -19,6 +19,7 @@ from . import ast
 from .algorithm import Lowering, lower_algorithm
 from .calls import Library
 from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
+from .derive import derive, missed
 from .expressions import Problems, mistake
 from .params import Override
 from .parse import parse_set
@@ -86,14 +87,20 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     elif not broken:
         problems.tell("empty-file", "the file holds no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one")
     lowering: Lowering | None = None
+
+    def folder(span: Span) -> Path:
+        return context.folder if span.file == file.path else Path(span.file).parent
+
     for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
         # What is not there yet matters only where it would run.
         others = Problems()
-        lower_algorithm(item, (), context.library, context.folder, others)
+        if (whole := derive(item, algorithms, others, broken)) is not None:
+            lower_algorithm(whole, (), context.library, folder, others)
         problems.found += [d for d in others.found if d.code != "not-yet"]
-    if chosen is not None:
-        folder = context.folder if chosen.span.file == file.path else Path(chosen.span.file).parent
-        lowering = lower_algorithm(chosen, overrides, context.library, folder, problems)
+    if chosen is not None and (whole := derive(chosen, algorithms, problems, broken)) is not None:
+        before = len(problems.found)
+        lowering = lower_algorithm(whole, overrides, context.library, folder, problems)
+        problems.found[before:] = [missed(chosen, d) for d in problems.found[before:]]
     lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
     cluster: Cluster | None = None
     deployed: Deploy | None = None

@@ -1,0 +1,184 @@
+"""`extends`, patches and `drop`: an algorithm that changes another one, to one that stands for itself.
+
+Invariant: the result has neither base, patch nor drop, and lowers as if it had been written out. Statements keep their spans, so that
+what is wrong is told where it was written. What an algorithm declares twice itself stays there twice, for lowering to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+from ..diagnostics import Diagnostic, nearest
+from . import ast
+from .expressions import Problems, mistake
+
+Key = tuple[str, str]  # what is declared, and its name
+
+
+def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problems: Problems, broken: bool = False) -> ast.Algorithm | None:
+    """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import failed. None where
+    what it extends cannot be had."""
+    line: list[ast.Algorithm] = [algorithm]
+    while (base := line[-1].extends) is not None:
+        found = known.get(base.text)
+        if found is None:
+            if broken:
+                return None
+            others = [name for name in known if name != line[-1].name.text]
+            help = nearest(base.text, others) or f"`import {base.text}` first, or the file that has it"
+            problems.tell("unknown-name", f"no algorithm is called `{base.text}`", base.span, help)
+            return None
+        if found in line:
+            # Told once for the cycle, at what leads back to the first of its algorithms.
+            if found is algorithm and found.span == min(a.span for a in line):
+                way = " -> ".join(a.name.text for a in (*line, found))
+                problems.tell("cycle", f"`{found.name.text}` extends itself: {way}", base.span, "write one of them out")
+            return None
+        line.append(found)
+    if len(line) == 1 and not any(isinstance(s, ast.Drop) or _patches(s) for s in algorithm.body):
+        return algorithm
+    written = _Written()
+    for part in reversed(line):
+        written.own = set()
+        for statement in part.body:
+            with problems.catching():
+                written.add(statement)
+    return replace(algorithm, extends=None, body=tuple(written.statements()))
+
+
+def missed(algorithm: ast.Algorithm, told: Diagnostic) -> Diagnostic:
+    """What is told of an algorithm, with a note where it misses something that the algorithm itself drops."""
+    gone = {s.target.text: s.target.span for s in algorithm.body if isinstance(s, ast.Drop) and isinstance(s.target, ast.Ref)}
+    notes = tuple((span, f"`{name}` is dropped here") for name, span in gone.items() if told.span != span and f"`{name}`" in told.message)
+    return replace(told, related=(*told.related, *notes))
+
+
+def _patches(statement: ast.AlgorithmStatement) -> bool:
+    return isinstance(statement, ast.Node) and statement.reads is None
+
+
+class _Written:
+    """The statements so far, by what they declare; `own` are those of the algorithm whose body is read now."""
+
+    def __init__(self) -> None:
+        self.declared: dict[Key, ast.AlgorithmStatement] = {}
+        self.edges: dict[tuple[str, str, str], ast.Edge] = {}
+        self.doubles: list[ast.AlgorithmStatement] = []
+        self.own: set[Key] = set()
+
+    def statements(self) -> Iterable[ast.AlgorithmStatement]:
+        yield from self.declared.values()
+        yield from self.doubles
+        yield from self.edges.values()
+
+    def add(self, statement: ast.AlgorithmStatement) -> None:
+        match statement:
+            case ast.Columns():
+                for column in statement.columns:
+                    self._declare(("name", column.name.text), ast.Columns((column,), column.span))
+            case ast.Param() | ast.Worker():
+                self._declare(("name", statement.name.text), statement)
+            case ast.State():
+                self._declare(("name", statement.column.name.text), statement)
+            case ast.Source():
+                self._declare(("node", "source"), statement)
+            case ast.Node():
+                self._node(statement)
+            case ast.Edge():
+                for one in _single(statement):
+                    # One that is stated again has its place, and the new attributes.
+                    self.edges[_ends(one)] = one
+            case ast.Drop(target=ast.Edge() as edge):
+                for one in _single(edge):
+                    self._drop_edge(one)
+            case ast.Drop(target=ast.Ref() as ref):
+                self._drop(ref)
+
+    def _declare(self, key: Key, statement: ast.AlgorithmStatement) -> None:
+        if key in self.own and key in self.declared:
+            self.doubles.append(statement)
+        else:
+            self.declared[key] = statement
+            self.own.add(key)
+
+    def _node(self, node: ast.Node) -> None:
+        key = ("node", node_name(node))
+        if node.reads is not None:
+            self._declare(key, node)
+            return
+        old = self.declared.get(key)
+        if not isinstance(old, ast.Node):
+            title = (node.label or node.worker).span.to(node.verb.span)
+            nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
+            help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
+            raise mistake("unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", title, help)
+        new = {a.key.text: a for a in node.attrs}
+        kept = [new.pop(a.key.text, a) for a in old.attrs]
+        # What is stated twice in one patch is told as in any statement.
+        again = [a for a in node.attrs if a not in kept and a.key.text not in new]
+        self.declared[key] = replace(old, attrs=(*kept, *new.values(), *again))
+
+    # drop
+
+    def _drop(self, ref: ast.Ref) -> None:
+        node, name = ("node", ref.text), ("name", ref.text)
+        if ref.text == "source":
+            raise mistake("bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place")
+        if node in self.declared:
+            self._drop_nodes({ref.text})
+        elif name in self.declared:
+            gone = self.declared.pop(name)
+            if isinstance(gone, ast.Worker):
+                nodes = {key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text}
+                self._drop_nodes(nodes)
+            elif isinstance(gone, ast.Columns):
+                self._drop_column(ref.text)
+        else:
+            what = "node" if "." in ref.text else "param, column, state, worker or node"
+            help = nearest(ref.text, [key[1] for key in self.declared if key[1] != "source"])
+            raise mistake("unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help)
+
+    def _drop_nodes(self, names: set[str]) -> None:
+        for name in names:
+            del self.declared["node", name]
+        self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
+
+    def _drop_column(self, name: str) -> None:
+        def without(names: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
+            return tuple(n for n in names if n.text != name)
+
+        for key, s in self.declared.items():
+            if isinstance(s, ast.Source):
+                self.declared[key] = replace(s, writes=without(s.writes))
+            elif isinstance(s, ast.Node):
+                self.declared[key] = replace(s, reads=without(s.reads or ()), writes=without(s.writes))
+
+    def _drop_edge(self, edge: ast.Edge) -> None:
+        if _ends(edge) not in self.edges:
+            _, src, dst = _ends(edge)
+            arrow = "->" if edge.kind == "sample" else "=>"
+            there = [f"`{s} {arrow} {d}`" for kind, s, d in self.edges if kind == edge.kind and (s == src or d == dst)]
+            help = f"there is {', '.join(there)}" if 0 < len(there) <= 6 else ""
+            raise mistake("unknown-name", f"there is no edge `{src} {arrow} {dst}` to drop", edge.span, help)
+        del self.edges[_ends(edge)]
+
+
+def node_name(node: ast.Node) -> str:
+    return node.label.text if node.label else f"{node.worker.text}.{node.verb.text}"
+
+
+def _single(edge: ast.Edge) -> list[ast.Edge]:
+    """An edge for each pair of states."""
+    return [
+        replace(edge, groups=((src,), (dst,)), span=src.span.to(dst.span))
+        for sources, targets in pairwise(edge.groups)
+        for src in sources
+        for dst in targets
+    ]
+
+
+def _ends(edge: ast.Edge) -> tuple[str, str, str]:
+    ((src,), (dst,)) = edge.groups
+    return edge.kind, src.text, dst.text
