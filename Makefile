@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -76,6 +76,10 @@ invariance: $(VENV)/ready
 # The figures of the MindSpeed RL paper beside the planner's, some minutes.
 paper: $(VENV)/ready
 	$(BIN)/python bench/paper.py
+
+# Pages that are written from others.
+docs: $(VENV)/ready
+	$(BIN)/python -m msrl_graph.codes > docs/codes.md
 
 clean:
 	rm -rf $(VENV) $(VENV_TRL)

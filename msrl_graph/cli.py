@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .diagnostics import CODES, Diagnostic, Fault, nearest, render, render_json
+from . import codes
+from .diagnostics import Diagnostic, Fault, nearest, render, render_json
 
 if TYPE_CHECKING:
     from .compile import Compilation, Source
@@ -42,9 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 fine, 1 a fault in the program, 2 bad usage",
         allow_abbrev=False,
     )
-    p.add_argument(
-        "file", nargs="?", metavar="FILE", help="a program; `-` reads stdin; a NAME is an algorithm of the package, such as grpo"
-    )
+    p.add_argument("file", nargs="?", metavar="FILE", help="a program; `-` reads stdin; a NAME is an algorithm of the package, as grpo")
     p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
     p.add_argument("--model", metavar="PRESET", help="the policy's model where the file has no deploy, on the machine at hand")
     p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
@@ -62,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
-    p.add_argument("--explain", metavar="CODE", help="say what a diagnostic's code means and end")
+    p.add_argument("--explain", metavar="CODE", help="show the page of a diagnostic's code and end")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics")
     return p
@@ -72,9 +71,10 @@ def _compile(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.explain is not None:
-        if options.explain not in CODES:
-            parser.error(f"no code is called `{options.explain}`; {nearest(options.explain, CODES) or 'the codes stand in brackets'}")
-        print(f"{options.explain}\n\n{CODES[options.explain]}")
+        if options.explain not in codes.known():
+            known = nearest(options.explain, codes.known()) or "the codes stand in brackets"
+            parser.error(f"no code is called `{options.explain}`; {known}")
+        print(codes.shown(options.explain, *_screen(options)), end="")
         return 0
     from .compile import PASSES, read, translate
 

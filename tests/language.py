@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from msrl_graph import algorithms, models
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import check
+from msrl_graph.compile import Source, translate
 from msrl_graph.diagnostics import Diagnostic, Fault, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.lower import Context, Lowered, Refused, lower
 from msrl_graph.dsl.parse import parse
+from msrl_graph.runtime import supervisor
 
 TESTS = Path(__file__).parent
 PROGRAMS = sorted((TESTS / "programs").glob("*.rlg"))
@@ -45,3 +49,22 @@ def diagnose(text: str, within: Context | None = None, name: str = "program.rlg"
         return list(fault.diagnostics)
     reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.report}
     return [*result.warnings, *check(result.graph, result.library, result.warnings, reported)]
+
+
+def head(program: str) -> tuple[str | None, str | None, dict[str, str]]:
+    """What lines `# --deploy NAME`, `# --model NAME` and `# --set NAME=VALUE` of a program say in place of the command line."""
+    options = dict(re.findall(r"^# --(deploy|model) (\S+)$", program, re.MULTILINE))
+    return options.get("deploy"), options.get("model"), dict(re.findall(r"^# --set (\w+)=(.*)$", program, re.MULTILINE))
+
+
+def told(text: str, folder: Path) -> list[Diagnostic]:
+    """All that msrl-compile tells of a program in a folder and, after a line `# run`, what msrl-run does before it starts anything."""
+    deploy, model, sets = head(text)
+    with contextlib.chdir(folder):
+        try:
+            done = translate(Source("program.rlg", text, Path()), deploy=deploy, model=model, sets=sets)
+            if "\n# run\n" in f"\n{text}" and done.plan is not None:
+                supervisor.check(done.plan)
+        except Fault as fault:
+            return list(fault.diagnostics)
+    return list(done.warnings)

@@ -18,6 +18,7 @@ FLOORS = (
         *("functions", "closed_forms", "noise"),
     ),
     ("diagnostics",),
+    ("codes",),
 )
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.

@@ -1,0 +1,5 @@
+"""Prints the catalogue of codes, docs/codes.md."""
+
+from . import catalogue
+
+print(catalogue(), end="")
