@@ -94,6 +94,17 @@ class Column:
 
 
 @dataclass(frozen=True)
+class State:
+    """A value that outlives the iteration, `initial` at first; with `per`, one for each row of that column."""
+
+    name: str
+    element: str
+    initial: Expr
+    per: str = ""
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
 class Worker:
     """One set of weights, or (kind `function`) a place where Python runs."""
 
@@ -106,7 +117,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Node:
-    """A worker state. `per` is its scope: row, batch, or a column whose rows stay together."""
+    """A worker state. `per` is its scope: row, batch, or a column whose rows stay together. `states` are the names of those that it
+    reads, as they were when the iteration began. Where it gives next values of states, `gives` are all names that it writes, in order."""
 
     name: str
     worker: str
@@ -116,6 +128,13 @@ class Node:
     per: str = "row"
     attributes: dict[str, Expr] = field(default_factory=dict)
     span: Span = NOWHERE
+    states: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """The states whose next value it gives."""
+        return tuple(name for name in self.gives if name not in self.writes)
 
     def number(self, key: str, default: float) -> float:
         """The number of an attribute, or its default."""
@@ -152,6 +171,7 @@ class Graph:
     edges: tuple[Edge, ...]
     rows: tuple[int, ...]  # rows an iteration at each level: (prompts, responses)
     span: Span = NOWHERE
+    states: tuple[State, ...] = ()
 
     @cached_property
     def _index(self) -> tuple[dict[str, Node], dict[str, Column], dict[str, Worker], dict[str, Node]]:

@@ -249,6 +249,30 @@ def test_rows_have_levels() -> None:
     assert graph.column("old_logp") == Column("old_logp", "f32", (Dim(like="response"),), 1, graph.column("old_logp").span)
 
 
+def test_a_state_is_read_and_set_beside_columns() -> None:
+    text = """import grpo
+algorithm tracked extends grpo {
+  state rate : f32 per prompt = 1 / 2
+  state steps : i32 = 0
+  columns { share : f32 }
+  node host.track(reward, rate, steps) -> steps, share { call = "functions.py:track", per = batch }
+  node host.rate(reward, rate) -> rate { call = "functions.py:track", per = prompt }
+  host.reward -> host.track, host.rate
+}
+"""
+    graph = lowered(text, context(TESTS / "diagnostics")).graph
+    assert [(s.name, s.element, s.per, s.initial.value) for s in graph.states] == [("rate", "f32", "prompt", 0.5), ("steps", "i32", "", 0)]
+    track, rate = graph.node("host.track"), graph.node("host.rate")
+    assert (track.reads, track.states, track.writes, track.gives, track.sets) == (
+        ("reward",),
+        ("rate", "steps"),
+        ("share",),
+        ("steps", "share"),
+        ("steps",),
+    )
+    assert (rate.reads, rate.states, rate.writes, rate.sets, rate.per) == (("reward",), ("rate",), (), ("rate",), "prompt")
+
+
 def test_a_label_names_a_node() -> None:
     graph = lowered(SMALL).graph
     assert graph.node("hinter").verb == "hint" and Edge("sample", "source", "hinter") in [replace(e, span=NOWHERE) for e in graph.edges]

@@ -10,12 +10,13 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, limits, scope, staleness
+from . import columns, edges, limits, scope, staleness, states
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
 CHECKS: tuple[Check, ...] = (
     columns.two_writers,
+    states.two_setters,
     columns.never_written,
     edges.cycle,
     columns.unreachable,
@@ -27,11 +28,13 @@ CHECKS: tuple[Check, ...] = (
     scope.term_column,
     scope.stale_logp,
     scope.bad_scope,
+    states.state_scope,
     scope.written,
     scope.too_long,
     scope.own_metric,
     limits.not_yet,
     staleness.unread_logp,
+    states.unread,
     columns.unused,
 )
 # These stay true of a graph of which some statements could not be read; the others might follow from what is missing.

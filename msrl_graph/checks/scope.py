@@ -26,7 +26,7 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
             renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if a.kind == "column"}
             for parameter in signature.columns:
                 column = renamed.get(parameter, parameter)
-                if column not in node.reads and parameter not in signature.optional:
+                if column not in (*node.reads, *node.states) and parameter not in signature.optional:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _help(graph, node, column, signature, flow)
                     found.append(Diagnostic("term-column", message, _span(call, node), help))

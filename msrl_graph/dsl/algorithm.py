@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ..diagnostics import Fault, Span, nearest
-from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, Worker
+from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker
 from . import ast
-from .attributes import COUNT, TABLE, NotYet, Type, read
+from .attributes import COUNT, TABLE, NotYet, Type, read, shown
 from .calls import Caller, Folder, FunctionCall, Library, Loss, Optimizer, Reduce
 from .derive import node_name
-from .expressions import Names, Problems, mistake
+from .expressions import Names, Problems, evaluate, mistake
 from .params import Override, evaluate_params
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class _Algorithm:
         self.declared: dict[str, tuple[str, Span]] = {}  # params, columns, states, workers and labels share one name space
         self.params: dict[str, Expr | None] = {}
         self.columns: dict[str, Column] = {}
+        self.states: dict[str, State] = {}
         self.workers: dict[str, Worker] = {}
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
@@ -60,6 +61,9 @@ class _Algorithm:
         defaults = {s.name.text: s.value for s in self._statements(ast.Param) if self._is(s.name, "param")}
         self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self.names.others, self.problems)
         self._lower_columns()
+        for state in self._statements(ast.State):
+            with self.problems.catching():
+                self._lower_state(state)
         for worker in self._statements(ast.Worker):
             self._lower_worker(worker)
         self._lower_source()
@@ -68,11 +72,6 @@ class _Algorithm:
         self._find_meant()
         for edge in self._statements(ast.Edge):
             self.add_edges(edge)
-        for statement in self.algorithm.body:
-            with self.problems.catching():
-                if isinstance(statement, ast.State):
-                    help = "a number that does not change can be a `param`"
-                    raise mistake("not-yet", "`state` cannot be compiled yet", statement.column.name.span, help)
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
         return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
 
@@ -164,6 +163,31 @@ class _Algorithm:
         assert isinstance(size, int)
         return Dim(size, dim.at_most)
 
+    def _lower_state(self, state: ast.State) -> None:
+        name, kind = state.column.name, state.column.type
+        if not self._is(name, "state"):
+            return
+        element = kind.element.text
+        known = [e for e in ELEMENTS if e not in ("text", "json")]
+        # Whatever is wrong with it, it is there: nothing that reads it is to blame.
+        self.states[name.text] = State(name.text, UNKNOWN, Expr("number", 0), span=name.span)
+        if element not in known:
+            raise mistake("unknown-name", f"a state is a number or a bool, not `{element}`", kind.element.span, nearest(element, known))
+        if kind.dims:
+            raise mistake(
+                "bad-value", "a state is one value: it has no dimensions", kind.dims[0].span, "`per COLUMN` gives one for each row"
+            )
+        if kind.per and kind.per.text not in self.columns:
+            raise mistake("unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, self.columns))
+        initial = evaluate(state.value, self.names)
+        if initial.kind == "quantity":
+            raise mistake("bad-unit", f"the state `{name.text}` is a plain number, and this has a unit", state.value.span)
+        if initial.kind != ("bool" if element == "bool" else "number"):
+            what = "true or false" if element == "bool" else "a number"
+            raise mistake("bad-value", f"the state `{name.text}` begins with {what}, not {shown(initial)}", state.value.span)
+        per = kind.per.text if kind.per else ""
+        self.states[name.text] = State(name.text, element, initial, per, name.span)
+
     # Workers, source and nodes
 
     def _lower_worker(self, worker: ast.Worker) -> None:
@@ -196,7 +220,7 @@ class _Algorithm:
         for other in sources[1:]:
             note = ((first.span, "the first source"),)
             self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
-        writes = self._known(first.writes, "source", reading=False)
+        writes, _ = self._known(first.writes, "source", "writes")
         read(first.attrs, "source", TABLE["source"], self.names, self.problems)
         attributes = {}
         with self.problems.catching():
@@ -214,8 +238,7 @@ class _Algorithm:
                 note = ((self.nodes[name].span, "the first one"),)
                 self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", title, help, note).diagnostics
             return
-        reads = self._known(node.reads or (), name, reading=True)
-        writes = self._known(node.writes, name, reading=False)
+        (reads, states), (writes, sets) = self._known(node.reads or (), name, "reads"), self._known(node.writes, name, "writes")
         if worker not in self.workers and self.declared.get(worker, ("", title))[0] != "worker":
             self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
         kind = self.workers[worker].kind if worker in self.workers else ""
@@ -226,7 +249,7 @@ class _Algorithm:
             help = nearest(verb, KINDS[kind])
             self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
-            caller = Caller(name, reads, self.columns, self.library, self.folder, self.problems)
+            caller = Caller(name, (*reads, *states), {*self.columns, *self.states}, self.library, self.folder, self.problems)
             self.callers.append(caller)
             types: dict[str, Type | NotYet] = dict(TABLE[statement])
             if statement == "function":
@@ -238,7 +261,8 @@ class _Algorithm:
             self._need(node, statement, title)
             if statement == "function" and "call" in attributes:
                 self._taken(node, attributes["call"], caller)
-        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head)
+        gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
+        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives)
 
     def _find_meant(self) -> None:
         """What edges may call nodes whose worker or verb is misspelt: the mistake is told once, at the node."""
@@ -251,21 +275,22 @@ class _Algorithm:
             elif node.verb not in KINDS.get(kind, (node.verb,)):
                 self.meant |= {f"{node.worker}.{v}" for v in KINDS[kind]} - self.nodes.keys()
 
-    def _known(self, names: Sequence[ast.Name], node: str, reading: bool) -> tuple[str, ...]:
-        """The names that are columns; others are told, except states, whose declaration is told of itself."""
-        known: list[str] = []
+    def _known(self, names: Sequence[ast.Name], node: str, verb: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names that are columns, and those that are states; others are told."""
+        columns, states = list[str](), list[str]()
         for name in names:
             what = self.declared.get(name.text, ("", name.span))[0]
-            if name.text in known:
-                verb = "reads" if reading else "writes"
+            if name.text in (*columns, *states):
                 self.problems.tell("duplicate-name", f"`{node}` {verb} `{name.text}` twice", name.span, "name it once")
             elif what == "column":
-                known.append(name.text)
-            elif what != "state" and name.text not in self.doubled:
-                verb, columns = "reads" if reading else "writes", [n for n, (w, _) in self.declared.items() if w == "column"]
+                columns.append(name.text)
+            elif what == "state" and node != "source":
+                states.append(name.text)
+            elif name.text not in self.doubled:
+                known = [n for n, (w, _) in self.declared.items() if w in ("column", "state") and n != name.text]
                 message = f"`{node}` {verb} `{name.text}`, which " + (f"is a {what}, not a column" if what else "no column is called")
-                self.problems.tell("unknown-column", message, name.span, nearest(name.text, columns))
-        return tuple(known)
+                self.problems.tell("unknown-column", message, name.span, nearest(name.text, known))
+        return tuple(columns), tuple(states)
 
     def _need(self, node: ast.Node, statement: str, title: Span) -> None:
         """Attributes that a node cannot be without."""
@@ -339,6 +364,7 @@ class _Algorithm:
             edges=tuple(edges),
             rows=(count, count * samples),
             span=self.algorithm.name.span,
+            states=tuple(self.states.values()),
         )
 
 

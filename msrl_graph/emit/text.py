@@ -114,11 +114,21 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
         readers = ", ".join(n.name for n in graph.nodes if c.name in n.reads)
         rows.append((c.name, f"{c.element}[{dims}]" if dims else c.element, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
     page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
+    if graph.states:
+        page.heading("Values that outlive an iteration")
+        kept = []
+        for state in graph.states:
+            setters = [n.name for n in graph.nodes if state.name in n.sets]
+            users = [n.name for n in graph.nodes if state.name in n.states]
+            kept.append(
+                (state.name, state.element, state.per or "-", str(state.initial), ", ".join(setters) or "-", ", ".join(users) or "-")
+            )
+        page.table(("state", "type", "per", "first", "set by", "read by"), kept)
     page.heading("States")
     states = []
     for n in graph.nodes:
         attributes = ", ".join(f"{k} = {v}" for k, v in n.attributes.items())
-        states.append((n.name, ", ".join(n.reads) or "-", ", ".join(n.writes) or "-", n.per, attributes or "-"))
+        states.append((n.name, ", ".join((*n.reads, *n.states)) or "-", ", ".join(n.gives or n.writes) or "-", n.per, attributes or "-"))
     page.table(("state", "reads", "writes", "per", "attributes"), states)
     page.heading("Edges")
     edges = [

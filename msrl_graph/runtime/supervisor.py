@@ -117,6 +117,9 @@ def check(plan: Plan) -> dict[str, int]:
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             found.append(Diagnostic("not-yet", what, span, f"these run: {', '.join(others)}"))
+    for state in plan.graph.states:
+        what = f"the state `{state.name}` can be planned for, not run with, in this version"
+        found.append(Diagnostic("not-yet", what, state.span, "a number that does not change can be a `param`"))
     for node in plan.graph.verb("generate"):
         if node.number("partial", 1) > 1:
             what = f"`partial` of `{node.name}` can be planned for, not run, in this version"

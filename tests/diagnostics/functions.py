@@ -23,3 +23,15 @@ def reward(response: str, answer: str, hint: str):
 
 def check(response, reward):
     return reward > 0.5
+
+
+def track(reward, rate, steps=0):
+    return 0.9 * rate + 0.1 * reward.mean()
+
+
+def tracked(reward, mean):
+    return 0.9 * mean + 0.1 * reward.mean()
+
+
+def early(answer, late):
+    return late

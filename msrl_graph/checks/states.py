@@ -1,0 +1,51 @@
+"""States, the values that outlive an iteration: who sets them, over which rows.
+
+Invariant: a state is no column: it needs no path and makes no cycle, since what is read is the value that the iteration began with.
+"""
+
+from __future__ import annotations
+
+from ..diagnostics import Diagnostic
+from ..graph import Graph, State
+from .columns import Library
+
+
+def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
+    found = []
+    for state in graph.states:
+        setters = sorted((n for n in graph.nodes if state.name in n.sets), key=lambda n: n.span)
+        for other in setters[1:]:
+            message = f"`{other.name}` sets the state `{state.name}`, which `{setters[0].name}` sets too"
+            help = "let one of them compute the next value from what both give"
+            found.append(Diagnostic("two-writers", message, other.span, help, related=((setters[0].span, f"`{state.name}` is set here"),)))
+    return found
+
+
+def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
+    """A state of each row of a column is set where all that is under the row is at hand, one of the run where all rows are; and it is
+    read where each row has one."""
+    found = []
+    kinds = {w.name: w.kind for w in graph.workers}
+    for state in graph.states:
+        for node in graph.nodes:
+            if state.name in node.sets and kinds.get(node.worker, "function") != "function":
+                message = f"`{node.name}` sets the state `{state.name}`, which only a function can"
+                found.append(Diagnostic("bad-scope", message, node.span, "let a `function` worker compute it from what this node writes"))
+            elif state.name in node.sets and node.per != (state.per or "batch"):
+                what = f"one for each `{state.per}`" if state.per else "one for the run"
+                message = f"`{node.name}` sets the state `{state.name}`, {what}, and has `per = {node.per}`"
+                found.append(Diagnostic("bad-scope", message, node.span, f"add `per = {state.per or 'batch'}`"))
+            elif state.name in node.states and state.per and graph.column(state.per).level > graph.level(node):
+                message = f"`{node.name}` reads the state `{state.name}`, one for each `{state.per}`, and works on rows that have several"
+                found.append(Diagnostic("bad-scope", message, node.span, f"read it where there is one row for each `{state.per}`"))
+    return found
+
+
+def unread(graph: Graph, library: Library) -> list[Diagnostic]:
+    """States that nobody reads: those that are only set."""
+    read = {s for n in graph.nodes for s in n.states}
+    return [_unread(s) for s in graph.states if s.name not in read]
+
+
+def _unread(state: State) -> Diagnostic:
+    return Diagnostic("unused-column", f"nobody reads the state `{state.name}`", state.span, "remove it", "warning")
