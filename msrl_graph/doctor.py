@@ -18,7 +18,7 @@ from pathlib import Path
 from . import calibration
 from .backends import ENGINES
 from .calibration import Calibration
-from .cli import guarded
+from .cli_shared import guarded
 from .diagnostics import Diagnostic, render
 
 # What each needs; an engine that is written down here runs where they are installed.

@@ -10,6 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 FLOORS = (
     ("doctor",),
     ("cli",),
+    ("cli_run",),
+    ("cli_shared",),
     ("compile", "runtime"),
     ("simulation",),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
