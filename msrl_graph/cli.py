@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .compile import Compilation
     from .plan import Plan
 
+PICTURES = ("dot",)
+
 __all__ = ["compile_main", "run_main", "run_plan"]
 
 
@@ -45,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
     p.add_argument("--check", action="store_true", help="only check: print nothing if all is well")
     p.add_argument("--emit", choices=("ast", "graph", "placed", "plan", "ray"), help="what to show (default: plan; graph without a deploy)")
-    p.add_argument("--format", choices=("text", "json"), default="text", help="how to show it")
+    p.add_argument("--format", choices=("text", "json", "dot"), default="text", help="how to show it; dot: for Graphviz")
     p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
     p.add_argument("--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan")
     p.add_argument("--lengths", metavar="SPEC", action="append", help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE")
@@ -84,10 +86,14 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error("a FILE is needed")
     if options.check and options.output is not None:
         parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
-    if options.why and (options.check or options.format == "json" or options.emit not in (None, "plan")):
+    if options.why and (options.check or options.format != "text" or options.emit not in (None, "plan")):
         parser.error("`--why` shows the search as text: it goes with no other stage, format or check")
-    if options.emit == "ray" and options.format == "json":
-        parser.error("`--emit ray` is a script; `--format json` does not apply")
+    if options.emit == "ray" and options.format != "text":
+        parser.error(f"`--emit ray` is a script; `--format {options.format}` does not apply")
+    if options.format in PICTURES and (options.emit == "ast" or options.simulate):
+        parser.error(
+            f"`--format {options.format}` draws graph, placed and plan; `{'--simulate' if options.simulate else '--emit ast'}` is none"
+        )
     more = [f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None]
     if more and not options.simulate:
         parser.error(f"`{more[0]}` goes with `--simulate N`")
@@ -170,6 +176,8 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
             return json.placed_json(result.placed)
         assert result.plan is not None
         return json.plan_json(result.plan)
+    if options.format in PICTURES:
+        return _picture(result, stage, options.format)
     if stage == "ast":
         from .dsl.ast import show
 
@@ -196,6 +204,21 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         other = unstated(result.plan, options.budget) if result.plan.search is None else None
         return why_text(result.plan, other, width, colour)
     return text.plan_text(result.plan, width, colour)
+
+
+def _picture(result: Compilation, stage: str, form: str) -> str:
+    from .emit import picture
+
+    assert result.graph is not None
+    if stage == "graph":
+        drawn = picture.graph_picture(result.graph)
+    else:
+        plan = result.placed if stage == "placed" else result.plan
+        assert plan is not None
+        drawn = picture.placed_picture(plan) if stage == "placed" else picture.plan_picture(plan)
+    from .emit.dot import dot_text
+
+    return dot_text(drawn)
 
 
 def _screen(options: argparse.Namespace) -> tuple[int, bool]:

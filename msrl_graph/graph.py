@@ -228,6 +228,22 @@ class Graph:
         """The most bytes that a row of the column can hold."""
         return self.bound(column) * ELEMENTS[self.column(column).element]
 
+    @cached_property
+    def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
+        """The columns that each sample edge carries: of those that its end reads, each on the edge from its writer, else on the first
+        that leads there from the writer."""
+        samples = self.samples()
+        reach = nx.DiGraph((e.src, e.dst) for e in samples)
+        found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in samples}
+        for node in self.nodes:
+            into = [e.src for e in samples if e.dst == node.name]
+            for column in node.reads:
+                writer = self.writer(column).name
+                via = [s for s in into if s == writer] or [s for s in into if nx.has_path(reach, writer, s)]
+                if via:
+                    found[via[0], node.name].append(column)
+        return {ends: tuple(columns) for ends, columns in found.items()}
+
     def to_networkx(self) -> nx.MultiDiGraph[str]:
         """All nodes and edges, with `node=` and `edge=` data."""
         graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import networkx as nx
-
 from ..cluster import Figure
-from ..graph import Graph, Node
+from ..graph import Graph
 from ..plan import Note, Plan, Traffic
 from .pools import FUNCTIONS
 
@@ -22,12 +20,7 @@ class CountTraffic:
 
     def __call__(self, plan: Plan) -> Plan:
         graph = plan.graph
-        reach = nx.DiGraph((e.src, e.dst) for e in graph.samples())
-        carried = {n.name: _carried(graph, reach, n) for n in graph.nodes}
-        found = []
-        for edge in graph.samples():
-            columns = tuple(c for c, src in carried[edge.dst].items() if src == edge.src)
-            found.append(self._edge(plan, edge.src, edge.dst, columns))
+        found = [self._edge(plan, e.src, e.dst, graph.carried[e.src, e.dst]) for e in graph.samples()]
         unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
         notes = plan.notes
         if unknown:
@@ -73,15 +66,3 @@ def column_bytes(graph: Graph, column: str) -> int:
     if graph.column(column).element in ("text", "json"):
         return 0
     return graph.row_bytes(column) * graph.rows[min(graph.column(column).level, len(graph.rows) - 1)]
-
-
-def _carried(graph: Graph, reach: nx.DiGraph[str], node: Node) -> dict[str, str]:
-    """For each column that a node reads, the source of the edge it is counted on: its writer, else the first that leads there."""
-    into = [e.src for e in graph.samples() if e.dst == node.name]
-    found = {}
-    for column in node.reads:
-        writer = graph.writer(column).name
-        via = [s for s in into if s == writer] or [s for s in into if nx.has_path(reach, writer, s)]
-        if via:
-            found[column] = via[0]
-    return found
