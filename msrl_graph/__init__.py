@@ -1,33 +1,52 @@
 """msrl_graph: a small language and its compiler for reinforcement learning of large language models.
 
-`compile` gives the Plan of an .rlg program, `parse` its syntax tree, `simulate` says what iterations of a plan take when rows differ,
-`run` trains by one (it needs the extra `run`); `Graph` is an algorithm apart from where it runs.
+A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md). `compile` gives its
+Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text, `to_rlg` the text of a tree or of what
+was built. `simulate` says what iterations of a plan take when rows differ, `run` trains by one (it needs the extra `run`). What is wrong is
+told by a `Fault`, what is suspicious by a `ProgramWarning`.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 # At once, not on demand: the function must take the name from the module that it lives in.
-from .compile import compile
+from .compile import check, compile
+from .diagnostics import Fault, ProgramWarning
 from .dsl.parse import parse
 from .graph import Graph
 
 if TYPE_CHECKING:
+    from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
     from .runtime.supervisor import run
     from .simulation import simulate
 
-__all__ = ["Graph", "compile", "parse", "run", "simulate"]
+__all__ = [
+    "Algorithm",
+    "Cluster",
+    "Deploy",
+    "Fault",
+    "Graph",
+    "Imported",
+    "ProgramWarning",
+    "check",
+    "compile",
+    "parse",
+    "run",
+    "simulate",
+    "to_rlg",
+]
+
+# Loaded on demand: torch and ray by those who train, the rest by those who use it.
+_HOMES = {
+    **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
+    "run": ".runtime.supervisor",
+    "simulate": ".simulation",
+}
 
 
 def __getattr__(name: str) -> object:
-    # torch and ray are loaded by those who train, not by those who compile.
-    if name == "run":
-        from .runtime.supervisor import run
-
-        return run
-    if name == "simulate":
-        from .simulation import simulate
-
-        return simulate
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

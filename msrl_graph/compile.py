@@ -6,19 +6,21 @@ Invariant: a plan comes out whole or a Fault tells why; between two passes the p
 
 from __future__ import annotations
 
+import linecache
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
 from .checks import layout, lints, memory, sharing, staleness
-from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
 from .dsl.parse import flag_text, parse
@@ -33,6 +35,9 @@ from .passes.search import Search
 from .passes.traffic import CountTraffic
 from .plan import Deploy, EngineChoice, Memory, Plan
 from .searched import Searched
+
+if TYPE_CHECKING:
+    from .builder import Program
 
 STAGES = ("ast", "graph", "placed", "plan")
 
@@ -152,11 +157,12 @@ def _fitting(deploy: Deploy, plan: Plan, pool: str) -> Plan | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A program's text; `folder` is what the paths in it are relative to."""
+    """A program's text; `folder` is what the paths in it are relative to. With `tree`, the program that a Python file of this text made."""
 
     name: str
     text: str
     folder: Path
+    tree: ast.File | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ Hook = Callable[[str, float, Plan], None]
 
 
 def compile(
-    source: str | Path,
+    source: str | Path | Program | ast.File,
     *,
     text: str | None = None,
     deploy: str | None = None,
@@ -183,15 +189,44 @@ def compile(
     sets: Mapping[str, str] | None = None,
     budget: float | None = None,
 ) -> Plan:
-    """The plan of a program: a path, or the NAME of an algorithm of the package; `text` stands in for the file's content.
+    """The plan of a program: a path, the NAME of an algorithm of the package, or what was built in Python; `text` stands in for the file's
+    content.
 
     `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params, as text,
-    `budget` the seconds after which the search for layouts takes the best so far. Raises Fault.
+    `budget` the seconds after which the search for layouts takes the best so far. Raises Fault; what
+    else there is to tell is a ProgramWarning.
     """
-    result = translate(read(source, text), deploy=deploy, model=model, sets=sets, budget=budget)
+    result = _told(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
         raise no_deploy()
     return result.plan
+
+
+def check(source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str] | None = None) -> Graph:
+    """The graph of a program (as for `compile`), after all checks that need no plan. Raises Fault, and warns as `compile` does."""
+    graph = _told(source, text, sets=sets, until="graph").graph
+    assert graph is not None
+    return graph
+
+
+def _told(program: str | Path | Program | ast.File, text: str | None, **options: Any) -> Compilation:
+    """The compilation; a Fault that nobody catches shows where its mistakes are, and warnings go Python's way."""
+    source = None
+    try:
+        source = read(program, text)
+        result = translate(source, **options)
+    except Fault as fault:
+        for note in _rendered(source, fault.diagnostics):
+            fault.add_note(note)
+        raise
+    for note in _rendered(source, result.warnings):
+        warnings.warn(note, ProgramWarning, stacklevel=3)
+    return result
+
+
+def _rendered(source: Source | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
+    known = texts(source, diagnostics)
+    return [render(d, known) for d in diagnostics]
 
 
 def no_deploy() -> Fault:
@@ -199,8 +234,12 @@ def no_deploy() -> Fault:
     return Fault(Diagnostic("no-deploy", "the program has no deploy, so there is nothing to plan for", help=help))
 
 
-def read(source: str | Path, text: str | None = None) -> Source:
-    """The source that a path or the name of a package's algorithm stands for."""
+def read(source: str | Path | Program | ast.File, text: str | None = None) -> Source:
+    """The source that a path or the name of a package's algorithm stands for, or that a program was built in."""
+    if not isinstance(source, str | Path):
+        tree = source if isinstance(source, ast.File) else source.tree()
+        path = Path(tree.path)
+        return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if path.is_file() else Path(), tree)
     path = Path(source)
     if text is not None:
         return Source(str(source), text.removeprefix("\ufeff"), path.parent if path.suffix else Path())
@@ -226,7 +265,7 @@ def translate(
 ) -> Compilation:
     """Runs the pipeline up to stage `until`; `after(pass, seconds, plan)` is called after each pass; `budget` are the seconds after which
     the search takes the best so far. Raises Fault."""
-    tree = parse(source.text, source.name)
+    tree = source.tree or parse(source.text, source.name)
     if until == "ast":
         return Compilation(source, tree)
     try:
@@ -315,4 +354,6 @@ def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[s
         path = Path(name)
         if path.is_file():
             found[name] = path.read_text(encoding="utf-8-sig", errors="replace")
+        elif lines := linecache.getlines(name):
+            found[name] = "".join(lines)  # a cell of a notebook
     return found

@@ -61,6 +61,10 @@ class Fault(Exception):
         return type(self), self.diagnostics  # from one process to another
 
 
+class ProgramWarning(UserWarning):
+    """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered diagnostic."""
+
+
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
     """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are few."""
     names = sorted(set(known))

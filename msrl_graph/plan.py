@@ -14,6 +14,7 @@ from .diagnostics import NOWHERE, Span
 from .graph import Expr, Graph, Value
 from .layout import Kind, Layout, Tensor, kinds
 from .searched import Searched
+from .views import PlanViews
 
 FORMAT_VERSION = 1
 # What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
@@ -365,7 +366,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(PlanViews):
     graph: Graph
     cluster: Cluster
     deploy: Deploy

@@ -5,10 +5,13 @@ Invariant: nothing is resolved or evaluated here; every part has its span.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeVar
 
 from ..diagnostics import Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -303,6 +306,22 @@ class File:
     path: str
     items: tuple[Item, ...]
     span: Span
+
+
+def moved(part: T, place: Callable[[Span], Span]) -> T:
+    """The part with each of its spans put elsewhere."""
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, Span):
+            return place(value)
+        if isinstance(value, tuple):
+            return tuple(walk(v) for v in value)
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        return type(value)(**{f.name: walk(getattr(value, f.name)) for f in fields(value)})
+
+    moved: T = walk(part)
+    return moved
 
 
 def show(file: File) -> str:

@@ -45,6 +45,11 @@ def parse_expr(text: str, file: str) -> ast.Expr:
     return _Builder(file).expr(_tree(text, file, "expr"))
 
 
+def parse_type(text: str, file: str) -> ast.Type:
+    """The tree of a column's type."""
+    return _Builder(file).type(_tree(text, file, "type"))
+
+
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
     """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see `flag_text`)."""
     lead = f"{FLAG}{name}="

@@ -77,7 +77,7 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
     before = [p for p in pieces if p.start < at]
     here = next((p for p in pieces if p.start >= at), pieces[-1])
     expected = set(error.accepts or error.expected)
-    if start == "expr":
+    if start != "start":
         return _generic(here, expected, before)
     head, brackets = _brackets(before)
     guesses = (

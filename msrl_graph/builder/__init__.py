@@ -1,0 +1,5 @@
+"""The Python API (docs/python.md)."""
+
+from .programs import Algorithm, Cluster, Deploy, Imported, Program, to_rlg
+
+__all__ = ["Algorithm", "Cluster", "Deploy", "Imported", "Program", "to_rlg"]

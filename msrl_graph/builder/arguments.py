@@ -1,0 +1,167 @@
+"""The arguments of a statement that is said in Python, to parts of a syntax tree.
+
+Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not take is a Fault.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, SupportsIndex, TypeVar
+
+from ..diagnostics import Diagnostic, Fault, Span, render
+from ..dsl import ast
+from ..dsl.attributes import TABLE, String
+from ..dsl.parse import parse_expr, parse_type
+from ..dsl.syntax import RESERVED
+from .callsite import Part, Site, caller
+
+Value = bool | SupportsIndex | float | str | Callable[..., object] | Sequence["Value"]
+Names = str | Sequence[str]
+T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FUNCTION = re.compile(r'[^"\n]+\.py:\w+')
+STRINGS = {(statement, key) for statement, types in TABLE.items() for key, kind in types.items() if isinstance(kind, String)}
+
+
+class Arguments:
+    """The arguments of the call of a method, to parts of a syntax tree."""
+
+    def __init__(self, *parameters: str) -> None:
+        self.site: Site = caller(Path(__file__).parent, parameters)
+
+    def argument(self, name: str, index: int = 0) -> Part:
+        return self.site.argument(name, index)
+
+    def key(self, name: str) -> ast.Name:
+        return self.word(name, self.site.key(name))
+
+    def word(self, text: str, span: Span) -> ast.Name:
+        """A name, if it can be one."""
+        if text in RESERVED:
+            self.fail(f"`{text}` is a reserved word", span, "choose another name")
+        if not NAME.fullmatch(text):
+            self.fail(f"`{text}` is no name", span, "a name is letters, digits and `_`, and begins with no digit")
+        return ast.Name(text, span)
+
+    def name(self, parameter: str, text: str) -> ast.Name:
+        part = self.argument(parameter)
+        return self.word(text, at(part, text, 0, len(text)))
+
+    def _each(self, parameter: str, names: Names, index: int = 0) -> Iterator[tuple[str, Span]]:
+        part = self.argument(parameter, index)
+        texts = [(names, part)] if isinstance(names, str) else [(n, part.item(i)) for i, n in enumerate(names)]
+        if not any(text.strip() for text, _ in texts):
+            self.fail(f"`{parameter}` names nothing", part.span, "name at least one")
+        for text, where in texts:
+            for match in re.finditer(r"[^,]+", text) if text.strip() else ():
+                name = match[0].strip()
+                start = match.start() + len(match[0]) - len(match[0].lstrip())
+                yield name, at(where, text, start, start + len(name))
+
+    def names(self, parameter: str, names: Names) -> tuple[ast.Name, ...]:
+        return tuple(self.word(text, span) for text, span in self._each(parameter, names))
+
+    def refs(self, parameter: str, names: Names, index: int = 0) -> tuple[ast.Ref, ...]:
+        return tuple(self.ref(text, span) for text, span in self._each(parameter, names, index))
+
+    def ref(self, text: str, span: Span) -> ast.Ref:
+        if text != "source":
+            worker, dot, verb = text.partition(".")
+            for word in (worker, verb) if dot else (worker,):
+                self.word(word, span)
+        return ast.Ref(text, span)
+
+    def attrs(self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False) -> tuple[ast.Attr, ...]:
+        """The attributes; `quoted`: each value is a string, however the statement's table says it."""
+        found = []
+        for key, value in values.items():
+            part = self.argument(key)
+            string = quoted or any((s, key) in STRINGS for s in statements)
+            found.append(ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).to(part.span)))
+        return tuple(found)
+
+    def column(self, name: str, parameter: str, kind: str) -> ast.Column:
+        part = self.argument(parameter)
+        return ast.Column(self.key(name), self.text(kind, part, parse_type), self.site.key(name).to(part.span))
+
+    def path(self, parameter: str, value: str | os.PathLike[str]) -> ast.Literal_:
+        return ast.Literal_("string", os.fspath(value), self.argument(parameter).span)
+
+    def range(self, parameter: str, value: int | tuple[int, int] | None) -> ast.Range | None:
+        if value is None:
+            return None
+        span = self.argument(parameter).span
+        first, last = value if isinstance(value, tuple) else (value, value)
+        if first < 0 or last < 0:
+            self.fail(f"`{parameter}` are counted from 0", span, code="bad-value")
+        return ast.Range(first, last, span)
+
+    def expr(self, value: Value, part: Part, quoted: bool = False) -> ast.Expr:
+        span = part.span
+        if isinstance(value, str):
+            if quoted or FUNCTION.fullmatch(value):
+                return ast.Literal_("string", value, span)
+            return self.text(value, part, parse_expr)
+        if isinstance(value, bool):
+            return ast.Literal_("bool", value, span)
+        if isinstance(value, SupportsIndex):
+            whole = value.__index__()
+            if len(str(abs(whole))) > 18:
+                self.fail("the number is too large", span, code="bad-value")
+            return _signed(ast.Literal_("int", abs(whole), span), whole < 0)
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                self.fail(f"`{value}` is no number of the language", span, code="bad-value")
+            return _signed(ast.Literal_("float", abs(float(value)), span), math.copysign(1, value) < 0)
+        if isinstance(value, Sequence):
+            return ast.List(tuple(self.expr(v, part.item(i), quoted) for i, v in enumerate(value)), span)
+        if callable(value):
+            return ast.Literal_("string", self._function(value, span), span)
+        self.fail(f"a value is a number, a bool, a str, a list or a function, not a {type(value).__name__}", span, code="bad-value")
+
+    def _function(self, function: Callable[..., object], span: Span) -> str:
+        """`file.py:name`, relative to the Python file where the call stands."""
+        code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", "")
+        if code is None or not name.isidentifier() or not Path(code.co_filename).is_file():
+            help = "processes of the run find it by its file and its name: define it by `def` at the top level of a file"
+            self.fail(f"`{name or function}` is not a top-level function of a file", span, help, "unknown-function")
+        path, folder = Path(code.co_filename).resolve(), Path(span.file).resolve().parent
+        return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
+
+    def text(self, value: str, part: Part, read: Callable[[str, str], T]) -> T:
+        """The tree of a text of the language, its spans where the text stands in the Python file."""
+        try:
+            found = read(value, part.span.file)
+        except Fault as fault:
+            (told,) = fault.diagnostics
+            where = "" if part.shows(value) else f", in `{value}`"
+            related = tuple((part.inside(value, span), note) for span, note in told.related)
+            self._raise(Diagnostic(told.code, told.message + where, part.inside(value, told.span), told.help, told.severity, related))
+        return ast.moved(found, lambda span: part.inside(value, span))
+
+    def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
+        self._raise(Diagnostic(code, message, span, help))
+
+    def _raise(self, told: Diagnostic) -> NoReturn:
+        fault = Fault(told)
+        fault.add_note(render(told, {told.span.file: "".join(linecache.getlines(told.span.file))}))
+        raise fault from None
+
+
+def at(part: Part, text: str, start: int, end: int) -> Span:
+    """Where characters of a text stand that an argument is."""
+
+    def place(at: int) -> tuple[int, int]:
+        return text.count("\n", 0, at) + 1, at - (text.rfind("\n", 0, at) + 1) + 1
+
+    return part.inside(text, Span(part.span.file, *place(start), *place(end)))
+
+
+def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
+    return ast.Neg(literal, literal.span) if negative else literal

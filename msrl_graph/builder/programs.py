@@ -1,0 +1,311 @@
+"""The Python API: what an `.rlg` file says, said in Python.
+
+Invariant: a program built here is a syntax tree that `parse` could have given, with spans that point into the Python file. Names, params
+and checks are the language's own, in the same code: nothing is known of them here. A method is a statement; its keyword arguments are
+the statement's attributes.
+
+A value is a Python number, bool, list, or function (a top-level one, called by its file), or a str. A str is what would stand in the
+file: an expression, a type, names with commas between them. Only where the language takes nothing but a string, as in `device`, a model or
+data, is a str that string, without quotes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from ..diagnostics import Span
+from ..dsl import ast
+from ..dsl.parse import parse_type
+from ..dsl.write import write
+from .arguments import Arguments, Names, Value, at
+
+NODE = ("function", "generate", "infer", "update")
+
+
+class Program:
+    """An algorithm, a cluster or a deploy, with all that it needs."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def tree(self) -> ast.File:
+        """The syntax tree of the program, which `compile` takes as it takes this object."""
+        return tree(self)
+
+    def to_rlg(self) -> str:
+        """The program as the text of an `.rlg` file."""
+        return write(self.tree())
+
+    def __str__(self) -> str:
+        return self.to_rlg()
+
+    def _needs(self) -> tuple[Program, ...]:
+        """What must stand before it in a file."""
+        return ()
+
+    def _item(self) -> ast.Item:
+        raise NotImplementedError
+
+
+class Imported(Program):
+    """An algorithm of the package, or an algorithm or cluster of an `.rlg` file, whose path is relative to this Python file."""
+
+    def __init__(self, name: str, file: str | None = None) -> None:
+        call = Arguments("name", "file")
+        super().__init__(call.site.span)
+        self.name = call.name("name", name).text
+        self._file = file
+
+    def _item(self) -> ast.Item:
+        return ast.Import(self.name if self._file is None else self._file, self._file is not None, self._span)
+
+
+class _OfPackage(Imported):
+    """An algorithm of the package that stands as a bare name in the call of another."""
+
+    def __init__(self, name: str, span: Span) -> None:
+        Program.__init__(self, span)
+        self.name, self._file = name, None
+
+
+class Algorithm(Program):
+    """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the package's by name."""
+
+    def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
+        call = Arguments("name", "extends")
+        super().__init__(call.site.span)
+        self._name = call.name("name", name)
+        self.name = name
+        self._base = _OfPackage(extends, call.argument("extends").span) if isinstance(extends, str) else extends
+        self._extends = None if self._base is None else ast.Name(self._base.name, call.argument("extends").span)
+        self._body: list[ast.AlgorithmStatement] = []
+
+    def param(self, **values: Value) -> None:
+        """`param NAME = VALUE`, for each."""
+        call = Arguments()
+        for name, value in values.items():
+            part = call.argument(name)
+            self._body.append(ast.Param(call.key(name), call.expr(value, part), call.site.key(name).to(part.span)))
+
+    def columns(self, **types: str) -> None:
+        """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
+        call = Arguments()
+        self._body.append(ast.Columns(tuple(call.column(name, name, kind) for name, kind in types.items()), call.site.span))
+
+    def state(self, name: str, type: str, value: Value) -> None:
+        """`state NAME : TYPE = VALUE`."""
+        call = Arguments("name", "type", "value")
+        part = call.argument("type")
+        column = call.name("name", name)
+        declared = ast.Column(column, call.text(type, part, parse_type), column.span.to(part.span))
+        self._body.append(ast.State(declared, call.expr(value, call.argument("value")), call.site.span))
+
+    def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
+        """`worker NAME : KIND [frozen]`; gives the name."""
+        call = Arguments("name", "kind")
+        named = call.name("name", name), call.name("kind", kind)
+        self._body.append(ast.Worker(*named, frozen, call.attrs(("worker",), attributes), call.site.span))
+        return name
+
+    def source(self, count: Value, writes: Names, **attributes: Value) -> str:
+        """`source(COUNT) -> writes`; gives the node's name."""
+        call = Arguments("count", "writes")
+        attrs = call.attrs(("source",), attributes)
+        value = call.expr(count, call.argument("count"))
+        self._body.append(ast.Source(value, call.names("writes", writes), attrs, call.site.span))
+        return "source"
+
+    def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
+        """`node [LABEL:] WORKER.VERB(reads) -> writes { attributes }`; gives the node's name. Without `reads`, the attributes are
+        changed of the node that `extends` took over."""
+        call = Arguments("name", "reads", "writes")
+        part = call.argument("name")
+        match = re.fullmatch(r"\s*(?:(\w+)\s*:\s*)?(\w+)\.(\w+)\s*", name)
+        if match is None:
+            call.fail(f"`{name}` is no node", part.span, "a node is `worker.verb`, or `label: worker.verb`")
+        if reads is None and writes is not None:
+            call.fail(f"`{name}` says nowhere what it reads", part.span, "add `reads = …`")
+        label, worker, verb = (None if match[i] is None else call.word(match[i], at(part, name, *match.span(i))) for i in (1, 2, 3))
+        assert worker and verb
+        read = None if reads is None else call.names("reads", reads)
+        written = () if writes is None else call.names("writes", writes)
+        last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
+        head = call.site.span.to(last)
+        self._body.append(ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head))
+        return label.text if label else f"{worker.text}.{verb.text}"
+
+    def edge(self, *groups: Names, **attributes: Value) -> None:
+        """`A -> B, C -> D`: sample edges, as `edge("a.generate", ["b.infer", "c.infer"], "a.update")`."""
+        self._body.append(_edge(Arguments("groups"), groups, attributes))
+
+    def reshard(self, src: Names, dst: Names, **attributes: Value) -> None:
+        """`A => B`: the weights of A's worker go to B."""
+        call = Arguments("src", "dst")
+        attrs = call.attrs(("resharding edge",), attributes)
+        self._body.append(ast.Edge("reshard", (call.refs("src", src), call.refs("dst", dst)), attrs, call.site.span))
+
+    def drop(self, name: str) -> None:
+        """`drop NAME`, of a worker, node, column, param or state that `extends` took over."""
+        call = Arguments("name")
+        part = call.argument("name")
+        self._body.append(ast.Drop(call.ref(name, at(part, name, 0, len(name))), call.site.span))
+
+    def drop_edge(self, *groups: Names) -> None:
+        """`drop A -> B`."""
+        call = Arguments("groups")
+        self._body.append(ast.Drop(_edge(call, groups, {}), call.site.span))
+
+    def drop_reshard(self, src: Names, dst: Names) -> None:
+        """`drop A => B`."""
+        call = Arguments("src", "dst")
+        ends = call.refs("src", src), call.refs("dst", dst)
+        self._body.append(ast.Drop(ast.Edge("reshard", ends, (), call.site.span), call.site.span))
+
+    def _needs(self) -> tuple[Program, ...]:
+        return () if self._base is None else (self._base,)
+
+    def _item(self) -> ast.Item:
+        return ast.Algorithm(self._name, self._extends, tuple(self._body), self._span)
+
+
+class Cluster(Program):
+    """`cluster NAME { device = …, … }`."""
+
+    def __init__(self, name: str, /, **attributes: Value) -> None:
+        call = Arguments("name")
+        super().__init__(call.site.span)
+        self.name = name
+        self._name, self._attrs = call.name("name", name), call.attrs(("cluster",), attributes)
+
+    def _item(self) -> ast.Item:
+        return ast.Cluster(self._name, self._attrs, self._span)
+
+
+class Deploy(Program):
+    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name."""
+
+    def __init__(self, algorithm: Algorithm | Imported | str, on: Cluster | Imported, name: str | None = None) -> None:
+        call = Arguments("algorithm", "on", "name")
+        super().__init__(call.site.span)
+        named = call.argument("algorithm").span
+        self._algorithm = _OfPackage(algorithm, named) if isinstance(algorithm, str) else algorithm
+        self._on = on
+        self._head = ast.Name(self._algorithm.name, named), ast.Name(on.name, call.argument("on").span)
+        self._alias = None if name is None else call.name("name", name)
+        self._body: list[ast.DeployStatement] = []
+
+    def set(self, **values: Value) -> None:
+        """`set NAME = VALUE`, for each: values of params."""
+        call = Arguments()
+        for name, value in values.items():
+            part = call.argument(name)
+            self._body.append(ast.Set(call.key(name), call.expr(value, part), call.site.key(name).to(part.span)))
+
+    def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> None:
+        """`model NAME = "preset or folder"`."""
+        call = Arguments("name", "target")
+        attrs = call.attrs(("model",), attributes)
+        self._body.append(ast.Model(call.name("name", name), call.path("target", target), attrs, call.site.span))
+
+    def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> None:
+        """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
+        call = Arguments("name", "target")
+        source = name == "source"
+        named = ast.Name(name, call.argument("name").span) if source else call.name("name", name)
+        self._body.append(ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span))
+
+    def layout(self, nodes: Names, /, **sizes: Value) -> None:
+        """`layout NODE, … { tp = 8, dp = 2 }`."""
+        call = Arguments("nodes")
+        self._body.append(ast.Layout(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span))
+
+    def engine(self, nodes: Names, name: str, /, **options: Value) -> None:
+        """`engine NODE, … = NAME { options }`."""
+        call = Arguments("nodes", "name")
+        named = call.name("name", name)
+        self._body.append(ast.Engine(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span))
+
+    def place(
+        self,
+        targets: Names,
+        *,
+        together: bool = False,
+        nodes: int | tuple[int, int] | None = None,
+        devices: int | tuple[int, int] | None = None,
+    ) -> None:
+        """`place WORKER|NODE, … [together] [on nodes 0..1 [devices 0..7]]`: a pair is the first and the last."""
+        call = Arguments("targets")
+        if devices is not None and nodes is None:
+            call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
+        stretch = call.range("nodes", nodes), call.range("devices", devices)
+        self._body.append(ast.Place(call.refs("targets", targets), together, *stretch, call.site.span))
+
+    def apart(self, *targets: Names) -> None:
+        """`apart A, B`."""
+        call = Arguments("targets")
+        refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
+        self._body.append(ast.Apart(refs, call.site.span))
+
+    def dock(self, **attributes: Value) -> None:
+        """`dock { mode = …, deadline = … }`."""
+        call = Arguments()
+        self._body.append(ast.Options("dock", call.attrs(("dock",), attributes), call.site.span))
+
+    def reshard(self, **attributes: Value) -> None:
+        """`reshard { mode = …, order = …, bucket = … }`."""
+        call = Arguments()
+        self._body.append(ast.Options("reshard", call.attrs(("reshard",), attributes), call.site.span))
+
+    def run(self, **attributes: Value) -> None:
+        """`run { iterations = …, seed = … }`."""
+        call = Arguments()
+        self._body.append(ast.Options("run", call.attrs(("run",), attributes), call.site.span))
+
+    def evaluate(self, data: str, /, **attributes: Value) -> None:
+        """`evaluate DATA { every = …, report = … }`."""
+        call = Arguments("data")
+        self._body.append(ast.Evaluate(call.name("data", data), call.attrs(("evaluate",), attributes), call.site.span))
+
+    def edge(self, *groups: Names, **attributes: Value) -> None:
+        """`A -> B { stream = … }`: how rows move on an edge that the algorithm has."""
+        self._body.append(_edge(Arguments("groups"), groups, attributes))
+
+    def _needs(self) -> tuple[Program, ...]:
+        return self._algorithm, self._on
+
+    def _item(self) -> ast.Item:
+        return ast.Deploy(*self._head, self._alias, tuple(self._body), self._span)
+
+
+def tree(*programs: Program) -> ast.File:
+    """The syntax tree of a file with all of these, and what they need; it is named by the Python file of the last one."""
+    order: dict[int, Program] = {}
+
+    def add(program: Program) -> None:
+        for other in program._needs():
+            add(other)
+        order.setdefault(id(program), program)
+
+    for program in programs:
+        add(program)
+    items: list[ast.Item] = []
+    for item in (p._item() for p in order.values()):
+        again = isinstance(item, ast.Import) and any(isinstance(i, ast.Import) and i.target == item.target for i in items)
+        items += [] if again else [item]
+    items.sort(key=lambda i: not isinstance(i, ast.Import))
+    span = programs[-1]._span
+    return ast.File(span.file, tuple(items), span)
+
+
+def to_rlg(program: Program | ast.File, *more: Program) -> str:
+    """The canonical text of a program that was built here, or parsed; several that were built here make one file."""
+    return write(program if isinstance(program, ast.File) else tree(program, *more))
+
+
+def _edge(call: Arguments, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:
+    if len(groups) < 2:
+        call.fail("an edge leads from one state to another", call.site.span, 'name both, as in `edge("source", "actor.generate")`')
+    refs = tuple(call.refs("groups", group, i) for i, group in enumerate(groups))
+    return ast.Edge("sample", refs, call.attrs(("sample edge",), attributes), call.site.span)

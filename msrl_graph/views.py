@@ -1,0 +1,22 @@
+"""How a plan shows itself, for who has one in Python.
+
+Invariant: what is shown is what the command line shows. These are the only imports that go up, and each is made when it is asked for: a
+plan that is run or sent has loaded nothing of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+class PlanViews:
+    """The methods of a Plan that need the floors above it."""
+
+    def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
+        """The text that `msrl-compile` shows: what runs where, what moves, what fits, how long it takes, and why. `width` in characters."""
+        from .emit.text import plan_text
+
+        return plan_text(self, width)

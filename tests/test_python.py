@@ -1,0 +1,269 @@
+"""The Python API: the same graph, plan and diagnostics as from a file, with spans in the Python file.
+
+`diagnostics/python/*.md`: each ```python block is a program, the ```text block after it all that is told of it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from language import TESTS
+
+import msrl_graph
+from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, parse, to_rlg
+from msrl_graph.diagnostics import NOWHERE, Span
+from msrl_graph.dsl.ast import moved
+from msrl_graph.emit.text import plan_text
+from msrl_graph.plan import Plan
+
+PAGE = TESTS / "programs" / "grpo_page.rlg"
+DOC = TESTS.parent / "docs" / "python.md"
+MISTAKES = sorted((TESTS / "diagnostics" / "python").glob("*.md"))
+BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
+
+
+def page() -> Deploy:
+    """The page's program."""
+    a = Algorithm("grpo")
+    a.param(prompts=256, group=16, prompt_len=2048, response_len=8192, kl_coef=0.001)
+    a.columns(prompt="i32[<= prompt_len]", answer="text", response="i32[<= response_len]")
+    a.columns(old_logp="f32[response]", ref_logp="f32[response]", reward="f32", advantage="f32[response]")
+    a.worker("actor", "policy")
+    a.worker("reference", "policy", frozen=True)
+    a.worker("host", "function")
+    a.source("prompts", "prompt, answer")
+    generate = a.node("actor.generate", "prompt", "response", samples="group", temperature=1.0)
+    infer = a.node("actor.infer", ["prompt", "response"], ["old_logp"])
+    reference = a.node("reference.infer", reads="prompt, response", writes="ref_logp")
+    reward = a.node("host.reward", "prompt, response, answer", "reward", call="math_verify()")
+    advantage = a.node("host.advantage", "response, reward", "advantage", call="group_norm()", per="prompt")
+    update = a.node(
+        "actor.update",
+        "prompt, response, old_logp, ref_logp, advantage",
+        loss="clip(0.2) + kl_coef * kl(low_var)",
+        optimizer="adamw(lr = 1e-6)",
+    )
+    a.edge("source", generate)
+    a.edge(generate, [infer, reference, reward])
+    a.edge(reward, advantage)
+    a.edge("actor.infer, reference.infer, host.advantage", update)
+    a.reshard(update, generate)
+    d = Deploy(a, on=Cluster("pod", device="ascend-910c", nodes=2, devices_per_node=8, network="300 MB/s"))
+    d.model("policy", "qwen2.5-32b")
+    d.data("source", "programs/deepscaler.jsonl", prompt="problem", answer="answer")
+    d.layout(update, tp=8, dp=2)
+    d.layout(generate, tp=4, dp=4)
+    d.run(iterations=1000, seed=0)
+    return d
+
+
+def bare(part: Any) -> Any:
+    """A graph without spans: of what an attribute is, not where."""
+    if is_dataclass(part):
+        return {f.name: bare(getattr(part, f.name)) for f in fields(part) if f.name != "span"}
+    if isinstance(part, dict):
+        return {k: bare(v) for k, v in part.items()}
+    return [bare(p) for p in part] if isinstance(part, tuple) else part
+
+
+def spans(part: Any) -> list[Span]:
+    if isinstance(part, Span):
+        return [part]
+    if is_dataclass(part):
+        return [s for f in fields(part) for s in spans(getattr(part, f.name))]
+    parts = part.values() if isinstance(part, dict) else part if isinstance(part, tuple) else ()
+    return [s for p in parts for s in spans(p)]
+
+
+def test_the_page_in_python_is_the_page() -> None:
+    built, read = compile(page()), compile(PAGE)
+    assert bare(built.graph) == bare(read.graph)
+    assert built.explain() == read.explain() == plan_text(read)
+    assert {s.file for s in spans(built.graph)} - {""} == {__file__}
+
+
+def test_the_page_in_python_as_text_is_the_page() -> None:
+    again = compile("page.rlg", text=page().to_rlg())
+    assert bare(again.graph) == bare(compile(PAGE).graph)
+    assert str(page()) == to_rlg(page()) == page().to_rlg()
+
+
+def run_block(code: str, file: str = "program.py") -> dict[str, Any]:
+    """Runs a program as a cell of a notebook is run: its text is known to linecache alone."""
+    linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+    names: dict[str, Any] = {name: getattr(msrl_graph, name) for name in msrl_graph.__all__ if name not in ("run", "simulate")}
+    exec(__builtins__["compile"](code, file, "exec"), names)  # type: ignore[index]
+    return names
+
+
+def told(code: str, file: str = "program.py") -> str:
+    with pytest.raises(Fault) as caught:
+        run_block(code, file)
+    return "".join(note + "\n" for note in caught.value.__notes__).replace(f"{algorithms.FOLDER}/", "")
+
+
+@pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
+def test_mistakes_are_told_where_they_were_made(path: Path, update: bool) -> None:
+    text = path.read_text(encoding="utf-8")
+    found = BLOCK.sub(lambda m: f"```python\n{m[1]}```\n\n```text\n{told(m[1])}```\n", text)
+    if update:
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+    assert text.count("```python") == len(BLOCK.findall(text))
+
+
+def test_a_file_shows_its_mistakes_in_the_traceback(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text('from msrl_graph import Algorithm, check\na = Algorithm("a", extends="grpo")\na.drop("actr")\ncheck(a)\n')
+    done = subprocess.run([sys.executable, program.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(
+        "error[unknown-name]: no param, column, state, worker or node is called `actr`, so there is nothing to drop\n"
+        f" --> {program}:3:9\n"
+        "  |\n"
+        '3 | a.drop("actr")\n'
+        "  |         ^^^^\n"
+        "  = help: did you mean `actor`?\n"
+    )
+
+
+def test_the_example_of_the_page_on_python_is_planned(tmp_path: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", DOC.read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len(code.splitlines()) < 40
+    program = tmp_path / "median.py"
+    program.write_text(code)
+    done = subprocess.run([sys.executable, "-W", "ignore", program.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Plan of median_grpo on pod  128 prompts x 16 responses an iteration\n")
+
+
+def test_the_mistake_of_the_page_on_python_is_told_so() -> None:
+    text = DOC.read_text(encoding="utf-8")
+    code, shown = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1], re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0]
+    assert told(code, "mine.py") == shown
+
+
+def test_a_function_is_called_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "lib.py").write_text("def score(response: str, answer: str) -> float:\n    return 1.0\n")
+    (tmp_path / "program.py").write_text(
+        "from lib import score\nfrom msrl_graph import Algorithm, check\n"
+        'a = Algorithm("a", extends="grpo")\n'
+        'a.node("host.reward", "response, answer", "reward", call=score)\n'
+        "print(a)\nprint(check(a).node('host.reward').attributes['call'])\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "program.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{tmp_path / 'lib.py'}:score()"
+    assert 'call = "lib.py:score"' in done.stdout
+
+
+def test_what_is_suspicious_is_a_warning_at_the_line_that_compiles() -> None:
+    a = Algorithm("mine", extends="grpo")
+    a.columns(spare="f32")
+    with pytest.warns(ProgramWarning) as caught:
+        check(a)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "a.columns(spare=" in str(warning.message) and str(warning.message).startswith("warning[unused-column]")
+
+
+def test_every_statement_has_its_place(tmp_path: Path) -> None:
+    """What the language can say: each method, with the text that it stands for."""
+    a = Algorithm("mine", extends=Imported("base", "base.rlg"))
+    a.param(flag=True, word='"low_var"', rate=-0.5, rows="group * 2")
+    a.columns(score="f32[<= 2 * group, 3] per prompt")
+    a.state("success", "f32 per prompt", 0.5)
+    a.worker("judge", "reward_model", model="judge")
+    a.source(8, ["prompt"], weights="f(success)")
+    hinter = a.node("hinter: host.hint", "answer", "hint", call="hints.py:hint")
+    a.node("actor.update", epochs=2, optimizer="adamw(lr = 1e-6, betas = [0.9, 0.95])")
+    a.edge("source", hinter, ["host.a", "host.b"], balance="tokens")
+    a.reshard("actor.update", "actor.generate", staleness=1)
+    a.drop("judge.infer")
+    a.drop_edge("source", hinter)
+    a.drop_reshard("actor.update", "actor.generate")
+    d = Deploy(a, on=Imported("pod", "base.rlg"), name="try")
+    d.set(group=4)
+    d.model("policy", Path("models/x"), dtype="bf16")
+    d.data("test", "test.jsonl", prompt="question")
+    d.layout(["actor.update", "actor.infer"], tp=2, stages=[10, 11], cp_kind="ring")
+    d.engine("actor.update", "fsdp", micro_batch=2, recompute="full")
+    d.place("actor", together=True, nodes=(0, 1), devices=3)
+    d.apart("actor", "reference")
+    d.dock(mode="central", deadline="5 min")
+    d.reshard(bucket="64 MiB")
+    d.edge("source", "actor.generate", stream=8)
+    d.evaluate("test", report=["reward", "length"], label="held out")
+    d.run(resume="runs/a b")
+    written = """import "base.rlg"
+
+algorithm mine extends base {
+  param flag = true
+  param word = "low_var"
+  param rate = -0.5
+  param rows = group * 2
+  columns {
+    score : f32[<= 2 * group, 3] per prompt,
+  }
+  state success : f32 per prompt = 0.5
+  worker judge : reward_model { model = judge }
+  source(8) -> prompt { weights = f(success) }
+  node hinter: host.hint(answer) -> hint { call = "hints.py:hint" }
+  node actor.update { epochs = 2, optimizer = adamw(lr = 1e-6, betas = [0.9, 0.95]) }
+  source -> hinter -> host.a, host.b { balance = tokens }
+  actor.update => actor.generate { staleness = 1 }
+  drop judge.infer
+  drop source -> hinter
+  drop actor.update => actor.generate
+}
+
+deploy mine on pod as try {
+  set group = 4
+  model policy = "models/x" { dtype = bf16 }
+  data test = "test.jsonl" { prompt = "question" }
+  layout actor.update, actor.infer { tp = 2, stages = [10, 11], cp_kind = ring }
+  engine actor.update = fsdp { micro_batch = 2, recompute = full }
+  place actor together on nodes 0..1 devices 3
+  apart actor, reference
+  dock { mode = central, deadline = 5 min }
+  reshard { bucket = 64 MiB }
+  source -> actor.generate { stream = 8 }
+  evaluate test { report = [reward, length], label = "held out" }
+  run { resume = "runs/a b" }
+}
+"""
+    assert to_rlg(d) == written
+
+    def nowhere(_: Span) -> Span:
+        return NOWHERE
+
+    # What Python says is the very tree that the text gives.
+    assert moved(d.tree(), nowhere).items == moved(parse(written, "p.rlg"), nowhere).items
+
+
+def test_an_imported_program_is_read_beside_the_python_file(tmp_path: Path) -> None:
+    (tmp_path / "base.rlg").write_text(PAGE.read_text(encoding="utf-8").replace("algorithm grpo", "algorithm base"))
+    code = 'd = Deploy(Imported("base", "base.rlg"), on=Imported("pod", "base.rlg"))\nd.model("policy", "qwen2.5-7b")\nplan = compile(d)\n'
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    plan = run_block(code, str(program))["plan"]
+    assert isinstance(plan, Plan)
+    assert (plan.graph.name, plan.cluster.nodes, plan.model("actor.update").layers) == ("base", 2, 28)
+
+
+def test_a_tree_that_was_parsed_is_a_program_too() -> None:
+    assert compile(parse(PAGE.read_text(encoding="utf-8"), str(PAGE))).explain() == compile(PAGE).explain()
+
+
+def test_where_there_is_no_source_the_line_is_told() -> None:
+    with pytest.raises(Fault) as caught:
+        exec("\n\nAlgorithm('1')", {"Algorithm": Algorithm})
+    (diagnostic,) = caught.value.diagnostics
+    assert diagnostic.span == Span("<string>", 3, 1, 3, 1)
