@@ -6,6 +6,8 @@ span that it came from. It is logical: one node a worker state, never one a rank
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -252,3 +254,23 @@ class Graph:
         for edge in self.edges:
             graph.add_edge(edge.src, edge.dst, key=edge.kind, edge=edge)
         return graph
+
+
+def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
+    """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
+    waits = {name: {e.src for e in edges if e.kind == "sample" and e.dst == name and e.src in nodes} for name in nodes}
+    after: dict[str, list[str]] = {name: [] for name in nodes}
+    for name, sources in waits.items():
+        for src in sources:
+            after[src].append(name)
+    ready = [(name != "source", name) for name, sources in waits.items() if not sources]
+    heapq.heapify(ready)
+    order: list[str] = []
+    while ready:
+        name = heapq.heappop(ready)[1]
+        order.append(name)
+        for other in after[name]:
+            waits[other].discard(name)
+            if not waits[other]:
+                heapq.heappush(ready, (other != "source", other))
+    return order + sorted(set(nodes) - set(order))

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, limits, scope, staleness, states
+from . import columns, edges, filters, limits, scope, staleness, states
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -29,6 +29,9 @@ CHECKS: tuple[Check, ...] = (
     scope.stale_logp,
     scope.bad_scope,
     states.state_scope,
+    filters.broken_groups,
+    filters.refilled_batch,
+    filters.compared,
     scope.written,
     scope.too_long,
     scope.own_metric,

@@ -22,13 +22,16 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
     flow = sample_flow(graph)
     found = []
     for node in graph.nodes:
-        for call, signature in _calls(node, library):
+        for call, signature in calls(node, library):
             renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if a.kind == "column"}
             for parameter in signature.columns:
                 column = renamed.get(parameter, parameter)
                 if column not in (*node.reads, *node.states) and parameter not in signature.optional:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _help(graph, node, column, signature, flow)
+                    if node.verb == "source":
+                        message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
+                        help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
                     found.append(Diagnostic("term-column", message, _span(call, node), help))
     return found
 
@@ -43,7 +46,7 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
         behind = max((e.staleness for e in graph.reshards() if e.src == node.name), default=0)
         if steps == 1 and not behind:
             continue
-        for call, signature in _calls(node, library):
+        for call, signature in calls(node, library):
             if "old_logp" not in signature.columns or "old_logp" in call.keys or "old_logp" in node.reads:
                 continue
             takes = f"one optimizer step a batch; `{node.name}` takes {steps:,}"
@@ -60,8 +63,8 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     """Functions over a group that would get rows, and the other way round."""
     found = []
     for node in graph.nodes:
-        for call, signature in _calls(node, library):
-            if node.verb in ("generate", "infer", "update"):
+        for call, signature in calls(node, library):
+            if node.verb in ("source", "generate", "infer", "update"):
                 continue
             above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
             whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < graph.level(node))
@@ -136,9 +139,9 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
-def _calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
+def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
     """The calls of a node whose signature is known."""
-    for key, kind in (("call", "function"), ("loss", "loss")):
+    for key, kind in (("call", "function"), ("keep", "function"), ("select", "function"), ("weights", "function"), ("loss", "loss")):
         stack = [node.attributes[key]] if key in node.attributes else []
         while stack:
             expr = stack.pop(0)

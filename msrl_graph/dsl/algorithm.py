@@ -6,17 +6,17 @@ said of the rest is said. The Graph is whole only if nothing was told.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
 from ..diagnostics import Fault, Span, nearest
-from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker
+from ..functions import Kind, Signature
+from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
 from . import ast
 from .attributes import COUNT, TABLE, NotYet, Type, read, shown
-from .calls import Caller, Folder, FunctionCall, Library, Loss, Optimizer, Reduce
+from .calls import Caller, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Reduce
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
 from .params import Override, evaluate_params
@@ -221,12 +221,17 @@ class _Algorithm:
             note = ((first.span, "the first source"),)
             self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
         writes, _ = self._known(first.writes, "source", "writes")
-        read(first.attrs, "source", TABLE["source"], self.names, self.problems)
-        attributes = {}
+        states = tuple(self.states)
+        caller = Caller("source", states, states, self.library, self.folder, self.problems)
+        self.callers.append(caller)
+        attributes = read(first.attrs, "source", {"weights": FunctionCall(caller)}, self.names, self.problems)
         with self.problems.catching():
             attributes["count"] = COUNT.read("source", first.count, self.names)
         end = first.writes[-1].span
-        self.nodes["source"] = Node("source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end))
+        weights = attributes.get("weights")
+        known = {n for n in states if weights is not None and n in (*weights.columns().values(), *self._signature(weights, caller).columns)}
+        reads = tuple(n for n in states if n in known)
+        self.nodes["source"] = Node("source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads)
 
     def _lower_node(self, node: ast.Node) -> None:
         worker, verb = node.worker.text, node.verb.text
@@ -253,14 +258,17 @@ class _Algorithm:
             self.callers.append(caller)
             types: dict[str, Type | NotYet] = dict(TABLE[statement])
             if statement == "function":
-                types |= {"call": FunctionCall(caller), "per": _Per(tuple(self.columns))}
+                call = FunctionCall(caller)
+                types |= {"call": call, "keep": Keep(caller), "select": call, "per": _Per(tuple(self.columns))}
             elif statement == "update":
                 types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
             attributes = read(node.attrs, statement, types, self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
             self._need(node, statement, title)
-            if statement == "function" and "call" in attributes:
-                self._taken(node, attributes["call"], caller)
+            calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
+            # Of several each may take some of the columns.
+            if statement == "function" and [c.kind for c in calls] == ["call"]:
+                self._taken(node, calls[0], caller)
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
         self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives)
 
@@ -298,6 +306,12 @@ class _Algorithm:
         if statement == "function" and not given & {"call", "keep", "select"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
             self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", title, help)
+        elif statement == "function" and node.writes and "call" not in given:
+            help = f"add `call`, or leave out `-> {', '.join(n.text for n in node.writes)}`: a filter writes nothing"
+            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", title, help)
+        if statement == "function" and "refill" in given and not given & {"keep", "select"}:
+            help = "add `keep` or `select`, or leave `refill` out"
+            self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", title, help)
         if statement == "update":
             for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
                 if key not in given:
@@ -305,8 +319,7 @@ class _Algorithm:
 
     def _taken(self, node: ast.Node, call: Expr, caller: Caller) -> None:
         """Whether the function has a parameter for each column that the node reads."""
-        key = ("function", str(call.value))
-        signature = caller.used[key][0] if key in caller.used else self.library[key][0]  # type: ignore[index]
+        signature = self._signature(call, caller)
         renamed = {str(a.value) for a in call.args if a.kind == "column"}
         for name in node.reads or ():
             if name.text in caller.reads and name.text not in renamed and (name.text not in signature.columns or name.text in call.keys):
@@ -314,6 +327,10 @@ class _Algorithm:
                 help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
                 message = f"`{signature.name}` does not take `{name.text}`, which the node reads"
                 self.problems.tell("unknown-option", message, name.span, help)
+
+    def _signature(self, call: Expr, caller: Caller) -> Signature:
+        key: tuple[Kind, str] = ("function", str(call.value))
+        return (caller.used if key in caller.used else self.library)[key][0]
 
     # Edges
 
@@ -344,7 +361,7 @@ class _Algorithm:
         # A node of an unknown worker was told; a graph holds only nodes whose parts are known.
         nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
         edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
-        order = _order(nodes, edges)
+        order = dependency_order(nodes, edges)
         levels: dict[str, int] = {}
         for name in order:
             node = self.nodes[name]
@@ -388,23 +405,3 @@ def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str])
         own = ", ".join(f"`{n}`" for n in sorted(nodes) if n.startswith(ref.text + "."))
         return mistake("unknown-name", f"`{ref.text}` is a worker; a node stands here", ref.span, f"its nodes are {own}" if own else "")
     return mistake("unknown-name", f"no node is called `{ref.text}`", ref.span, nearest(ref.text, nodes))
-
-
-def _order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
-    """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
-    waits = {name: {e.src for e in edges if e.kind == "sample" and e.dst == name and e.src in nodes} for name in nodes}
-    after: dict[str, list[str]] = {name: [] for name in nodes}
-    for name, sources in waits.items():
-        for src in sources:
-            after[src].append(name)
-    ready = [(name != "source", name) for name, sources in waits.items() if not sources]
-    heapq.heapify(ready)
-    order: list[str] = []
-    while ready:
-        name = heapq.heappop(ready)[1]
-        order.append(name)
-        for other in after[name]:
-            waits[other].discard(name)
-            if not waits[other]:
-                heapq.heappush(ready, (other != "source", other))
-    return order + sorted(set(nodes) - set(order))

@@ -159,33 +159,18 @@ class NotYet:
     help: str = ""
 
 
-@dataclass(frozen=True)
-class Only:
-    """An attribute of which this version takes one value, the default."""
-
-    value: int
-    help: str
-
-    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        value = Number(0, MOST, whole=True).read(key, expr, names)
-        if value.value != self.value:
-            raise mistake("not-yet", f"`{key}` other than {self.value} cannot be compiled yet", expr.span, self.help)
-        return value
-
-
-_NO_FILTER = NotYet("every row goes on; leave the filter out")
 _NO_ENVIRONMENT = NotYet("one turn is generated; score the response in a function node")
 
-# `call`, `loss`, `optimizer` and `reduce` have types of their own, which need the node (calls.py).
+# `call`, `keep`, `select`, `weights`, `loss`, `optimizer` and `reduce` have types of their own, which need the node (calls.py).
 TABLE: dict[str, dict[str, Type | NotYet]] = {
     "worker": {"model": AnyName()},
-    "source": {"weights": NotYet("prompts are drawn evenly")},
+    "source": {},
     "generate": {
         "samples": COUNT,
         "temperature": Number(0, above=True),
         "top_p": Number(0, 1, above=True),
         "top_k": COUNT,
-        "stop": NotYet("a response ends at the end token or at `max_tokens`"),
+        "stop": String(several=True),
         "max_tokens": COUNT,
         "partial": COUNT,
         "environment": _NO_ENVIRONMENT,
@@ -197,14 +182,14 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "epochs": COUNT,
         "mini_batch": COUNT,
         "clip_grad": Number(0, above=True),
-        "after": NotYet("the update runs from the first iteration"),
-        "every": NotYet("the update runs in every iteration"),
+        "after": Number(0, MOST, whole=True),
+        "every": COUNT,
     },
-    "function": {"keep": _NO_FILTER, "select": _NO_FILTER, "refill": _NO_FILTER},
+    "function": {"refill": COUNT},
     "sample edge": {"stream": COUNT, "balance": Words(("tokens",))},
     "resharding edge": {
         "staleness": Number(0, MOST, whole=True),
-        "every": Only(1, "leave it out: every version is sent"),
+        "every": COUNT,
     },
     "cluster": {
         "device": String(known=tuple(DEVICES)),

@@ -23,6 +23,7 @@ _ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), O
 OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
 # What an option of each plain type takes, in words.
 TYPES = {"bool": "`true` or `false`", "int": "a whole number", "float": "a number", "str": "a string between double quotes"}
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0), "warmup": COUNT}
 
 
@@ -79,12 +80,12 @@ class Caller:
                 raise mistake("unknown-option", f"`{signature.name}` takes no more {what}", arg.span, help)
             key = free[0]
         if key in signature.columns:
-            return key, self._column(arg.value, key)
+            return key, self.column(arg.value, key)
         option = signature.option(key)
         assert option is not None
         return key, self._option(arg.value, signature, option, names)
 
-    def _column(self, expr: ast.Expr, key: str) -> Expr:
+    def column(self, expr: ast.Expr, key: str) -> Expr:
         if not isinstance(expr, ast.NameExpr):
             raise mistake("bad-value", f"`{key}` takes a column", expr.span)
         if expr.text not in self.columns:
@@ -168,6 +169,33 @@ class FunctionCall:
         if missing:
             raise mistake("bad-value", f"`{name}` needs `{missing[0]}`, which a program cannot give", span, "give it a default")
         return Expr("call", called, span=span)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A comparison of a column or state with a number, or a call."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Binary) or expr.op not in FLIPPED:
+            if isinstance(expr, ast.Call) or (isinstance(expr, ast.Literal_) and expr.kind == "string"):
+                return FunctionCall(self.caller).read(key, expr, names)
+            raise mistake("bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = reward > 0.5`")
+        sides = [self._is_column(side, names) for side in (expr.left, expr.right)]
+        if sides.count(True) != 1:
+            raise mistake("bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`")
+        column, other = (expr.left, expr.right) if sides[0] else (expr.right, expr.left)
+        value = evaluate(other, names)
+        if value.kind == "quantity":
+            raise mistake("bad-unit", "a column holds plain numbers, and this has a unit", other.span)
+        if value.kind not in ("number", "bool"):
+            raise mistake("bad-value", f"a column is compared with a number here, not with {shown(value)}", other.span)
+        operands = (self.caller.column(column, key), value)
+        return Expr(expr.op if sides[0] else FLIPPED[expr.op], args=operands, span=expr.span)
+
+    def _is_column(self, expr: ast.Expr, names: Names) -> bool:
+        return isinstance(expr, ast.NameExpr) and expr.text not in names.params
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from typing import IO, Any
 
 import msgspec
 
-from ..backends import ENGINES
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
@@ -34,6 +33,7 @@ from .folder import choose, lock, make
 from .pool import NoResources, check_machine
 from .processes import MARK, Temporary, sweep
 from .record import read
+from .unready import unready
 
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -106,28 +106,7 @@ class Result:
 
 def check(plan: Plan) -> dict[str, int]:
     """What must be there to run: weights, tokenizer, data. The number of rows of each data file; `Fault` with all that is missing."""
-    found: list[Diagnostic] = []
-    if plan.cluster.device.backend != "cpu":
-        what = f"devices of kind {plan.cluster.device.backend} can be planned for, not run on, in this version"
-        found.append(Diagnostic("not-yet", what, plan.cluster.span, 'run on `device = "cpu"`'))
-    for placement in plan.placements:
-        if placement.engine.name in ENGINES and not ENGINES[placement.engine.name].runs:
-            what = f"the engine `{placement.engine.name}` of `{placement.node}` can be planned for, not run, in this version"
-            others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]
-            layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
-            span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
-            found.append(Diagnostic("not-yet", what, span, f"these run: {', '.join(others)}"))
-    for state in plan.graph.states:
-        what = f"the state `{state.name}` can be planned for, not run with, in this version"
-        found.append(Diagnostic("not-yet", what, state.span, "a number that does not change can be a `param`"))
-    for node in plan.graph.verb("generate"):
-        if node.number("partial", 1) > 1:
-            what = f"`partial` of `{node.name}` can be planned for, not run, in this version"
-            found.append(Diagnostic("not-yet", what, node.attributes["partial"].span, "leave it out: each response is generated whole"))
-    for edge in plan.graph.reshards():
-        if edge.staleness:
-            what = f"`staleness` of `{edge.src} => {edge.dst}` can be planned for, not run, in this version"
-            found.append(Diagnostic("not-yet", what, edge.attributes["staleness"].span, "leave it out: the run is synchronous"))
+    found = unready(plan)
     for model in plan.deploy.models.values():
         if not model.path:
             what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"

@@ -35,3 +35,11 @@ def tracked(reward, mean):
 
 def early(answer, late):
     return late
+
+
+def pick(reward):
+    return [0]
+
+
+def draw(rate):
+    return rate

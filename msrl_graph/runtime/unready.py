@@ -1,0 +1,54 @@
+"""What can be planned for and not run, in this version.
+
+Invariant: all of it is refused by name before anything starts; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from ..backends import ENGINES
+from ..diagnostics import Diagnostic, Span
+from ..graph import Edge, Node
+from ..plan import Plan
+
+# Attributes of nodes that the runtime does not know, and what to do meanwhile.
+NODES = {
+    "partial": "leave it out: each response is generated whole",
+    "stop": "leave it out: a response ends at the end token or at `max_tokens`",
+    "after": "leave it out: the update runs from the first iteration",
+    "every": "leave it out: the update runs in every iteration",
+    "keep": "leave the filter out: every row goes on",
+    "select": "leave the filter out: every row goes on",
+    "weights": "leave it out: prompts are drawn evenly",
+}
+EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
+# The values that mean nothing: what the runtime does anyway.
+NOTHING = {"partial": 1, "after": 0, "every": 1, "staleness": 0}
+
+
+def unready(plan: Plan) -> list[Diagnostic]:
+    found: list[Diagnostic] = []
+
+    def tell(what: str, span: Span, help: str, how: str = "run") -> None:
+        found.append(Diagnostic("not-yet", f"{what} can be planned for, not {how}, in this version", span, help))
+
+    if plan.cluster.device.backend != "cpu":
+        tell(f"devices of kind {plan.cluster.device.backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
+    for placement in plan.placements:
+        if placement.engine.name in ENGINES and not ENGINES[placement.engine.name].runs:
+            others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]
+            layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
+            span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
+            tell(f"the engine `{placement.engine.name}` of `{placement.node}`", span, f"these run: {', '.join(others)}")
+    for state in plan.graph.states:
+        tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
+    for node in plan.graph.nodes:
+        for key in _stated(node, NODES):
+            tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
+    for edge in plan.graph.reshards():
+        for key in _stated(edge, EDGES):
+            tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])
+    return found
+
+
+def _stated(part: Node | Edge, known: dict[str, str]) -> list[str]:
+    return [k for k in known if k in part.attributes and (k not in NOTHING or part.attributes[k].value != NOTHING[k])]
