@@ -19,6 +19,7 @@ from language import TESTS
 import msrl_graph
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, parse, to_rlg
 from msrl_graph.diagnostics import NOWHERE, Span
+from msrl_graph.dsl import ast
 from msrl_graph.dsl.ast import moved
 from msrl_graph.emit.text import plan_text
 from msrl_graph.plan import Plan
@@ -184,6 +185,7 @@ def test_every_statement_has_its_place(tmp_path: Path) -> None:
     a.source(8, ["prompt"], weights="f(success)")
     hinter = a.node("hinter: host.hint", "answer", "hint", call="hints.py:hint")
     a.node("actor.update", epochs=2, optimizer="adamw(lr = 1e-6, betas = [0.9, 0.95])")
+    a.node("actor.generate", stop=["</answer>", "\n\n"], temperature=0.7)
     a.edge("source", hinter, ["host.a", "host.b"], balance="tokens")
     a.reshard("actor.update", "actor.generate", staleness=1)
     a.drop("judge.infer")
@@ -217,6 +219,7 @@ algorithm mine extends base {
   source(8) -> prompt { weights = f(success) }
   node hinter: host.hint(answer) -> hint { call = "hints.py:hint" }
   node actor.update { epochs = 2, optimizer = adamw(lr = 1e-6, betas = [0.9, 0.95]) }
+  node actor.generate { stop = ["</answer>", "\\n\\n"], temperature = 0.7 }
   source -> hinter -> host.a, host.b { balance = tokens }
   actor.update => actor.generate { staleness = 1 }
   drop judge.infer
@@ -267,3 +270,35 @@ def test_where_there_is_no_source_the_line_is_told() -> None:
         exec("\n\nAlgorithm('1')", {"Algorithm": Algorithm})
     (diagnostic,) = caught.value.diagnostics
     assert diagnostic.span == Span("<string>", 3, 1, 3, 1)
+
+
+def test_each_name_is_underlined() -> None:
+    lines = Path(__file__).read_text(encoding="utf-8").split("\n")
+    found = 0
+    for part in parts(page().tree()):
+        if isinstance(part, ast.Name | ast.Ref) and part.text not in ("grpo", "pod"):  # these are what stands in a variable
+            at = part.span
+            under = lines[at.line - 1][at.column - 1 : at.end_column - 1]
+            # What was given back by `node` stands as a variable, too.
+            assert under == part.text or under in ("generate", "infer", "reference", "reward", "advantage", "update")
+            found += under == part.text
+    assert found > 60
+
+
+def parts(part: Any) -> list[Any]:
+    if isinstance(part, tuple):
+        return [p for item in part for p in parts(item)]
+    return [part, *(p for f in fields(part) for p in parts(getattr(part, f.name)))] if is_dataclass(part) else []
+
+
+def test_without_positions_the_line_is_underlined(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text('from msrl_graph import Algorithm\nfor name in ("a b",):\n    Algorithm(name)  # here\n')
+    done = subprocess.run([sys.executable, "-X", "no_debug_ranges", program.name], cwd=tmp_path, capture_output=True, text=True)
+    shown = f" --> {program}:3:5\n  |\n3 |     Algorithm(name)  # here\n  |     ^^^^^^^^^^^^^^^^^^^^^^^\n"
+    assert shown in done.stderr
+
+
+def test_who_compiles_files_loads_nothing_of_it() -> None:
+    code = "import sys, msrl_graph.cli; print([m for m in sys.modules if m.startswith('msrl_graph.builder')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -212,8 +212,8 @@ class Deploy(Program):
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> None:
         """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
         call = Arguments("name", "target")
-        source = name == "source"
-        named = ast.Name(name, call.argument("name").span) if source else call.name("name", name)
+        # `source` is a reserved word that stands for a name here.
+        named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if name == "source" else call.name("name", name)
         self._body.append(ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span))
 
     def layout(self, nodes: Names, /, **sizes: Value) -> None:
