@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 # From the top down; parts of one floor do not import each other.
 FLOORS = (
-    ("doctor",),
+    ("doctor", "fmt"),
     ("cli",),
     ("cli_run",),
     ("cli_shared",),

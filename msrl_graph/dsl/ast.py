@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
-from ..diagnostics import Span
+from ..diagnostics import NOWHERE, Span
 
 T = TypeVar("T")
 
@@ -322,6 +322,11 @@ def moved(part: T, place: Callable[[Span], Span]) -> T:
 
     moved: T = walk(part)
     return moved
+
+
+def same(a: File, b: File) -> bool:
+    """Whether two trees differ in nothing but where their parts stand."""
+    return moved(a.items, lambda _: NOWHERE) == moved(b.items, lambda _: NOWHERE)
 
 
 def show(file: File) -> str:

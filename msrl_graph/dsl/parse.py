@@ -63,16 +63,23 @@ def flag_text(file: str) -> str | None:
     return file if file.startswith(FLAG) else None
 
 
-@cache
-def _parser(start: str) -> Lark:
-    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each start. One for
-    each rule, since tables for both would be twice as long to load, and few programs need the second.
+def parse_tokens(text: str, file: str) -> Tree[Token]:
+    """The program as the grammar's rules with every token: for what is about how it is written. Less is refused than by `parse`."""
+    tree: Tree[Token] = _tree(text, file, "start", True)
+    return tree
 
+
+@cache
+def _parser(start: str, tokens: bool = False) -> Lark:
+    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each start. With `tokens`
+    its trees hold every token, and no places but theirs.
+
+    One for each rule, since tables for all would be twice as long to load, and few programs need the second.
     A cache that is missing, torn, or of another version is built anew; one that cannot be written is done without.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
     # Python's and lark's versions are in the key, since what lark writes is theirs.
-    key = zlib.crc32(f"{start} {grammar}{lark.__version__}{sys.version}".encode())
+    key = zlib.crc32(f"{start} {tokens} {grammar}{lark.__version__}{sys.version}".encode())
     home = os.path.expanduser("~/.cache")  # noqa: PTH111  Path.expanduser raises where there is no home
     folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "msrl_graph"
     path = folder / f"grammar-{key:08x}"
@@ -80,7 +87,7 @@ def _parser(start: str) -> Lark:
         with path.open("rb") as file:
             return Lark.load(file)
     except Exception:
-        parser = Lark(grammar, parser="lalr", propagate_positions=True, start=start)
+        parser = Lark(grammar, parser="lalr", propagate_positions=not tokens, start=start, keep_all_tokens=tokens)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Two processes may write at once: each writes a file of its own, whole before it has its name.
@@ -91,9 +98,9 @@ def _parser(start: str) -> Lark:
     return parser
 
 
-def _tree(text: str, file: str, start: str) -> Any:
+def _tree(text: str, file: str, start: str, tokens: bool = False) -> Any:
     try:
-        return _parser(start).parse(text)
+        return _parser(start, tokens).parse(text)
     except UnexpectedInput as error:
         raise Fault(explain(text, file, error, start)) from None
 
