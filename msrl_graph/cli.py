@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .compile import Compilation
     from .plan import Plan
 
-PICTURES = ("dot",)
+PICTURES = ("dot", "html")
 
 __all__ = ["compile_main", "run_main", "run_plan"]
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
     p.add_argument("--check", action="store_true", help="only check: print nothing if all is well")
     p.add_argument("--emit", choices=("ast", "graph", "placed", "plan", "ray"), help="what to show (default: plan; graph without a deploy)")
-    p.add_argument("--format", choices=("text", "json", "dot"), default="text", help="how to show it; dot: for Graphviz")
+    p.add_argument("--format", choices=("text", "json", *PICTURES), default="text", help="how to show it; dot: for Graphviz")
     p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
     p.add_argument("--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan")
     p.add_argument("--lengths", metavar="SPEC", action="append", help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE")
@@ -207,18 +207,27 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
 
 
 def _picture(result: Compilation, stage: str, form: str) -> str:
-    from .emit import picture
+    """Graphviz text or a page of a stage."""
+    graph, plan = result.graph, result.placed if stage == "placed" else result.plan
+    assert graph is not None
+    if form == "dot":
+        from .emit import picture
+        from .emit.dot import dot_text
 
-    assert result.graph is not None
-    if stage == "graph":
-        drawn = picture.graph_picture(result.graph)
-    else:
-        plan = result.placed if stage == "placed" else result.plan
+        if stage == "graph":
+            return dot_text(picture.graph_picture(graph))
         assert plan is not None
-        drawn = picture.placed_picture(plan) if stage == "placed" else picture.plan_picture(plan)
-    from .emit.dot import dot_text
+        return dot_text(picture.placed_picture(plan) if stage == "placed" else picture.plan_picture(plan))
+    from .emit import html
 
-    return dot_text(drawn)
+    if stage == "graph":
+        return html.graph_html(graph)
+    assert plan is not None
+    if stage == "placed":
+        return html.placed_html(plan)
+    from .simulation.timeline import timeline
+
+    return html.plan_html(plan, timeline(plan))
 
 
 def _screen(options: argparse.Namespace) -> tuple[int, bool]:

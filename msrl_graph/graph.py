@@ -15,6 +15,7 @@ from typing import Any, Literal
 import networkx as nx
 
 from .diagnostics import NOWHERE, Span
+from .views import GraphViews
 
 Value = bool | int | float | str | None
 ELEMENTS = {"i32": 4, "i64": 8, "f32": 4, "bf16": 2, "bool": 1, "text": 1, "json": 1}
@@ -162,7 +163,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Graph:
+class Graph(GraphViews):
     """An algorithm: nodes in dependency order, the source first (a node with verb `source`)."""
 
     name: str

@@ -1,4 +1,4 @@
-"""How a plan shows itself, for who has one in Python.
+"""How a graph or a plan shows itself, for who has one in Python.
 
 Invariant: what is shown is what the command line shows. These are the only imports that go up, and each is made when it is asked for: a
 plan that is run or sent has loaded nothing of them.
@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .graph import Graph
     from .plan import Plan
+
+
+class GraphViews:
+    """The methods of a Graph that need the floors above it."""
+
+    def _repr_html_(self: Graph) -> str:  # type: ignore[misc]
+        """What a notebook shows: a picture, states by worker."""
+        from .emit.html import graph_fragment
+
+        return graph_fragment(self)
 
 
 class PlanViews:
@@ -20,3 +31,9 @@ class PlanViews:
         from .emit.text import plan_text
 
         return plan_text(self, width)
+
+    def _repr_html_(self: Plan) -> str:  # type: ignore[misc]
+        """What a notebook shows: a picture, states by pool."""
+        from .emit.html import plan_fragment
+
+        return plan_fragment(self)

@@ -5,25 +5,34 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
+from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
 from msrl_graph.compile import read, translate
 from msrl_graph.emit.dot import dot_text
+from msrl_graph.emit.html import fragment, graph_html, placed_html, plan_html
+from msrl_graph.emit.layers import draw
 from msrl_graph.emit.picture import Arrow, Box, Picture, graph_picture, placed_picture, plan_picture
+from msrl_graph.emit.svg import shorten, svg
 from msrl_graph.graph import Graph
-from msrl_graph.plan import Plan
+from msrl_graph.plan import Note, Plan
+from msrl_graph.simulation.timeline import timeline
 
 Golden = Callable[[str, str], None]
 Capture = pytest.CaptureFixture[str]
 PROGRAMS = Path(__file__).parent / "programs"
 ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
+SOME = [*(PROGRAMS / f"{n}.rlg" for n in ("grpo_page", "apart_two", "stale")), ARITHMETIC]
 NASTY = ['a"b', "a\\", 'a\\"', "<b>&amp;", "{|}", "node", "\\n", "ü 名前", "a\nb", "]]>", "</svg><script>alert(1)</script>", "\x00\x07"]
 # What Graphviz's grammar allows of what is written here: quoted strings, names, and the signs between them.
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|->|[A-Za-z_][A-Za-z_0-9]*|[0-9]+|[{}\[\]=,])', re.DOTALL)
@@ -79,7 +88,7 @@ def test_dot(golden: Golden, capsys: Capture, name: str, stage: str) -> None:
     golden(f"{name}.{stage}.dot", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("program", [*sorted(PROGRAMS.glob("[gs]*.rlg")), ARITHMETIC], ids=lambda p: p.stem)
+@pytest.mark.parametrize("program", SOME, ids=lambda p: p.stem)
 def test_what_is_written_follows_graphviz_grammar(program: Path) -> None:
     for picture in every(compile(program)):
         assert_digraph(dot_text(picture))
@@ -123,7 +132,7 @@ def test_an_algorithm_without_a_deploy_has_a_picture_of_its_graph(capsys: Captur
     assert "error[no-deploy]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("form", ["dot"])
+@pytest.mark.parametrize("form", ["dot", "html"])
 @pytest.mark.parametrize("arguments", [["--emit", "ast"], ["--emit", "ray"], ["--simulate", "2"], ["--why"]])
 def test_what_is_no_graph_has_no_picture(arguments: list[str], form: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -142,3 +151,166 @@ def test_text_of_a_program_stands_in_the_picture_as_it_is() -> None:
     worker = replace(graph.workers[0], model='<b>"x"\\')
     picture = graph_picture(replace(graph, workers=(worker, *graph.workers[1:])))
     assert 'policy, model <b>\\"x\\"\\\\' in dot_text(picture)
+
+
+# Pages.
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Reader(HTMLParser):
+    """Reads a page: every element is closed where it belongs; keeps what is asked for from elsewhere, and the text that is seen."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.foreign: list[str] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.foreign += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset", "action", "data") or k.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def whole(program: Path) -> str:
+    plan = compile(program)
+    return plan_html(plan, timeline(plan))
+
+
+@pytest.mark.parametrize("program", SOME, ids=lambda p: p.stem)
+def test_a_page_is_well_formed_and_asks_for_nothing(program: Path) -> None:
+    plan = compile(program)
+    for page in (plan_html(plan, timeline(plan)), placed_html(plan), graph_html(plan.graph)):
+        read = Reader(page)
+        assert not read.foreign and not {"script", "link", "iframe", "img", "object"} & set(read.tags)
+        assert not re.search(r"https?:|url\(|@import|//", page.split("<svg")[0] + page.split("</svg>")[1])
+        assert "default-src 'none'" in page
+        drawn = ET.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+        assert {t.text for t in drawn.iter("title")} >= {n.name for n in plan.graph.nodes if n.name == "source"}
+
+
+def test_a_page_holds_what_the_text_says(capsys: Capture) -> None:
+    from msrl_graph.emit.text import plan_text
+
+    plan = four()
+    seen = Reader(plan_html(plan, timeline(plan))).text
+    for line in plan_text(plan, width=4000).split("\n"):
+        for cell in re.split(r"\s{2,}", line.strip()):
+            assert " ".join(cell.split()) in seen or set(cell) <= {"─"}, cell
+    assert "An iteration 1,701 s" in seen and "functions" in seen
+
+
+def test_the_same_program_gives_the_same_page() -> None:
+    assert whole(ARITHMETIC) == whole(ARITHMETIC)
+
+
+def test_names_are_text_in_a_page() -> None:
+    plan = four()
+    nasties = [n for n in NASTY if "<" in n or "&" in n or '"' in n]
+    named = replace(
+        plan,
+        notes=tuple(Note(n, n) for n in nasties),
+        pools=tuple(replace(p, name=n) for p, n in zip(plan.pools, nasties, strict=False)),
+        graph=replace(plan.graph, name=nasties[-1]),
+    )
+    renamed = {p.name: n for p, n in zip(plan.pools, nasties, strict=False)}
+    named = replace(named, placements=tuple(replace(p, pool=renamed.get(p.pool, p.pool)) for p in plan.placements))
+    for page in (plan_html(named), placed_html(named), graph_html(named.graph), fragment(nasty())):
+        read = Reader(page)
+        assert "script" not in read.tags
+        assert "<script>" not in page
+    seen = Reader(plan_html(named)).text
+    assert all(" ".join(n.split()) in seen for n in nasties)
+    titles = {t.text for t in ET.fromstring(svg(nasty())).iter("title")}
+    assert {"<b>&amp;", 'a\\"', "</svg><script>alert(1)</script>"} <= {title.split(" ")[0] if title else "" for title in titles}
+
+
+def test_ten_thousand_devices_take_no_longer_page_than_sixteen() -> None:
+    text = (PROGRAMS / "grpo_page.rlg").read_text(encoding="utf-8")
+    assert "nodes            = 2" in text and "{ tp = 8, dp = 2 }" in text
+    many = text.replace("nodes            = 2", "nodes            = 1250").replace("{ tp = 8, dp = 2 }", "{ tp = 8, dp = 1250 }")
+    many = many.replace("{ tp = 4, dp = 4 }", "{ tp = 4, dp = 2500 }").replace("prompts      = 256", "prompts      = 10000")
+    small, large = compile("small.rlg", text=text), compile("large.rlg", text=many)
+    assert large.cluster.devices == 10_000
+    pages = [plan_html(p, timeline(p)) for p in (small, large)]
+    assert "hosts 0..1249, 1250 alike" in pages[1]
+    assert len(pages[1]) < 1.1 * len(pages[0])
+
+
+def test_the_timeline_is_the_estimate_where_nothing_differs() -> None:
+    plan = compile(PROGRAMS / "grpo_page.rlg")
+    shown = timeline(plan)
+    assert plan.estimate is not None
+    assert shown.seconds == pytest.approx(plan.estimate.iteration_seconds.value)
+    phases = {p.name: p.seconds.value for p in plan.estimate.phases}
+    worked = sum((s.end - s.begin) * s.share for s in shown.stretches if s.what == "actor.update")
+    exchange = phases.get("gradient exchange of actor.update", 0.0)
+    assert worked == pytest.approx(phases["actor.update"] + exchange)
+
+
+def test_an_iteration_that_others_overlap_shows_both() -> None:
+    shown = timeline(compile(PROGRAMS / "stale.rlg"))
+    first = {s.what: s.begin for s in reversed(shown.stretches)}
+    assert {"actor.generate", "actor.update"} <= first.keys() and "overlap" in shown.about
+    assert all(0 <= s.begin < s.end <= shown.seconds and 0 < s.share <= 1 for s in shown.stretches)
+
+
+def test_notebooks_show_pictures() -> None:
+    plan = four()
+    for shown in (plan, plan.graph):
+        page = shown._repr_html_()
+        read = Reader(page)
+        assert "svg" in read.tags and not read.foreign and "actor.update" in read.text
+
+
+@st.composite
+def graphs(draws: st.DrawFn) -> tuple[dict[str, tuple[float, float]], list[tuple[str, str, tuple[float, float]]]]:
+    count = draws(st.integers(1, 9))
+    extent = st.tuples(st.floats(10, 300), st.floats(10, 80))
+    boxes = {f"b{i}": draws(extent) for i in range(count)}
+    label = st.one_of(st.just((0.0, 0.0)), extent)
+    ends = st.tuples(st.sampled_from(sorted(boxes)), st.sampled_from(sorted(boxes)), label).filter(lambda e: e[0] != e[1])
+    return boxes, draws(st.lists(ends, max_size=14)) if count > 1 else []
+
+
+@given(graphs())
+def test_nothing_that_is_drawn_overlaps(given: tuple[dict[str, tuple[float, float]], list[tuple[str, str, tuple[float, float]]]]) -> None:
+    boxes, arrows = given
+    found = draw(boxes, arrows)
+    places = [(*found.places[n], *e) for n, e in boxes.items()]
+    places += [(*r.label, *e) for r, (_, _, e) in zip(found.routes, arrows, strict=True) if r.label is not None]
+    for i, (x, y, w, h) in enumerate(places):
+        assert x - w / 2 >= -0.01 and x + w / 2 <= found.width + 0.01 and y - h / 2 + 0.01 >= 0 and y + h / 2 <= found.height + 0.01
+        for u, v, a, b in places[:i]:
+            assert abs(x - u) >= (w + a) / 2 - 0.01 or abs(y - v) >= (h + b) / 2 - 0.01
+    assert sum(r.label is not None for r in found.routes) == sum(e[0] > 0 for *_, e in arrows)
+    for route, (src, dst, _) in zip(found.routes, arrows, strict=True):
+        for (x, y), name in ((route.points[0], src), (route.points[-1], dst)):
+            (u, v), (w, h) = found.places[name], boxes[name]
+            assert abs(x - u) <= w / 2 and abs(abs(y - v) - h / 2) < 0.01
+
+
+def test_a_name_that_is_cut_keeps_both_ends() -> None:
+    assert shorten("actor.generate") == "actor.generate"
+    cut = shorten("actor_with_a_name_that_nobody_would_ever_write.generate", 20)
+    assert cut.startswith("actor_") and cut.endswith(".generate") and len(cut) == 20

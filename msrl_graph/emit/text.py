@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from rich import box
 from rich.console import Console
@@ -41,8 +42,20 @@ def duration(seconds: float) -> str:
     return "< 1 us"
 
 
+class Sheet(Protocol):
+    """What sections are written on: headings, and under each lines and tables."""
+
+    def heading(self, text: str, more: str = "") -> None: ...
+    def line(self, text: str) -> None: ...
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
+        """`right` are the columns of figures, `keep` those that are never wrapped."""
+
+    def closing(self, text: str) -> None:
+        """What it comes to, in a sentence."""
+
+
 class Page:
-    """Collects sections and renders them to a string."""
+    """A sheet as text."""
 
     def __init__(self, width: int, colour: bool) -> None:
         self.out = io.StringIO()
@@ -54,11 +67,10 @@ class Page:
         self.console.print()
         self.console.print(Text.assemble((text, "bold"), f"  {more}" if more else ""))
 
-    def line(self, text: str, indent: int = 2) -> None:
-        self.console.print(Padding(Text(text), (0, 0, 0, indent)))
+    def line(self, text: str) -> None:
+        self.console.print(Padding(Text(text), (0, 0, 0, 2)))
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
-        """`right` are the columns of figures, `keep` those that are never wrapped."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
         for i, name in enumerate(head):
             figure = i in right
@@ -67,6 +79,10 @@ class Page:
             table.add_row(*(Text(cell) for cell in row))
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
+    def closing(self, text: str) -> None:
+        self.console.print()
+        self.console.print(Text(text, style="bold"))
+
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"
 
@@ -74,6 +90,12 @@ class Page:
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     """The whole plan; a part that no pass has filled yet is left out."""
     page = Page(width, colour)
+    write_plan(page, plan)
+    return page.text()
+
+
+def write_plan(page: Sheet, plan: Plan) -> None:
+    """`plan_text` on any sheet."""
     _head(page, plan)
     if plan.placements:
         _pools(page, plan)
@@ -92,14 +114,18 @@ def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
         page.heading("Notes")
         for note in plan.notes:
             page.line(f"{note.about}: {note.text}")
-    page.console.print()
-    page.console.print(Text(_count(plan), style="bold"))
-    return page.text()
+    page.closing(_count(plan))
 
 
 def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
     """An algorithm without a place to run: workers, columns, states, edges."""
     page = Page(width, colour)
+    write_graph(page, graph)
+    return page.text()
+
+
+def write_graph(page: Sheet, graph: Graph) -> None:
+    """`graph_text` on any sheet."""
     page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
     if graph.params:
         page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
@@ -135,27 +161,28 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
         (e.src, "->" if e.kind == "sample" else "=>", e.dst, ", ".join(f"{k} = {v}" for k, v in e.attributes.items())) for e in graph.edges
     ]
     page.table(("from", "", "to", "attributes"), edges)
-    page.console.print()
     samples, reshards = len(graph.samples()), len(graph.reshards())
-    page.console.print(
-        Text(f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}.", style="bold")
-    )
-    return page.text()
+    page.closing(f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}.")
 
 
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     """The graph with its docks and allgather-swaps."""
     page = Page(width, colour)
+    write_placed(page, plan)
+    return page.text()
+
+
+def write_placed(page: Sheet, plan: Plan) -> None:
+    """`placed_text` on any sheet."""
     vertices, arcs = placed(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
     page.table(("node", "kind", "where", "what"), rows)
     page.heading("Edges")
     page.table(("from", "", "to"), [(a.src, "->" if a.kind == "sample" else "=>", a.dst) for a in arcs])
-    return page.text()
 
 
-def _head(page: Page, plan: Plan) -> None:
+def _head(page: Sheet, plan: Plan) -> None:
     cluster, device, graph = plan.cluster, plan.cluster.device, plan.graph
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
@@ -188,7 +215,7 @@ def _rows(graph: Graph) -> str:
     return " x ".join([many(prompts, "prompt"), *(many(n // max(1, prompts), "response") for n in more)])
 
 
-def _pools(page: Page, plan: Plan) -> None:
+def _pools(page: Sheet, plan: Plan) -> None:
     seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
     on_devices = {p.name: p for p in plan.pools}
     for pool in dict.fromkeys([*on_devices, *(p.pool for p in plan.placements)]):
@@ -232,7 +259,7 @@ def _layout(layout: Layout) -> str:
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
-def _docks(page: Page, plan: Plan) -> None:
+def _docks(page: Sheet, plan: Plan) -> None:
     docks = plan.docks
     where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} {_range(docks.hosts)}"
     page.heading(
@@ -246,7 +273,7 @@ def _docks(page: Page, plan: Plan) -> None:
     page.table(("controller of", "host", "columns that it hears of", "groups", "hands out", "how"), rows, (1, 3))
 
 
-def _traffic(page: Page, plan: Plan) -> None:
+def _traffic(page: Sheet, plan: Plan) -> None:
     total = sum(t.bytes for t in plan.traffic)
     page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
     rows = []
@@ -261,7 +288,7 @@ def _traffic(page: Page, plan: Plan) -> None:
     page.line(f"central: {plan.traffic[0].central_seconds.basis}")
 
 
-def _reshards(page: Page, plan: Plan) -> None:
+def _reshards(page: Sheet, plan: Plan) -> None:
     for r in plan.reshards:
         page.heading(f"Reshard {r.src} => {r.dst}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
         sends = r.mode == "send"
@@ -299,7 +326,7 @@ def _peak(order: str) -> str:
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"
 
 
-def _schedule(page: Page, plan: Plan) -> None:
+def _schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
     rows = [(s.task, s.pool, ", ".join(map(_instruction, s.instructions)) or "-") for s in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
@@ -309,7 +336,7 @@ def _instruction(i: Instruction) -> str:
     return f"{i.op} {i.node} => {i.other}" if i.other else f"{i.op} {i.node}"
 
 
-def _memory(page: Page, plan: Plan) -> None:
+def _memory(page: Sheet, plan: Plan) -> None:
     for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
         phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
         has = phases[0].capacity
@@ -323,7 +350,7 @@ def _memory(page: Page, plan: Plan) -> None:
         page.table(("phase", "peak", "of it", "what"), rows, (1, 2))
 
 
-def _estimate(page: Page, plan: Plan) -> None:
+def _estimate(page: Sheet, plan: Plan) -> None:
     assert plan.estimate is not None
     estimate = plan.estimate
     page.heading("Estimate", "every row at its bound")

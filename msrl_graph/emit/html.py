@@ -1,0 +1,276 @@
+"""A stage as one page that opens anywhere: pictures first, then all that the text says, as tables.
+
+Invariant: the page holds all that it shows and asks for nothing, no script, no file, no network; text of a program is escaped wherever it
+stands; its length follows from the program and from classes of equal hosts, never from the number of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from ..graph import Graph
+from ..plan import Memory, Plan
+from .picture import Picture, graph_picture, placed_picture, plan_picture
+from .svg import COLOURS, clean, shorten, svg
+from .text import duration, many, size, write_graph, write_placed, write_plan
+
+FUNCTIONS = "functions"
+# What memory is taken by, and the words that tell it in an item's name; the first that fits.
+KINDS = (
+    ("optimizer", ("optimizer", "masters")),
+    ("gradients", ("gradients",)),
+    ("generation weights", ("generation weights",)),
+    ("weights", ("weights",)),
+    ("KV cache", ("KV cache",)),
+    ("activations", ("activations",)),
+    ("logits", ("logits",)),
+    ("other", ("",)),
+)
+FINEST = 1000  # parts of an iteration that a timeline tells apart
+WIDEST = 16  # devices of a host that are drawn one by one
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Seconds of an iteration, from its start, in which some devices of a pool worked at something; `share` of the pool's devices."""
+
+    pool: str
+    what: str
+    begin: float
+    end: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """An iteration: its seconds, and who worked when."""
+
+    seconds: float
+    stretches: tuple[Stretch, ...]
+    about: str  # which iteration it is
+
+
+@dataclass
+class Part:
+    """A section: lines and tables in the order in which they were written."""
+
+    title: str
+    more: str
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Sections:
+    """A sheet whose sections a template renders."""
+
+    parts: list[Part] = field(default_factory=list)
+    end: str = ""
+
+    def heading(self, text: str, more: str = "") -> None:
+        self.parts.append(Part(text, more))
+
+    def line(self, text: str) -> None:
+        self.parts[-1].blocks.append({"line": text})
+
+    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
+        self.parts[-1].blocks.append({"head": head, "rows": list(rows), "right": right, "keep": keep})
+
+    def closing(self, text: str) -> None:
+        self.end = text
+
+
+def graph_html(graph: Graph) -> str:
+    """A page of an algorithm: its graph, workers, columns, states and edges."""
+    sheet = Sections()
+    write_graph(sheet, graph)
+    return _page(f"Algorithm {graph.name}", sheet, **_drawn(graph_picture(graph)))
+
+
+def placed_html(plan: Plan) -> str:
+    """A page of a placed graph: docks and allgather-swaps between the states, and the devices."""
+    sheet = Sections()
+    write_placed(sheet, plan)
+    return _page(f"Placed graph of {plan.graph.name} on {plan.cluster.name}", sheet, **_drawn(placed_picture(plan)), **_devices(plan))
+
+
+def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
+    """A page of a plan, and of an iteration of it, where somebody has worked one out."""
+    sheet = Sections()
+    write_plan(sheet, plan)
+    shown = {**_drawn(plan_picture(plan)), **_devices(plan), "memory": _memory(plan), "timeline": _timeline(plan, timeline)}
+    return _page(f"Plan of {plan.graph.name} on {plan.cluster.name}", sheet, figures=_figures(plan), **shown)
+
+
+def fragment(picture: Picture) -> str:
+    """A picture with its legend, for a page that is not ours (a notebook)."""
+    return _template("drawing.html.j2").module.fragment(**_drawn(picture))  # type: ignore[attr-defined, no-any-return]
+
+
+def graph_fragment(graph: Graph) -> str:
+    return fragment(graph_picture(graph))
+
+
+def plan_fragment(plan: Plan) -> str:
+    return fragment(plan_picture(plan))
+
+
+def _template(name: str) -> jinja2.Template:
+    here = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=here, undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["clean"] = clean
+    return environment.get_template(name)
+
+
+def _page(title: str, sheet: Sections, **more: Any) -> str:
+    shown = {"figures": [], "hosts": [], "memory": [], "timeline": None, **more}
+    return _template("page.html.j2").render(title=title, parts=sheet.parts, end=sheet.end, **shown) + "\n"
+
+
+def _drawn(picture: Picture) -> dict[str, Any]:
+    kinds = {b.kind for b in picture.boxes}
+    legend = [(n % COLOURS, name, more) for n, (name, more) in enumerate(picture.groups)]
+    arrows = dict.fromkeys(a.kind for a in picture.arrows)
+    return {"svg": svg(picture), "legend": legend, "arrows": list(arrows), "puts": bool(kinds & {"dock", "allgather_swap", "send"})}
+
+
+def _colours(plan: Plan) -> dict[str, int]:
+    """By pool, as the picture has them."""
+    return {name: n % COLOURS for n, (name, _) in enumerate(plan_picture(plan).groups)}
+
+
+def _figures(plan: Plan) -> list[tuple[str, str, str]]:
+    """What one wants to know first: name, figure, what to say of it."""
+    found = []
+    if plan.estimate is not None:
+        whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
+        found.append(("an iteration", duration(whole.value), f"{whole.source}, every row at its bound"))
+        found.append(("throughput", f"{rate.value:,.4g}", f"tokens/s/device, {rate.source}"))
+    cluster = plan.cluster
+    found.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {many(cluster.nodes, 'host')}"))
+    if plan.memory:
+        fullest = max(plan.memory, key=lambda m: m.total / m.capacity.value)
+        where = "a host" if fullest.place == "host" else "a device"
+        found.append(("fullest", f"{100 * fullest.total / fullest.capacity.value:.1f} %", f"of {where}'s memory, in phase {fullest.phase}"))
+    if plan.traffic:
+        found.append(("sample edges", size(sum(t.bytes for t in plan.traffic)), "an iteration, at the columns' bounds"))
+    if plan.reshards:
+        released = sum(r.released_bytes_per_device for r in plan.reshards)
+        found.append(("released", size(released), "a device while it generates") if released else ("resharding", "sends", "between pools"))
+    return found
+
+
+def _devices(plan: Plan) -> dict[str, Any]:
+    """Hosts in classes of those whose devices are in the same pools, and the pools with their states."""
+    colours, each = _colours(plan), plan.cluster.devices_per_node
+    # Pools are stretches: what a host holds changes only on hosts where one begins or ends.
+    cuts = {0, plan.cluster.nodes}
+    for p in plan.pools:
+        for end in (p.first, p.first + p.devices):
+            cuts |= {end // each, end // each + 1}
+    marks = sorted(c for c in cuts if c <= plan.cluster.nodes)
+    hosts: list[dict[str, Any]] = []
+    for first, last in pairwise(marks):
+        parts: list[tuple[str, int | None, int]] = []
+        for p in plan.pools:
+            begin, end = max(p.first, first * each), min(p.first + p.devices, (first + 1) * each)
+            if begin < end:
+                parts.append((p.name, colours.get(p.name, 0), end - begin))
+        used = sum(n for _, _, n in parts)
+        parts += [("no pool", None, each - used)] if used < each else []
+        if hosts and [x[0::2] for x in hosts[-1]["parts"]] == [x[0::2] for x in parts]:
+            hosts[-1]["last"] = last - 1
+        else:
+            hosts.append({"first": first, "last": last - 1, "parts": parts})
+    for host in hosts:
+        host["cells"] = each <= WIDEST
+    pools = []
+    for name in dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)]):
+        states = [p for p in plan.placements if p.pool == name]
+        on = next((p for p in plan.pools if p.name == name), None)
+        rows = [(s.node, str(s.layout) if on else "", s.engine.name if on else "") for s in states]
+        what = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
+        pools.append({"name": name, "colour": colours.get(name), "what": what, "reason": on.reason if on else "", "states": rows})
+    return {"hosts": hosts, "pools": pools}
+
+
+def _memory(plan: Plan) -> list[dict[str, Any]]:
+    found = []
+    for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
+        phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
+        capacity = phases[0].capacity.value
+        whole = max(capacity, *(m.total for m in phases))
+        title = f"a {place}" + (f" of pool {pool}" if place == "device" and len(plan.pools) > 1 else "")
+        bars = [_bar(m, whole) for m in phases]
+        there = {s["colour"] for b in bars for s in b["parts"]}
+        legend = [(n, k) for n, (k, _) in enumerate(KINDS) if n in there]
+        found.append({"title": title, "capacity": size(capacity), "at": 100 * capacity / whole, "bars": bars, "legend": legend})
+    return found
+
+
+def _bar(memory: Memory, whole: float) -> dict[str, Any]:
+    parts = []
+    for name, number in sorted(memory.items.items(), key=lambda i: (_kind(i[0]), -i[1], i[0])):
+        kind = _kind(name)
+        if number:
+            words = {"name": name, "kind": KINDS[kind][0], "size": size(number)}
+            parts.append({**words, "colour": kind, "width": 100 * number / whole})
+    share = memory.total / memory.capacity.value
+    over = {"total": size(memory.total), "share": f"{100 * share:.1f} %", "over": share > 1}
+    return {"phase": memory.phase, "parts": parts, "remark": memory.remark, **over}
+
+
+def _kind(item: str) -> int:
+    """Which of KINDS an item of memory is."""
+    return next(n for n, (_, words) in enumerate(KINDS) if any(w in item for w in words))
+
+
+def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
+    if timeline is None or not timeline.seconds:
+        return None
+    colours = _colours(plan)
+    pools = []
+    for pool in dict.fromkeys([*(p.name for p in plan.pools), FUNCTIONS]):
+        rows = []
+        for what in dict.fromkeys(s.what for s in sorted(timeline.stretches, key=lambda s: (s.begin, s.what)) if s.pool == pool):
+            worked = [s for s in timeline.stretches if (s.pool, s.what) == (pool, what)]
+            busy = sum((s.end - s.begin) * s.share for s in worked)
+            bars = []
+            for begin, end in _joined(worked, timeline.seconds / FINEST):
+                words = f"{what}: from {duration(begin)} to {duration(end)}"
+                bars.append({"left": 100 * begin / timeline.seconds, "width": 100 * (end - begin) / timeline.seconds, "words": words})
+            row = {"what": what, "short": shorten(what, 19), "busy": duration(busy), "share": f"{100 * busy / timeline.seconds:.1f} %"}
+            rows.append({**row, "bars": bars})
+        if rows:
+            pools.append({"name": pool, "colour": colours.get(pool, 0), "rows": rows})
+    ticks = [(100 * t / timeline.seconds, duration(t)) for t in _ticks(timeline.seconds)]
+    return {"pools": pools, "ticks": ticks, "seconds": duration(timeline.seconds), "about": timeline.about}
+
+
+def _joined(stretches: Sequence[Stretch], least: float) -> list[tuple[float, float]]:
+    """Stretches in order, those that touch or nearly do as one."""
+    found: list[tuple[float, float]] = []
+    for s in sorted(stretches, key=lambda s: (s.begin, s.end)):
+        if found and s.begin <= found[-1][1] + least:
+            found[-1] = (found[-1][0], max(found[-1][1], s.end))
+        else:
+            found.append((s.begin, s.end))
+    return found
+
+
+def _ticks(seconds: float) -> list[float]:
+    """About five round times up to so many seconds."""
+    one = 1e-6
+    while True:
+        for step in (one, 2 * one, 5 * one):
+            if seconds / step <= 6:
+                return [step * n for n in range(int(seconds / step) + 1)]
+        one *= 10
+
+
+__all__ = ["Stretch", "Timeline", "graph_fragment", "graph_html", "placed_html", "plan_fragment", "plan_html"]

@@ -1,0 +1,117 @@
+"""A picture as SVG, drawn without any other program: what stands in a page and what a notebook shows.
+
+Invariant: well-formed XML, and text of a program is text in it, whatever it holds; colours come from the page (the classes in
+drawing.html.j2), so that one drawing serves light and dark.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+from .layers import Extent, draw
+from .picture import Box, Picture
+
+LETTER, SMALL = 7.7, 6.3  # the width of a letter in pixels: of a name, of what else is said; wide fonts have no more
+LINE, LONGEST = 15.0, 40  # the height of a line in pixels; letters in it
+COLOURS = 8
+MARGIN = 8.0
+
+
+def clean(text: str) -> str:
+    """Without what XML cannot hold, and on one line."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def svg(picture: Picture) -> str:
+    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, `sample`, `reshard`."""
+    boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
+    labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
+    drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
+    width, height = drawn.width + 2 * MARGIN, drawn.height + 2 * MARGIN
+    root = ET.Element("svg", {"viewBox": f"{-MARGIN:g} {-MARGIN:g} {width:.1f} {height:.1f}", "role": "img"})
+    # As large as it is drawn, or as small as it can still be read.
+    root.set("style", f"width:100%;max-width:{width:.0f}px;min-width:{0.72 * width:.0f}px")
+    ET.SubElement(root, "title").text = clean(picture.title)
+    groups = {name: n % COLOURS for n, (name, _) in enumerate(picture.groups)}
+    for a, route in zip(picture.arrows, drawn.routes, strict=True):
+        arrow = ET.SubElement(root, "g", {"class": a.kind})
+        ET.SubElement(arrow, "title").text = clean(f"{a.src} {'=>' if a.kind == 'reshard' else '->'} {a.dst}")
+        ET.SubElement(arrow, "path", {"d": _curve(route.points)})
+        ET.SubElement(arrow, "path", {"class": "tip", "d": _tip(route.points)})
+    for a, route, extent in zip(picture.arrows, drawn.routes, labels, strict=True):
+        if route.label is not None:
+            _label(root, route.label, extent, a.lines)
+    for b in picture.boxes:
+        _box(root, b, drawn.places[b.name], boxes[b.name], groups.get(b.group))
+    return ET.tostring(root, encoding="unicode")
+
+
+def shorten(text: str, most: int = LONGEST) -> str:
+    """At most so many letters of a text, its beginning and its end: the verb of a state stands last."""
+    text = clean(text)
+    if cell_len(text) <= most:
+        return text
+    tail = text[-(most // 2) :]
+    while cell_len(tail) > most // 2:
+        tail = tail[1:]
+    return set_cell_size(text, most - cell_len(tail) - 1).rstrip() + "…" + tail
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    return [s for line in lines for s in textwrap.wrap(clean(line), LONGEST, break_long_words=False, break_on_hyphens=False)]
+
+
+def _extent(name: str, lines: Sequence[str], more_width: float, more_height: float) -> Extent:
+    facts = _wrapped(lines)
+    widest = max([LETTER * cell_len(shorten(name)), *(SMALL * cell_len(shorten(f)) for f in facts)])
+    return widest + more_width, (len(facts) + bool(name)) * LINE + more_height
+
+
+def _box(root: ET.Element, box: Box, at: tuple[float, float], extent: Extent, colour: int | None) -> None:
+    (x, y), (width, height) = at, extent
+    state = box.kind not in ("dock", "allgather_swap", "send")
+    group = ET.SubElement(root, "g", {"class": f"{'state' if state else 'put'}{f' c{colour}' if colour is not None else ''}"})
+    ET.SubElement(group, "title").text = clean("\n".join([box.name, *box.lines]))
+    radius = {"dock": height / 2, "function": 1, "source": 1, "allgather_swap": height / 2, "send": height / 2}.get(box.kind, 7)
+    place = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height, "rx": min(radius, 16)}
+    ET.SubElement(group, "rect", {k: f"{v:.1f}" for k, v in place.items()})
+    _text(group, x, y - height / 2 + 7, [box.name], "name")
+    _text(group, x, y - height / 2 + 7 + LINE, box.lines, "fact")
+
+
+def _label(root: ET.Element, at: tuple[float, float], extent: Extent, lines: Sequence[str]) -> None:
+    (x, y), (width, height) = at, extent
+    group = ET.SubElement(root, "g", {"class": "label"})
+    place = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height}
+    ET.SubElement(group, "rect", {k: f"{v:.1f}" for k, v in place.items()})
+    ET.SubElement(group, "title").text = clean("\n".join(lines))
+    _text(group, x, y - height / 2, lines, "fact")
+
+
+def _text(root: ET.Element, x: float, top: float, lines: Sequence[str], kind: str) -> None:
+    for n, line in enumerate(_wrapped(lines) if kind == "fact" else lines):
+        ET.SubElement(root, "text", {"class": kind, "x": f"{x:.1f}", "y": f"{top + n * LINE + 11.5:.1f}"}).text = shorten(line)
+
+
+def _curve(points: Sequence[tuple[float, float]]) -> str:
+    (x, y), *rest = points
+    parts = [f"M{x:.1f} {y:.1f}"]
+    for to_x, to_y in rest:
+        if abs(to_x - x) < 0.05:
+            parts.append(f"V{to_y:.1f}")
+        else:
+            middle = (y + to_y) / 2
+            parts.append(f"C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} {to_y:.1f}")
+        x, y = to_x, to_y
+    return " ".join(parts)
+
+
+def _tip(points: Sequence[tuple[float, float]]) -> str:
+    """Arrows end upright, downwards or (against the order of the boxes) upwards."""
+    x, y = points[-1]
+    back = -7 if points[-1][1] >= points[0][1] else 7
+    return f"M{x:.1f} {y:.1f} L{x - 4:.1f} {y + back:.1f} L{x + 4:.1f} {y + back:.1f} Z"
