@@ -51,6 +51,12 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
 
 
+def classes(source: str) -> dict[str, tuple[str, ...]]:
+    """The names of the methods of the top-level classes of a Python source, by class; SyntaxError where it is not Python."""
+    found = [item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)]
+    return {c.name: tuple(m.name for m in c.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)) for c in found}
+
+
 def _signature(item: ast.FunctionDef) -> Signature:
     a = item.args
     positional = [*a.posonlyargs, *a.args]

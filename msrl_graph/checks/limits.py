@@ -35,14 +35,10 @@ def not_yet(graph: Graph, library: Library) -> list[Diagnostic]:
         if kinds.get(node.worker) == "policy" and not responses & set(node.reads) and (responses or not generates):
             tell(f"`{node.name}` reads no generated response; training on data alone cannot be compiled yet", node.span, "")
     for node in graph.nodes:
-        for column in map(graph.column, node.writes):
-            tokens = column.element == "i32" and len(column.dims) == 1 and column.dims[0].ragged
-            if node.verb == "source" and not tokens and column.element != "text" and column.element in ELEMENTS:
-                message = f"a field of `{column.element}` from the data cannot be compiled yet"
-                tell(message, column.span, "use `text`, or tokens, `i32[<= n]`")
         if kinds.get(node.worker) in ("policy", "value", "reward_model") and node.verb in ("generate", "infer"):
             for column in map(graph.column, node.reads):
-                if column.element in ELEMENTS and (column.element != "i32" or not column.dims):
+                own = "environment" in node.attributes and column.element in ("text", "json")  # read by the environment, not by the model
+                if column.element in ELEMENTS and (column.element != "i32" or not column.dims) and not own:
                     message = f"`{node.name}` reads `{column.name}`; a model cannot read a column of `{column.element}` yet"
                     tell(message, node.span, "declare it as tokens, `i32[<= n]`")
     return found

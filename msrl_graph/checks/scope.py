@@ -6,13 +6,13 @@ Invariant: signatures come from `library`, the package's functions and those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import networkx as nx
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
-from ..graph import ELEMENTS, Expr, Graph, Node
+from ..graph import ELEMENTS, Column, Expr, Graph, Node
 from ..plan import METRICS
 from .columns import Library, sample_flow
 
@@ -83,8 +83,8 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
     """What each verb may write."""
     found: list[Diagnostic] = []
 
-    def wrong(node: Node, message: str, help: str, code: str = "bad-value") -> None:
-        found.append(Diagnostic(code, f"`{node.name}` {message}", node.span, help))
+    def wrong(node: Node, message: str, help: str) -> None:
+        found.append(Diagnostic("bad-value", f"`{node.name}` {message}", node.span, help))
 
     for node in graph.nodes:
         columns = [graph.column(c) for c in node.writes]
@@ -96,18 +96,32 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
                 wrong(node, "writes one column of tokens, the response", "declare it as `i32[<= n]`, n the most tokens of a response")
             like = responses[0].name if len(responses) == 1 else ""
             logps = [c for c in columns if c.element == "f32" and like and [d.like for d in c.dims] == [like]]
+            masks = [c for c in columns if c.element == "bool" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
-                if column not in [*responses, *logps[:1]] and like:
-                    message = f"writes `{column.name}`, and this version generates only a response and its log-probabilities"
-                    wrong(node, message, f"declare log-probabilities as `f32[{like}]`; functions write the rest", "not-yet")
+                if column not in [*responses, *logps[:1], *masks[:1]] and like and "environment" not in node.attributes:
+                    help = f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`; functions write the rest"
+                    wrong(node, f"writes `{column.name}`, which no generation gives", help)
         elif node.verb == "infer":
-            like = columns[0].dims[0].like if len(columns) == 1 and columns[0].dims else ""
-            if not like or columns[0].element != "f32" or like not in node.reads or graph.column(like).element != "i32":
-                help = "declare it as `f32[response]`, and read `response`"
-                wrong(node, "writes one number for each token of a column that it reads", help)
+            _inferred(graph, node, columns, wrong)
         elif node.verb == "update" and columns:
             wrong(node, "writes nothing: it changes weights", f"remove `-> {', '.join(node.writes)}`")
     return found
+
+
+def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
+    """A number for each token of a column that it reads; or the k best of each and their ids; of a reward model, one for each row, too."""
+    if _kind(graph, node) == "reward_model" and len(columns) == 1 and columns[0].element == "f32" and not columns[0].dims:
+        return
+    tokens = {c for c in node.reads if graph.column(c).element == "i32"}
+    of = [c.dims[0].like if c.dims else "" for c in columns]
+    one = [c for c, like in zip(columns, of, strict=True) if c.element == "f32" and len(c.dims) == 1 and like in tokens]
+    best = [c for c, like in zip(columns, of, strict=True) if c.element in ("f32", "i32") and len(c.dims) == 2 and like in tokens]
+    pairs = {(c.element, c.dims) for c in best}
+    paired = len(best) == len(pairs) == 2 * len({d for _, d in pairs}) and {e for e, _ in pairs} == {"f32", "i32"}
+    alone = len({c.dims[0].like for c in one}) == len(one)
+    if not columns or len(one) + len(best) < len(columns) or not alone or (best and not paired):
+        help = "declare it as `f32[response]`, and read `response`; the k best as `f32[response, k]` with their ids, `i32[response, k]`"
+        wrong(node, "writes one number for each token of a column that it reads, or the k best of each", help)
 
 
 def too_long(graph: Graph, library: Library) -> list[Diagnostic]:

@@ -16,7 +16,7 @@ from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
 from . import ast
 from .attributes import COUNT, TABLE, NotYet, Type, read, shown
-from .calls import Caller, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Reduce
+from .calls import Caller, Environment, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Reduce
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
 from .params import Override, evaluate_params
@@ -138,17 +138,18 @@ class _Algorithm:
             raise mistake("unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS))
         if kind.per:
             raise mistake("not-yet", "`per` in a column's type cannot be compiled yet", kind.per.span, "give each row its own value")
-        if element == "json":
-            raise mistake(
-                "not-yet", "a column of `json` cannot be compiled yet", kind.element.span, "use a column of `text` for each field"
-            )
-        if element == "text" and kind.dims:
-            raise mistake("bad-value", "a `text` has no dimensions", kind.dims[0].span)
-        if element == "bool" and kind.dims:
-            raise mistake("not-yet", "a mask cannot be compiled yet", kind.span, "every token of the response counts")
-        if len(kind.dims) > 1:
-            raise mistake("not-yet", "a column of two dimensions cannot be compiled yet", kind.span, "use a column for each")
+        if element in ("text", "json") and kind.dims:
+            raise mistake("bad-value", f"a `{element}` has no dimensions", kind.dims[0].span)
+        if len(kind.dims) > 2:
+            raise mistake("bad-value", "a column has at most two dimensions", kind.dims[2].span, "use a column for each")
+        if len(kind.dims) == 2 and (kind.dims[1].at_most or self._is_column(kind.dims[1].value)):
+            raise mistake("bad-value", "the second dimension is one number for all rows", kind.dims[1].span, "as in `f32[response, 64]`")
+        if element == "bool" and kind.dims and (len(kind.dims) > 1 or not self._is_column(kind.dims[0].value)):
+            raise mistake("bad-value", "a mask is as long as a column of tokens", kind.span, "as in `bool[response]`")
         return tuple(self._dim(dim) for dim in kind.dims)
+
+    def _is_column(self, value: ast.Expr) -> bool:
+        return isinstance(value, ast.NameExpr) and self.declared.get(value.text, ("",))[0] == "column"
 
     def _dim(self, dim: ast.Dim) -> Dim:
         value = dim.value
@@ -262,6 +263,8 @@ class _Algorithm:
                 types |= {"call": call, "keep": Keep(caller), "select": call, "per": _Per(tuple(self.columns))}
             elif statement == "update":
                 types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
+            elif statement == "generate":
+                types |= {"environment": Environment(caller)}
             attributes = read(node.attrs, statement, types, self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
             self._need(node, statement, title)
@@ -312,6 +315,9 @@ class _Algorithm:
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", title, help)
+        if lonely := sorted(given & {"turns", "timeout"}) if statement == "generate" and "environment" not in given else []:
+            help = 'add `environment = "file.py:Name"`, or leave it out'
+            self.problems.tell("bad-value", f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none", title, help)
         if statement == "update":
             for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
                 if key not in given:

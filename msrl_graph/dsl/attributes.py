@@ -159,9 +159,8 @@ class NotYet:
     help: str = ""
 
 
-_NO_ENVIRONMENT = NotYet("one turn is generated; score the response in a function node")
-
-# `call`, `keep`, `select`, `weights`, `loss`, `optimizer` and `reduce` have types of their own, which need the node (calls.py).
+# Those that need the node have types of their own: `call`, `keep`, `select`, `weights`, `environment`, `loss`, `optimizer` and `reduce`
+# (calls.py).
 TABLE: dict[str, dict[str, Type | NotYet]] = {
     "worker": {"model": AnyName()},
     "source": {},
@@ -173,9 +172,8 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "stop": String(several=True),
         "max_tokens": COUNT,
         "partial": COUNT,
-        "environment": _NO_ENVIRONMENT,
-        "turns": _NO_ENVIRONMENT,
-        "timeout": _NO_ENVIRONMENT,
+        "turns": COUNT,
+        "timeout": TIME,
     },
     "infer": {},
     "update": {

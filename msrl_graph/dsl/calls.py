@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ..diagnostics import Span, nearest
-from ..functions import Kind, Option, Plain, Signature, signatures
+from ..functions import Kind, Option, Plain, Signature, classes, signatures
 from ..graph import Expr
 from . import ast
 from .attributes import COUNT, Number, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
+T = TypeVar("T")
 Folder = Callable[[Span], Path]  # of the file that a span is in
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 _ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), Option("weight_decay"), Option("warmup"))
@@ -148,27 +150,46 @@ class FunctionCall:
         return caller.call(expr, signature, names)
 
     def _file(self, target: str, span: Span) -> Expr:
-        file, colon, name = target.rpartition(":")
-        if not colon or not file.endswith(".py") or not name.isidentifier():
-            raise mistake("bad-value", f'`"{target}"` names no function', span, 'write `"file.py:function"`')
-        path = self.caller.folder(span) / file
-        try:
-            found = signatures(path.read_text(encoding="utf-8-sig"))
-        except OSError:
-            raise mistake("missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder") from None
-        except SyntaxError as error:
-            where = f" at its line {error.lineno}" if error.lineno else ""
-            raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
-        except (ValueError, RecursionError, MemoryError):
-            raise mistake("unknown-function", f"`{file}` is not Python", span) from None
-        if name not in found:
-            raise mistake("unknown-function", f"`{file}` has no function `{name}`", span, nearest(name, found))
+        path, name, found = _in_file(self.caller, target, span, "function", signatures)
         called = f"{path}:{name}"
         self.caller.used["function", called] = (found[name], str(path))
         missing = [o.name for o in found[name].options if o.required]
         if missing:
             raise mistake("bad-value", f"`{name}` needs `{missing[0]}`, which a program cannot give", span, "give it a default")
         return Expr("call", called, span=span)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """`environment = "file.py:Class"`."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Literal_) or expr.kind != "string":
+            raise mistake("bad-value", f"`{key}` takes a class of a file", expr.span, f'write `{key} = "file.py:Name"`')
+        path, name, _ = _in_file(self.caller, str(expr.value), expr.span, "class", classes)
+        return Expr("call", f"{path}:{name}", span=expr.span)
+
+
+def _in_file(caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]) -> tuple[Path, str, dict[str, T]]:
+    """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there."""
+    file, colon, name = target.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise mistake("bad-value", f'`"{target}"` names no {what}', span, f'write `"file.py:{what}"`')
+    path = caller.folder(span) / file
+    try:
+        found = read(path.read_text(encoding="utf-8-sig"))
+    except OSError:
+        raise mistake("missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder") from None
+    except SyntaxError as error:
+        where = f" at its line {error.lineno}" if error.lineno else ""
+        raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
+    except (ValueError, RecursionError, MemoryError):
+        raise mistake("unknown-function", f"`{file}` is not Python", span) from None
+    if name not in found:
+        raise mistake("unknown-function", f"`{file}` has no {what} `{name}`", span, nearest(name, found))
+    return path, name, found
 
 
 @dataclass(frozen=True)

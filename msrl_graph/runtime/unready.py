@@ -18,6 +18,7 @@ NODES = {
     "every": "leave it out: the update runs in every iteration",
     "keep": "leave the filter out: every row goes on",
     "select": "leave the filter out: every row goes on",
+    "environment": "leave it out, and score the response in a function node: one turn is generated",
     "weights": "leave it out: prompts are drawn evenly",
 }
 EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
@@ -41,7 +42,20 @@ def unready(plan: Plan) -> list[Diagnostic]:
             tell(f"the engine `{placement.engine.name}` of `{placement.node}`", span, f"these run: {', '.join(others)}")
     for state in plan.graph.states:
         tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
+    for column in plan.graph.columns:
+        source = any(column.name in n.writes for n in plan.graph.verb("source"))
+        tokens = column.element == "i32" and len(column.dims) == 1 and column.dims[0].ragged
+        if column.element in ("json", "bool") or len(column.dims) > 1 or (source and not tokens and column.element != "text"):
+            what = "a field" if source else "a column"
+            tell(
+                f"{what} of the type of `{column.name}`",
+                column.span,
+                "numbers and tokens of one dimension run; from data text and tokens",
+                "run with",
+            )
     for node in plan.graph.nodes:
+        if node.verb == "infer" and len(node.writes) > 1:
+            tell(f"several columns of `{node.name}`", node.span, "write one column; state a second node with a label for the other")
         for key in _stated(node, NODES):
             tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
     for edge in plan.graph.reshards():
