@@ -18,9 +18,9 @@ from language import TESTS
 
 import msrl_graph
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, parse, to_rlg
-from msrl_graph.diagnostics import NOWHERE, Span
+from msrl_graph.diagnostics import Span
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.ast import moved
+from msrl_graph.dsl.ast import same
 from msrl_graph.emit.text import plan_text
 from msrl_graph.plan import Plan
 
@@ -175,7 +175,7 @@ def test_what_is_suspicious_is_a_warning_at_the_line_that_compiles() -> None:
     assert "a.columns(spare=" in str(warning.message) and str(warning.message).startswith("warning[unused-column]")
 
 
-def test_every_statement_has_its_place(tmp_path: Path) -> None:
+def test_every_statement_has_its_place() -> None:
     """What the language can say: each method, with the text that it stands for."""
     a = Algorithm("mine", extends=Imported("base", "base.rlg"))
     a.param(flag=True, word='"low_var"', rate=-0.5, rows="group * 2")
@@ -211,17 +211,22 @@ algorithm mine extends base {
   param word = "low_var"
   param rate = -0.5
   param rows = group * 2
-  columns {
-    score : f32[<= 2 * group, 3] per prompt,
-  }
+
+  columns { score : f32[<= 2 * group, 3] per prompt }
+
   state success : f32 per prompt = 0.5
+
   worker judge : reward_model { model = judge }
+
   source(8) -> prompt { weights = f(success) }
+
   node hinter: host.hint(answer) -> hint { call = "hints.py:hint" }
-  node actor.update { epochs = 2, optimizer = adamw(lr = 1e-6, betas = [0.9, 0.95]) }
+  node actor.update   { epochs = 2, optimizer = adamw(lr = 1e-6, betas = [0.9, 0.95]) }
   node actor.generate { stop = ["</answer>", "\\n\\n"], temperature = 0.7 }
+
   source -> hinter -> host.a, host.b { balance = tokens }
   actor.update => actor.generate { staleness = 1 }
+
   drop judge.infer
   drop source -> hinter
   drop actor.update => actor.generate
@@ -229,8 +234,8 @@ algorithm mine extends base {
 
 deploy mine on pod as try {
   set group = 4
-  model policy = "models/x" { dtype = bf16 }
-  data test = "test.jsonl" { prompt = "question" }
+  model policy = "models/x"   { dtype = bf16 }
+  data test    = "test.jsonl" { prompt = "question" }
   layout actor.update, actor.infer { tp = 2, stages = [10, 11], cp_kind = ring }
   engine actor.update = fsdp { micro_batch = 2, recompute = full }
   place actor together on nodes 0..1 devices 3
@@ -244,11 +249,8 @@ deploy mine on pod as try {
 """
     assert to_rlg(d) == written
 
-    def nowhere(_: Span) -> Span:
-        return NOWHERE
-
     # What Python says is the very tree that the text gives.
-    assert moved(d.tree(), nowhere).items == moved(parse(written, "p.rlg"), nowhere).items
+    assert same(d.tree(), parse(written, "p.rlg"))
 
 
 def test_an_imported_program_is_read_beside_the_python_file(tmp_path: Path) -> None:

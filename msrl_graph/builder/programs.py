@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from ..diagnostics import Span
 from ..dsl import ast
+from ..dsl.format import format
 from ..dsl.parse import parse_type
 from ..dsl.write import write
 from .arguments import Arguments, Names, Value, at
@@ -36,7 +37,7 @@ class Program:
 
     def to_rlg(self) -> str:
         """The program as the text of an `.rlg` file."""
-        return write(self.tree())
+        return to_rlg(self)
 
     def __str__(self) -> str:
         return self.to_rlg()
@@ -300,8 +301,9 @@ def tree(*programs: Program) -> ast.File:
 
 
 def to_rlg(program: Program | ast.File, *more: Program) -> str:
-    """The canonical text of a program that was built here, or parsed; several that were built here make one file."""
-    return write(program if isinstance(program, ast.File) else tree(program, *more))
+    """The text, in the layout of msrl-fmt, of a program that was built here, or parsed; several that were built here make one file."""
+    file = program if isinstance(program, ast.File) else tree(program, *more)
+    return format(write(file), file.path)
 
 
 def _edge(call: Arguments, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:

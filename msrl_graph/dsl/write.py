@@ -20,7 +20,7 @@ UNESCAPE = {char: "\\" + letter for letter, char in ESCAPES.items()}
 
 
 def write(file: ast.File) -> str:
-    """The program's text, without comments: they are no part of a tree."""
+    """The program's text, without comments, which are no part of a tree; plain: format.py knows the layout."""
     return "\n".join("\n".join(_item(item)) + "\n" for item in file.items)
 
 
@@ -32,7 +32,9 @@ def _item(item: ast.Item) -> Iterator[str]:
             yield from _attrs(f"cluster {item.name.text}", item.attrs, lines=True)
         case ast.Algorithm():
             yield f"algorithm {item.name.text}{f' extends {item.extends.text}' if item.extends else ''} {{"
-            for s in item.body:
+            for i, s in enumerate(item.body):
+                # A blank line between statements of different kinds.
+                yield from [""] if i and type(s) is not type(item.body[i - 1]) else []
                 yield from _indented(_statement(s))
             yield "}"
         case ast.Deploy():
