@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from ..diagnostics import NOWHERE, Diagnostic, nearest
+from ..diagnostics import Diagnostic, nearest
 from ..graph import KINDS, Graph
 from .columns import Library, sample_flow
 
@@ -17,7 +17,7 @@ from .columns import Library, sample_flow
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """One cycle of each knot of sample edges, the shortest through its first node."""
     flow = sample_flow(graph)
-    spans = {(e.src, e.dst): e.span for e in graph.samples()}
+    edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())}
     found = []
     for knot in sorted(sorted(part) for part in nx.strongly_connected_components(flow)):
         start = knot[0]
@@ -27,7 +27,8 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
         ways = [nx.shortest_path(inside, after, start) for after in sorted(inside.successors(start))]
         path = [start, *min(ways, key=len)]
         message = f"the sample edges form a cycle: {' -> '.join(path)}"
-        span = max((spans.get(edge, NOWHERE) for edge in pairwise(path)), key=lambda s: (s.line, s.column))
+        # The edge that was declared last closes the cycle: of an algorithm that extends another, one of its own.
+        _, span = max(edges[edge] for edge in pairwise(path))
         found.append(Diagnostic("cycle", message, span, "remove one of these edges"))
     return found
 

@@ -6,8 +6,9 @@ Invariant: what an engine knows stands in its spec; what holds for all engines s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from ..diagnostics import Diagnostic
+from ..diagnostics import NOWHERE, Diagnostic
 from ..engine import EngineSpec, Lint, Situation
 from ..plan import Placement, Plan
 
@@ -21,11 +22,18 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         situation = _situation(plan, placement)
         layout = plan.deploy.layouts.get(placement.node)
         spans = [s.span for s in (layout, placement.engine) if s is not None and s.span.line]
-        for lint in (*engines[placement.engine.name].lints(situation), *_everywhere(placement, situation)):
+        everywhere = () if layout is None and _follows(plan, placement) else _everywhere(placement, situation)
+        for lint in (*engines[placement.engine.name].lints(situation), *everywhere):
             span = spans[0] if spans else plan.deploy.span
             told = Diagnostic("known-bad", lint.message, span, lint.help, "error" if lint.fatal else "warning")
             found.setdefault(lint.message, told)
     return list(found.values())
+
+
+def _follows(plan: Plan, placement: Placement) -> bool:
+    """Whether a state has the layout that is stated of another one: what is wrong with it is told there."""
+    stated = [plan.placement(node) for node in plan.deploy.layouts]
+    return any(p.pool == placement.pool and replace(p.layout, span=NOWHERE) == replace(placement.layout, span=NOWHERE) for p in stated)
 
 
 def _situation(plan: Plan, placement: Placement) -> Situation:

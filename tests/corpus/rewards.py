@@ -7,3 +7,27 @@ def length(response):
 
 def both(response: str, answer: str, exact):
     return exact + float(answer in response)
+
+
+def clean(response: str) -> str:
+    return response.strip()
+
+
+def weight(response, reward, advantage):
+    return float(reward)
+
+
+def of_advantage(response, advantage):
+    return float(len(advantage))
+
+
+def both_of(response, reward):
+    return float(reward) * len(response)
+
+
+def weighted(response, reward, weight):
+    return [r * w for r, w in zip(reward, weight, strict=True)]
+
+
+def by_words(response: str, answer: str, words):
+    return float(answer in response) / (1 + words)
