@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
-from .checks import layout, lints, memory, sharing, staleness
+from .checks import layout, lints, memory, sharing, staleness, tokenizers
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -282,6 +282,8 @@ def translate(
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
+    if misread := tokenizers.check(plan):
+        raise Fault(*misread)
     placed = None
     for step in PASSES:
         if step.stage == "plan" and until == "placed":

@@ -63,6 +63,25 @@ PRESETS: dict[str, dict[str, object]] = {
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
 
+# Whose tokenizer a preset's is; sizes of one series share it, and `tiny` is nobody's.
+TOKENIZERS = {"qwen2.5": "Qwen2.5", "qwen3": "Qwen3", "deepseek": "DeepSeek-V3", "llama3": "Llama 3"}
+
+
+def tokenizer(preset: str) -> str | None:
+    """The name of a preset's tokenizer."""
+    return TOKENIZERS.get(preset.split("-")[0])
+
+
+def tokens(path: str) -> dict[int, str] | None:
+    """What each number stands for, by the tokenizer.json of a model's folder; None without one that can be read."""
+    try:
+        content = json.loads((Path(path) / "tokenizer.json").read_bytes())
+        vocabulary = content["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
+        return {**{i: text for text, i in pairs}, **{a["id"]: a["content"] for a in content.get("added_tokens", ())}}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
 
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`.

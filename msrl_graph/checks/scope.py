@@ -72,11 +72,20 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
                 help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
                 found.append(Diagnostic("bad-scope", message, _span(call, node), help))
+            elif signature.scope == "group" and node.per != "batch" and _of_one(graph, node):
+                message = f"`{signature.name}` is over the rows of each `{node.per}`, and that is one row"
+                found.append(Diagnostic("bad-scope", message, _span(call, node), "generate `samples` of 2 or more", "warning"))
             elif signature.scope == "row" and node.per != "row" and ":" not in str(call.value):
                 # A function of a user's file says nothing of its scope unless it is marked.
                 message = f"`{signature.name}` is of one row, and `{node.name}` has `per = {node.per}`"
                 found.append(Diagnostic("bad-scope", message, _span(call, node), f"leave `per = {node.per}` out"))
     return found
+
+
+def _of_one(graph: Graph, node: Node) -> bool:
+    """Whether each group that a node is handed has one row."""
+    rows, units = (graph.rows[min(level, len(graph.rows) - 1)] for level in (graph.level(node), graph.unit_level(node)))
+    return rows == units
 
 
 def written(graph: Graph, library: Library) -> list[Diagnostic]:

@@ -31,3 +31,11 @@ def weighted(response, reward, weight):
 
 def by_words(response: str, answer: str, words):
     return float(answer in response) / (1 + words)
+
+
+def control(old_logp, ref_logp, beta):
+    return beta * 1.1
+
+
+def penalised(response: str, answer: str, beta):
+    return float(answer in response) - beta

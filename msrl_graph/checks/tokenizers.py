@@ -1,0 +1,56 @@
+"""Tokens: what a number in a token column stands for is known to its writer's tokenizer; the source's columns are the policy's.
+
+Invariant: refused only where both tokenizers are known, a preset's by name and a folder's by its tokenizer.json, and the reader's has not
+the writer's every token at the same number.
+"""
+
+from __future__ import annotations
+
+from ..diagnostics import NOWHERE, Diagnostic
+from ..graph import Column, Graph, Node, Worker
+from ..models import tokenizer, tokens
+from ..plan import Model, Plan
+
+KINDS = ("policy", "value", "reward_model")
+
+
+def check(plan: Plan) -> list[Diagnostic]:
+    """One diagnostic a state of a model, at the first column that it would misread."""
+    found = []
+    for node in plan.graph.nodes:
+        if node.verb == "source" or plan.graph.worker(node.worker).kind not in KINDS:
+            continue
+        for column in filter(_tokens, map(plan.graph.column, node.reads)):
+            writer = _writer(plan.graph, plan.graph.writer(column.name))
+            theirs, own = writer and plan.deploy.models[writer.model], plan.model(node.name)
+            if theirs and _differ(theirs, own):
+                message = f"`{node.name}` reads `{column.name}`, tokens of `{theirs.name}`; its model `{own.name}` has another tokenizer"
+                help = f"a model with the tokenizer of `{theirs.name}`; or let a function turn the tokens into `text`, and score that"
+                notes = [(m.span, f"`{m.name}`") for m in (theirs, own) if m.span != NOWHERE]
+                found.append(Diagnostic("other-tokenizer", message, node.span, help, related=tuple(notes)))
+                break
+    return found
+
+
+def _tokens(column: Column) -> bool:
+    return column.element == "i32" and bool(column.dims) and column.dims[0].ragged
+
+
+def _writer(graph: Graph, node: Node) -> Worker | None:
+    """The worker whose tokenizer a node's tokens are of; None where a function wrote them."""
+    if node.verb == "source":
+        policies = [w for w in graph.workers if w.kind == "policy"]
+        trained = [w for w in policies if any(n.worker == w.name for n in graph.verb("update"))]
+        return next(iter([*trained, *policies]), None)
+    worker = graph.worker(node.worker)
+    return worker if worker.kind in KINDS else None
+
+
+def _differ(writer: Model, reader: Model) -> bool:
+    if not writer.path and not reader.path:
+        names = tokenizer(writer.name), tokenizer(reader.name)
+        return None not in names and names[0] != names[1]
+    if writer.path == reader.path or not (writer.path and reader.path):
+        return False
+    written, read = tokens(writer.path), tokens(reader.path)
+    return written is not None and read is not None and not written.items() <= read.items()

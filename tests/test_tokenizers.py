@@ -1,0 +1,78 @@
+"""Which tokens of one model another may read, by the tokenizers of their folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from language import TESTS, told
+
+from msrl_graph import models
+
+MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
+PROGRAM = """\
+import grpo
+algorithm judged extends grpo {{
+  worker reference : policy frozen {{ model = judge }}
+}}
+cluster one {{ device = "cpu", devices_per_node = 2 }}
+deploy judged on one {{
+  model policy = "{policy}"
+  model judge  = "{judge}"
+  data source  = "train.jsonl" {{ prompt = "problem" }}
+}}
+"""
+
+
+def renumbered(content: dict[str, Any]) -> None:
+    first, second = list(content["model"]["vocab"])[-2:]
+    vocabulary = content["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+
+def larger(content: dict[str, Any]) -> None:
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 1000, "content": "<think>"})
+
+
+def listed(content: dict[str, Any]) -> None:
+    """As a Unigram model writes its vocabulary."""
+    content["model"]["vocab"] = [[text, 0.0] for text, _ in sorted(content["model"]["vocab"].items(), key=lambda item: item[1])]
+
+
+@pytest.mark.parametrize(
+    ("change", "policy", "judge"),
+    [
+        (lambda content: None, True, True),
+        (renumbered, False, False),
+        # Whoever knows more tokens may read those of who knows fewer.
+        (larger, True, False),
+        (listed, True, True),
+        (lambda content: content.clear(), True, True),  # nobody can say what a number stands for
+    ],
+    ids=["same", "renumbered", "larger", "listed", "unreadable"],
+)
+def test_the_reader_has_the_writers_tokens(change: Callable[[dict[str, Any]], None], policy: bool, judge: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes((TESTS / "corpus" / "train.jsonl").read_bytes())
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+        shutil.copy(MODEL / "config.json", tmp_path / name)
+    content = json.loads((MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "ours" / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    change(content)
+    (tmp_path / "theirs" / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    for writer, reader, fine in (("./ours", "./theirs", policy), ("./theirs", "./ours", judge)):
+        codes = [d.code for d in told(PROGRAM.format(policy=writer, judge=reader), tmp_path)]
+        assert codes == ([] if fine else ["other-tokenizer"])
+
+
+def test_a_preset_and_a_folder_are_not_compared() -> None:
+    found = told(PROGRAM.format(policy="tiny", judge="../../examples/arithmetic/model"), TESTS / "corpus")
+    assert found == []
+
+
+def test_every_preset_has_a_tokenizer() -> None:
+    assert [name for name in models.PRESETS if models.tokenizer(name) is None] == ["tiny"]
