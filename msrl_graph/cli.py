@@ -17,7 +17,7 @@ from . import codes
 
 # Here too, since the entry points and the scripts of `--emit ray` ask this module for them.
 from .cli_run import run_main, run_plan
-from .cli_shared import guarded, natural, tell
+from .cli_shared import guarded, load_plan, natural, tell
 from .diagnostics import Fault, nearest
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--stragglers", metavar="SPEC", help="with --simulate: which share of the devices is how many times slower, `1%% x3`")
     p.add_argument("--function", metavar="NAME=SECONDS", action="append", help="with --simulate: what a function node takes of a row")
     p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
+    p.add_argument("--diff", metavar="OLD.json", help="show what changed from a plan that `--format json -o OLD.json` wrote")
     p.add_argument("--why", action="store_true", help="show why these layouts: what the search took, the runners-up, what each loses by")
     p.add_argument("--budget", metavar="SECONDS", type=_seconds, help="how long the search for layouts may take; then the best so far")
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
@@ -90,6 +91,8 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error("`--why` shows the search as text: it goes with no other stage, format or check")
     if options.emit == "ray" and options.format != "text":
         parser.error(f"`--emit ray` is a script; `--format {options.format}` does not apply")
+    if options.diff is not None and (other := _beside_diff(options)):
+        parser.error(f"`--diff` compares plans, as text or JSON: leave out `{other}`")
     if options.format in PICTURES and (options.emit == "ast" or options.simulate):
         parser.error(
             f"`--format {options.format}` draws graph, placed and plan; `{'--simulate' if options.simulate else '--emit ast'}` is none"
@@ -160,9 +163,12 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     """The text of the stage that was asked for."""
     from .compile import no_deploy
 
-    stage = options.emit or ("plan" if result.plan is not None else "graph")
+    stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
     if stage in ("placed", "plan", "ray") and result.placed is None:
         raise no_deploy()
+    if options.diff is not None:
+        assert result.plan is not None
+        return _diff(result.plan, options)
     if options.format == "json":
         from .emit import json
 
@@ -204,6 +210,21 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         other = unstated(result.plan, options.budget) if result.plan.search is None else None
         return why_text(result.plan, other, width, colour)
     return text.plan_text(result.plan, width, colour)
+
+
+def _beside_diff(options: argparse.Namespace) -> str:
+    """The flag that asks for something else than a comparison of plans."""
+    asked = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
+    asked[f"--emit {options.emit}"] = options.emit not in (None, "plan")
+    asked[f"--format {options.format}"] = options.format in PICTURES
+    return next((flag for flag, there in asked.items() if there), "")
+
+
+def _diff(plan: Plan, options: argparse.Namespace) -> str:
+    from .emit.diff import diff_json, diff_text, difference
+
+    changes = difference(load_plan(options.diff), plan)
+    return diff_json(changes, options.diff) if options.format == "json" else diff_text(changes, options.diff, *_screen(options))
 
 
 def _picture(result: Compilation, stage: str, form: str) -> str:

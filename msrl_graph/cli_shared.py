@@ -33,9 +33,12 @@ def load_plan(name: str) -> Plan:
     from .plan import FORMAT_VERSION, from_json
 
     try:
-        plan = from_json(Path(name).read_bytes())
-        if plan.format_version != FORMAT_VERSION:
-            raise msgspec.ValidationError(f"its format is {plan.format_version}, this version reads {FORMAT_VERSION}")
+        data = Path(name).read_bytes()
+        # First of all: a plan of another format may not have the fields of this one.
+        version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format_version", msgspec.Raw(b"1"))
+        if bytes(version) != b"%d" % FORMAT_VERSION:
+            raise msgspec.ValidationError(f"its format is {bytes(version).decode()}, this version reads {FORMAT_VERSION}")
+        plan = from_json(data)
         # A plan may have been edited: what each pass promises must still hold.
         for step in PASSES:
             if not step.holds(plan):

@@ -1,0 +1,152 @@
+"""What changed between two plans.
+
+Invariant: the difference of a plan with itself is empty, and that of two the other way round has the opposite signs; what is the same is
+not shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from ..plan import FORMAT_VERSION, Plan
+from .facts import Fact, facts
+from .text import WIDTH, Page, duration, many, size
+
+Value = str | float | bool | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of an item, what was `old` and is `new`, None where there was, or is, nothing; numbers of a `unit` have a difference, and where the
+    old one is not 0 the percentage of it that this is. A `detail` follows from other changes of its item."""
+
+    part: str
+    item: str
+    what: str
+    old: Value
+    new: Value
+    unit: str = ""
+    difference: float | None = None
+    percent: float | None = None
+    detail: bool = False
+
+
+def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
+    """All that differs, in the order in which a plan is read. An item that only one of them has is one change."""
+    return tuple(_changes(old, new))
+
+
+def _changes(old: Plan, new: Plan) -> Iterator[Change]:
+    before, after = facts(old), facts(new)
+    for part, section in after.items():
+        for item in _either(section, before[part]):
+            was, now = before[part].get(item), section.get(item)
+            if (was is None or now is None) and len(was or now or ()) != 1:
+                only = was if now is None else now
+                assert only is not None
+                words = _summary(only)
+                yield Change(part, item, "", None if was is None else words, None if now is None else words)
+                continue
+            now, was = now or {}, was or {}
+            found = [c for what in _either(now, was) for c in _change(part, item, what, was.get(what), now.get(what))]
+            alone = all(c.detail for c in found)
+            yield from (replace(c, detail=c.detail and not alone) for c in found)
+
+
+def _either(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
+    """The keys of both in the order of the new, those that are gone where they were: behind what they followed."""
+    order = list(new)
+    before = ""
+    for key in old:
+        if key not in new:
+            order.insert(order.index(before) + 1 if before else 0, key)
+        before = key
+    return order
+
+
+def _summary(found: dict[str, Fact]) -> str:
+    told = {what: f for what, f in found.items() if not f.detail and f.value not in (None, "", False)}
+    return ", ".join(f"{what} {_shown(f.value, f.unit)}".strip() for what, f in told.items())
+
+
+def _change(part: str, item: str, what: str, old: Fact | None, new: Fact | None) -> Iterator[Change]:
+    was, now = (None if f is None else f.value for f in (old, new))
+    if was == now and (old is None) == (new is None):
+        return
+    units = {f.unit for f in (old, new) if f is not None}
+    unit = units.pop() if len(units) == 1 else ""
+    detail = any(f.detail for f in (old, new) if f is not None)
+    if not unit:
+        yield Change(part, item, what, was, now, detail=detail)
+        return
+    # What is not there takes nothing: bytes of an item of memory that is new.
+    one, two = float(was or 0), float(now or 0)
+    yield Change(part, item, what, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
+
+
+def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
+    """Tables by part; `old` is what the old plan is called."""
+    page = Page(width, colour)
+    if not changes:
+        page.closing(f"No differences from {old}: the same program, placements, docks, resharding, bytes, memory and seconds.")
+        return page.text()
+    shown = [c for c in changes if not c.detail]
+    for part in dict.fromkeys(c.part for c in shown):
+        found = [c for c in shown if c.part == part]
+        page.heading(part, many(len(found), "change"))
+        rows, item = [], None
+        for c in found:
+            cells = (_shown(c.old, c.unit), _shown(c.new, c.unit), _signed(c))
+            rows.append((c.item if c.item != item else "", c.what, *cells))
+            item = c.item
+        page.table(("of", "what", "was", "is", "change"), rows, (4,), ())
+    rest = len(changes) - len(shown)
+    more = f", and {rest} that follow from these: `--format json` has all" if rest else ""
+    page.closing(f"{many(len(shown), 'change')} from {old}{more}.{_whole(changes)}")
+    return page.text()
+
+
+def _whole(changes: tuple[Change, ...]) -> str:
+    """What it comes to: the iteration."""
+    for c in changes:
+        if c.part == "Seconds" and c.item == "an iteration" and c.difference is not None:
+            return f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'} ({_percent(c)})."
+    return " An iteration takes as long as before."
+
+
+def _shown(value: Value, unit: str) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return value
+    if unit in ("bytes", "bytes/s"):
+        return size(value) + unit[5:]
+    if unit == "s":
+        return duration(value)
+    if unit == "FLOP/s":
+        return f"{value / 1e12:.4g} T"
+    return f"{value:,.4g}" if unit == "tokens/s/device" else f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+
+
+def _signed(change: Change) -> str:
+    if change.difference is None:
+        return "added" if change.old is None else "removed" if change.new is None else ""
+    sign = "+" if change.difference > 0 else "-"
+    return f"{sign}{_shown(abs(change.difference), change.unit)}" + (f" ({_percent(change)})" if change.percent is not None else "")
+
+
+def _percent(change: Change) -> str:
+    assert change.percent is not None
+    digits = ".1f" if abs(change.percent) >= 0.05 else ".1g"
+    return f"{change.percent:+{digits}} %"
+
+
+def diff_json(changes: tuple[Change, ...], old: str) -> str:
+    """A list of changes; differences in the unit, percentages of the old value."""
+    content = {"format_version": FORMAT_VERSION, "stage": "diff", "old": old, "changes": changes}
+    return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

@@ -1,0 +1,229 @@
+"""What a plan says, as facts that can be held against another plan's.
+
+Invariant: everything that a run or its figures follow from is a fact, under a name that a person knows it by; left out is what says no more
+than the rest: spans, words that explain (reasons, formulas, the record of a search), and tensors (the sizes of a model tell them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from ..cluster import Figure
+from ..graph import Column, Expr, Graph, Node
+from ..plan import Plan, Reshard
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value; a number with a `unit` (bytes, s, …) can be subtracted from another. A `detail` follows from what else is said."""
+
+    value: str | float | bool | None
+    unit: str = ""
+    detail: bool = False
+
+
+# By item (a state, an edge, a phase) and by what is said of it.
+Section = dict[str, dict[str, Fact]]
+
+
+def facts(plan: Plan) -> dict[str, Section]:
+    """All facts of a plan, by section, in the order in which they are read."""
+    graph, deploy, cluster = plan.graph, plan.deploy, plan.cluster
+    program = {"": {"algorithm": Fact(graph.name), "deploy": Fact(deploy.name), "cluster": Fact(cluster.name)}}
+    return {
+        "Program": program,
+        "Params": {name: {"": Fact(value)} for name, value in graph.params.items()},
+        "Columns and workers": _declared(graph),
+        "States": {n.name: _state(n) for n in graph.nodes},
+        "Edges": _edges(graph),
+        "Models, data and run": _deployed(plan),
+        "Cluster": _cluster(plan),
+        "Placements": _placements(plan),
+        "Transfer dock": _docks(plan),
+        "Resharding": {f"{r.src} => {r.dst}": _reshard(r) for r in plan.reshards},
+        "Sample edges": _traffic(plan),
+        "Schedule": _schedule(plan),
+        "Memory": _memory(plan),
+        "Seconds": _seconds(plan),
+        "Notes": {f"{n.about}: {n.text}": {"": Fact(n.text)} for n in plan.notes},
+    }
+
+
+def _declared(graph: Graph) -> Section:
+    found: Section = {"rows": {"an iteration": Fact(" x ".join(map(str, graph.rows)))}}
+    for c in graph.columns:
+        found[f"column {c.name}"] = {"type": Fact(_type(c)), "level": Fact(c.level)}
+    for w in graph.workers:
+        found[f"worker {w.name}"] = {"kind": Fact(w.kind), "frozen": Fact(w.frozen), "model": Fact(w.model or None)}
+    for s in graph.states:
+        found[f"state {s.name}"] = {"type": Fact(s.element), "per": Fact(s.per or None), "initial": Fact(str(s.initial))}
+    return found
+
+
+def _type(column: Column) -> str:
+    dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in column.dims)
+    return f"{column.element}[{dims}]" if dims else column.element
+
+
+def _state(node: Node) -> dict[str, Fact]:
+    names = {"reads": node.reads, "writes": node.writes, "reads states": node.states, "gives": node.gives}
+    found = {k: Fact(", ".join(v)) for k, v in names.items() if v}
+    return {"worker": Fact(node.worker), "verb": Fact(node.verb), **found, "per": Fact(node.per), **_attributes(node.attributes)}
+
+
+def _attributes(stated: Mapping[str, Expr]) -> dict[str, Fact]:
+    return {name: Fact(value.value if _number(value) else str(value)) for name, value in stated.items()}
+
+
+def _number(value: Expr) -> bool:
+    return value.kind == "number" and not value.unit
+
+
+def _edges(graph: Graph) -> Section:
+    found: Section = {}
+    for e in graph.edges:
+        columns = graph.carried[e.src, e.dst] if e.kind == "sample" else ()
+        carries = {"columns": Fact(", ".join(columns))} if columns else {}
+        found[f"{e.src} {'->' if e.kind == 'sample' else '=>'} {e.dst}"] = {**carries, **_attributes(e.attributes)}
+    return found
+
+
+def _deployed(plan: Plan) -> Section:
+    found: Section = {}
+    for name, model in plan.deploy.models.items():
+        shape = _leaves(model, skip=("tensors",))
+        found[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
+    for name, data in plan.deploy.data.items():
+        found[f"data {name}"] = _leaves(data, skip=("name",))
+    for e in plan.deploy.evaluations:
+        found[f"evaluate {e.data}"] = _leaves(e, skip=("data",))
+    found["run"] = _leaves(plan.deploy.run)
+    return found
+
+
+def _leaves(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
+    """The fields of a part, those of its parts as `name.name`."""
+    if isinstance(part, dict):
+        items = part.items()
+    elif is_dataclass(part):
+        items = {f.name: getattr(part, f.name) for f in fields(part) if f.name not in ("span", *skip)}.items()
+    elif isinstance(part, tuple):
+        return {"": Fact(", ".join(map(str, part)))}
+    else:
+        return {"": Fact(part)}
+    return {f"{k}.{inner}" if inner else str(k): fact for k, v in items for inner, fact in _leaves(v).items()}
+
+
+def _cluster(plan: Plan) -> Section:
+    device = plan.cluster.device
+    found = {"hosts": Fact(float(plan.cluster.nodes), "hosts"), "devices a host": Fact(float(plan.cluster.devices_per_node), "devices")}
+    found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
+    found |= _figure("network", plan.cluster.network, "bytes/s")
+    units = {"memory": "bytes", "host_memory": "bytes", "launch": "s", "latency": "s"}
+    for f in fields(device):
+        value = getattr(device, f.name)
+        if isinstance(value, Figure):
+            found |= _figure(f.name.replace("_", " "), value, units.get(f.name, "bytes/s"))
+    for name, figure in device.flops.items():
+        found |= _figure(f"FLOP/s, {name}", figure, "FLOP/s")
+    for f in fields(device.overheads):
+        found |= _figure(f"overhead: {f.name}", getattr(device.overheads, f.name), "s")
+    for name, collective in device.collectives.items():
+        found |= {**_figure(f"{name}, at least", collective.least, "s"), **_figure(name, collective.rate, "bytes/s")}
+    for name, curve in device.curves.items():
+        found[f"curve of {name}"] = Fact(", ".join(f"{size:g}: {rate:g}" for size, rate in curve))
+    return {"": found}
+
+
+def _figure(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
+    return {name: Fact(figure.value, unit), f"source of {name}": Fact(figure.source)}
+
+
+def _placements(plan: Plan) -> Section:
+    found: Section = {}
+    for pool in plan.pools:
+        found[f"pool {pool.name}"] = {"devices": Fact(float(pool.devices), "devices"), "first device": Fact(pool.first)}
+    for p in plan.placements:
+        more = {
+            f"layout: {k}": replace(v, detail=True) for k, v in _leaves(p.layout).items() if k in ("zero", "inner", "cp_kind", "stages")
+        }
+        layout = f"{p.layout} zero{p.layout.zero}" if p.layout.zero > 1 else str(p.layout)
+        options = {f"engine option {k}": Fact(v) for k, v in p.engine.options.items()}
+        where = {"pool": Fact(p.pool), "first device": Fact(p.first, detail=True), "devices": Fact(float(p.layout.devices), "devices")}
+        engine = {"engine": Fact(p.engine.name), **options, "engine chosen by": Fact(p.engine.chosen, detail=True)}
+        weights = {"weights": Fact(float(p.weight_bytes), "bytes")}
+        found[p.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}
+    return found
+
+
+def _docks(plan: Plan) -> Section:
+    docks = plan.docks
+    found: Section = {"": {"mode": Fact(docks.mode), "a wait may last": Fact(docks.deadline, "s")}}
+    found[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
+    found[""]["hosts with warehouses"] = Fact(float(len(docks.hosts)), "hosts")
+    for c in docks.controllers:
+        found[f"controller of {c.node}"] = _leaves(c, skip=("node",))
+    return found
+
+
+def _reshard(r: Reshard) -> dict[str, Fact]:
+    found = {"mode": Fact(r.mode), "order": Fact(r.order)}
+    found["moves a device"] = Fact(float(sum(w.bytes for w in r.ways)), "bytes")
+    for w in r.ways:
+        among = f" in groups of {w.ranks}, blocks of {w.block}{' of each stage' if w.across else ''}" if w.ranks > 1 else ""
+        found[w.of] = Fact(f"{w.how}{among}")
+        found[f"{w.of}, a device"] = Fact(float(w.bytes), "bytes", True)
+    found["buckets"] = Fact(float(len(r.buckets)), "buckets", True)
+    names = {
+        "bucket": r.bucket_bytes,
+        "update weights a device": r.update_bytes_per_device,
+        "generation weights a device": r.generate_bytes_per_device,
+        "released a device": r.released_bytes_per_device,
+        "peak a device": r.peak_bytes_per_device,
+        "naive would leave": r.redundant_bytes,
+    }
+    found |= {k: Fact(float(v), "bytes") for k, v in names.items()}
+    for s in (*r.steps, r.swap_in):
+        found[f"{s.name}: bytes"] = Fact(float(s.bytes), "bytes", True)
+        found[f"{s.name}: seconds"] = Fact(s.seconds.value, "s", True)
+    return found
+
+
+def _traffic(plan: Plan) -> Section:
+    found: Section = {"all": {"bytes": Fact(float(sum(t.bytes for t in plan.traffic)), "bytes")}}
+    for t in plan.traffic:
+        found[f"{t.src} -> {t.dst}"] = {
+            "bytes": Fact(float(t.bytes), "bytes"),
+            "rows": Fact(float(t.rows), "rows", True),
+            "dock": Fact(t.seconds.value, "s", True),
+            "central": Fact(t.central_seconds.value, "s", True),
+        }
+    return found
+
+
+def _schedule(plan: Plan) -> Section:
+    found: Section = {}
+    for s in plan.schedule:
+        words = [f"{i.op} {i.node}{f' => {i.other}' if i.other else ''}" for i in s.instructions]
+        found[f"{s.task}, {s.pool}"] = {"": Fact(", ".join(words))}
+    return found
+
+
+def _memory(plan: Plan) -> Section:
+    found: Section = {}
+    for m in plan.memory:
+        items = {k: Fact(float(v), "bytes", True) for k, v in m.items.items()}
+        where = f"{m.place}, pool {m.pool}" if m.place == "device" else m.place
+        total = {"peak": Fact(float(m.total), "bytes"), "of": Fact(m.capacity.value, "bytes", True)}
+        found[f"{where}, {m.phase}"] = {**total, **items}
+    return found
+
+
+def _seconds(plan: Plan) -> Section:
+    if plan.estimate is None:
+        return {}
+    whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
+    found = {"an iteration": {"": Fact(whole.value, "s")}, "throughput": {"": Fact(rate.value, "tokens/s/device")}}
+    return found | {p.name: {"": Fact(p.seconds.value, "s")} for p in plan.estimate.phases}
