@@ -279,6 +279,7 @@ def test_notebooks_show_pictures() -> None:
     plan = four()
     for shown in (plan, plan.graph):
         page = shown._repr_html_()
+        assert type(page) is str  # whatever it is put together with stays as it is
         read = Reader(page)
         assert "svg" in read.tags and not read.foreign and "actor.update" in read.text
 

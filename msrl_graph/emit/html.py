@@ -109,7 +109,8 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
 
 def fragment(picture: Picture) -> str:
     """A picture with its legend, for a page that is not ours (a notebook)."""
-    return _template("drawing.html.j2").module.fragment(**_drawn(picture))  # type: ignore[attr-defined, no-any-return]
+    # A plain string: the template's own kind escapes whatever it is put together with.
+    return str(_template("drawing.html.j2").module.fragment(**_drawn(picture)))  # type: ignore[attr-defined]
 
 
 def graph_fragment(graph: Graph) -> str:
