@@ -6,12 +6,14 @@ Invariant: a plan comes out whole or a Fault tells why; between two passes the p
 
 from __future__ import annotations
 
+import gc
 import linecache
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -253,6 +255,19 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
     return Source(str(source), _text(path, str(source)), path.parent)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles: what a compilation makes has none, and is walked again and again the larger it gets."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def translate(
     source: Source,
     *,

@@ -7,7 +7,7 @@ span that it came from. It is logical: one node a worker state, never one a rank
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -206,11 +206,34 @@ class Graph(GraphViews):
     def verb(self, verb: str) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.verb == verb)
 
+    @cached_property
+    def _kinds(self) -> dict[str, tuple[Edge, ...]]:
+        return {kind: tuple(e for e in self.edges if e.kind == kind) for kind in ("sample", "reshard")}
+
+    @cached_property
+    def _into(self) -> dict[str, list[Edge]]:
+        found: dict[str, list[Edge]] = {}
+        for edge in self.samples():
+            found.setdefault(edge.dst, []).append(edge)
+        return found
+
+    @cached_property
+    def _first(self) -> dict[str, Edge]:
+        return {edge.src: edge for edge in reversed(self.samples())}
+
     def samples(self) -> tuple[Edge, ...]:
-        return tuple(e for e in self.edges if e.kind == "sample")
+        return self._kinds["sample"]
+
+    def into(self, node: str) -> Sequence[Edge]:
+        """The sample edges that lead to a node."""
+        return self._into.get(node, ())
+
+    def first(self, node: str) -> Edge:
+        """The first of the sample edges that begin at a node."""
+        return self._first[node]
 
     def reshards(self) -> tuple[Edge, ...]:
-        return tuple(e for e in self.edges if e.kind == "reshard")
+        return self._kinds["reshard"]
 
     def level(self, node: Node) -> int:
         """The level of the rows that a node works on: the deepest that it reads (the source's own is 0)."""
@@ -238,11 +261,16 @@ class Graph(GraphViews):
         samples = self.samples()
         reach = nx.DiGraph((e.src, e.dst) for e in samples)
         found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in samples}
+        after: dict[str, set[str]] = {}  # by writer: what a path leads to
         for node in self.nodes:
-            into = [e.src for e in samples if e.dst == node.name]
+            into = [e.src for e in self.into(node.name)]
             for column in node.reads:
                 writer = self.writer(column).name
-                via = [s for s in into if s == writer] or [s for s in into if nx.has_path(reach, writer, s)]
+                via = [s for s in into if s == writer]
+                if not via:
+                    if writer not in after:
+                        after[writer] = nx.descendants(reach, writer) if writer in reach else set()
+                    via = [s for s in into if s in after[writer]]
                 if via:
                     found[via[0], node.name].append(column)
         return {ends: tuple(columns) for ends, columns in found.items()}
@@ -259,7 +287,10 @@ class Graph(GraphViews):
 
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
     """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
-    waits = {name: {e.src for e in edges if e.kind == "sample" and e.dst == name and e.src in nodes} for name in nodes}
+    waits: dict[str, set[str]] = {name: set() for name in nodes}
+    for edge in edges:
+        if edge.kind == "sample" and edge.dst in waits and edge.src in waits:
+            waits[edge.dst].add(edge.src)
     after: dict[str, list[str]] = {name: [] for name in nodes}
     for name, sources in waits.items():
         for src in sources:

@@ -56,18 +56,22 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
     """Reads of a column whose rows would never arrive."""
-    flow = sample_flow(graph)
+    flow, writing = sample_flow(graph), _writers(graph)
     reached = _reached(graph, flow)
+    after: dict[str, set[str]] = {}  # by writer: what a path leads to
     found = []
     for node in graph.nodes:
         if node.name not in reached:
             continue
-        before = nx.ancestors(flow, node.name)
         for column in node.reads:
-            writers = _writers(graph).get(column, [])
-            if len(writers) != 1 or writers[0].name in before:
+            writers = writing.get(column, [])
+            if len(writers) != 1 or flow.has_edge(writers[0].name, node.name):
                 continue
             writer = writers[0].name
+            if writer not in after:
+                after[writer] = nx.descendants(flow, writer)
+            if node.name in after[writer]:
+                continue
             message = f"`{node.name}` reads `{column}`, but no path leads there from its writer `{writer}`"
             help = f"add `{writer} -> {node.name}`"
             if writer == node.name:

@@ -21,9 +21,9 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for knot in sorted(sorted(part) for part in nx.strongly_connected_components(flow)):
         start = knot[0]
-        inside = flow.subgraph(knot)
         if len(knot) == 1 and not flow.has_edge(start, start):
             continue
+        inside = flow.subgraph(knot)
         ways = [nx.shortest_path(inside, after, start) for after in sorted(inside.successors(start))]
         path = [start, *min(ways, key=len)]
         message = f"the sample edges form a cycle: {' -> '.join(path)}"

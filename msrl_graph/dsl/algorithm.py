@@ -6,8 +6,9 @@ said of the rest is said. The Graph is whole only if nothing was told.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TypeVar
 
@@ -78,9 +79,18 @@ class _Algorithm:
     def _statements(self, kind: type[T]) -> Iterator[T]:
         return (s for s in self.algorithm.body if isinstance(s, kind))
 
+    @cached_property
+    def _others(self) -> dict[str, str]:
+        return {name: what for name, (what, _) in self.declared.items() if what != "param"}
+
     @property
     def names(self) -> Names:
-        return Names(self.params, {name: what for name, (what, _) in self.declared.items() if what != "param"})
+        return Names(self.params, self._others)
+
+    @cached_property
+    def _values(self) -> frozenset[str]:
+        """What a call may be given: columns and states."""
+        return frozenset((*self.columns, *self.states))
 
     # Names
 
@@ -255,12 +265,12 @@ class _Algorithm:
             help = nearest(verb, KINDS[kind])
             self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
-            caller = Caller(name, (*reads, *states), {*self.columns, *self.states}, self.library, self.folder, self.problems)
+            caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems)
             self.callers.append(caller)
             types: dict[str, Type | NotYet] = dict(TABLE[statement])
             if statement == "function":
                 call = FunctionCall(caller)
-                types |= {"call": call, "keep": Keep(caller), "select": call, "per": _Per(tuple(self.columns))}
+                types |= {"call": call, "keep": Keep(caller), "select": call, "per": _Per(self.columns)}
             elif statement == "update":
                 types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
             elif statement == "generate":
@@ -395,10 +405,10 @@ class _Algorithm:
 class _Per:
     """`row`, `batch` or a column."""
 
-    columns: tuple[str, ...]
+    columns: Mapping[str, Column]
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        if isinstance(expr, ast.NameExpr) and expr.text in (*self.columns, "row", "batch"):
+        if isinstance(expr, ast.NameExpr) and (expr.text in self.columns or expr.text in ("row", "batch")):
             return Expr("word", expr.text, span=expr.span)
         text = expr.text if isinstance(expr, ast.NameExpr) else ""
         help = nearest(text, (*self.columns, "row", "batch"))

@@ -43,5 +43,5 @@ class Dock:
 
 def _chunk(graph: Graph, node: str) -> int:
     """The smallest `stream` of the edges that lead to a node: it may start when that many units are ready. 0: when all are."""
-    stated = [e.attributes["stream"].value for e in graph.samples() if e.dst == node and "stream" in e.attributes]
+    stated = [e.attributes["stream"].value for e in graph.into(node) if "stream" in e.attributes]
     return min((int(n) for n in stated if isinstance(n, (int, float))), default=0)

@@ -147,7 +147,7 @@ def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[floa
     handover = costs.handover(plan).value
 
     def arrival(name: str) -> tuple[float, str]:
-        into = [(finish(e.src) + edges.get((e.src, name), 0.0) + handover, e.src) for e in plan.graph.samples() if e.dst == name]
+        into = [(finish(e.src) + edges.get((e.src, name), 0.0) + handover, e.src) for e in plan.graph.into(name)]
         return max(into, default=(0.0, ""))
 
     def finish(name: str) -> float:
@@ -159,7 +159,7 @@ def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[floa
 
     def known(name: str) -> bool:
         """Whether all that a state's rows come from is done."""
-        sources = [e.src for e in plan.graph.samples() if e.dst == name]
+        sources = [e.src for e in plan.graph.into(name)]
         return all(s in done or (plan.placement(s).pool == FUNCTIONS and known(s)) for s in sources)
 
     clock, before, back = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, ""), dict[str, float]()

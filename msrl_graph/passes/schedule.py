@@ -7,6 +7,7 @@ device whenever a state uses them: RESHARD takes them away, WAIT ends their retu
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,6 @@ def _order(plan: Plan) -> list[Node]:
     """All nodes in an order that respects the graph; of those that could run next: functions, generations, frozen states, states with
     weights that come back, updates, each in the graph's order."""
     graph = plan.graph
-    waiting = list(graph.nodes)
 
     def rank(node: Node) -> int:
         if plan.placement(node.name).pool == FUNCTIONS:
@@ -90,12 +90,21 @@ def _order(plan: Plan) -> list[Node]:
             return 0
         return 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
+    waits = {n.name: {e.src for e in graph.into(n.name)} for n in graph.nodes}
+    after: dict[str, list[Node]] = {n.name: [] for n in graph.nodes}
+    for node in graph.nodes:
+        for before in waits[node.name]:
+            after[before].append(node)
+    place = {n.name: i for i, n in enumerate(graph.nodes)}
+    ready = [(rank(n), place[n.name]) for n in graph.nodes if not waits[n.name]]
+    heapq.heapify(ready)
     order: list[Node] = []
-    while waiting:
-        left = {n.name for n in waiting}
-        ready = [n for n in waiting if not any(e.src in left for e in graph.samples() if e.dst == n.name)]
-        assert ready, "the sample edges form a cycle"
-        node = min(ready, key=rank)
-        waiting.remove(node)
+    while ready:
+        node = graph.nodes[heapq.heappop(ready)[1]]
         order.append(node)
+        for other in after[node.name]:
+            waits[other.name].discard(node.name)
+            if not waits[other.name]:
+                heapq.heappush(ready, (rank(other), place[other.name]))
+    assert len(order) == len(graph.nodes), "the sample edges form a cycle"
     return order

@@ -34,7 +34,7 @@ class CountTraffic:
         level = max((graph.column(c).level for c in columns), default=0)
         share = (hosts - 1) / hosts
         # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
-        first = next(e for e in graph.samples() if e.src == src)
+        first = graph.first(src)
         puts = sum(column_bytes(graph, c) for c in graph.node(src).writes) if first.dst == dst else 0
         through = f"through one host, puts and gets; {network.basis}"
         central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
