@@ -6,7 +6,7 @@ said of the rest is said. The Graph is whole only if nothing was told.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,7 +17,7 @@ from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
 from . import ast
 from .attributes import COUNT, TABLE, NotYet, Type, read, shown
-from .calls import Caller, Environment, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Reduce
+from .calls import Caller, Environment, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Per, Reduce
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
 from .params import Override, evaluate_params
@@ -270,7 +270,7 @@ class _Algorithm:
             types: dict[str, Type | NotYet] = dict(TABLE[statement])
             if statement == "function":
                 call = FunctionCall(caller)
-                types |= {"call": call, "keep": Keep(caller), "select": call, "per": _Per(self.columns)}
+                types |= {"call": call, "keep": Keep(caller), "select": call, "per": Per(self.columns)}
             elif statement == "update":
                 types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
             elif statement == "generate":
@@ -399,20 +399,6 @@ class _Algorithm:
             span=self.algorithm.name.span,
             states=tuple(self.states.values()),
         )
-
-
-@dataclass(frozen=True)
-class _Per:
-    """`row`, `batch` or a column."""
-
-    columns: Mapping[str, Column]
-
-    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        if isinstance(expr, ast.NameExpr) and (expr.text in self.columns or expr.text in ("row", "batch")):
-            return Expr("word", expr.text, span=expr.span)
-        text = expr.text if isinstance(expr, ast.NameExpr) else ""
-        help = nearest(text, (*self.columns, "row", "batch"))
-        raise mistake("unknown-column", f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}", expr.span, help)
 
 
 def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:

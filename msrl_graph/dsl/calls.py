@@ -160,6 +160,20 @@ class FunctionCall:
 
 
 @dataclass(frozen=True)
+class Per:
+    """`per`: `row`, `batch` or a column."""
+
+    columns: Collection[str]
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and (expr.text in self.columns or expr.text in ("row", "batch")):
+            return Expr("word", expr.text, span=expr.span)
+        text = expr.text if isinstance(expr, ast.NameExpr) else ""
+        help = nearest(text, (*self.columns, "row", "batch"))
+        raise mistake("unknown-column", f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}", expr.span, help)
+
+
+@dataclass(frozen=True)
 class Environment:
     """`environment = "file.py:Class"`."""
 
