@@ -35,6 +35,8 @@ WIDTH = 100
 INDENT = "  "
 FURTHER = "    "
 GAP = re.compile(r"#[^\n]*|\n")
+# A comment, or a string in which there is none.
+COMMENT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"')
 BLANK = " \t\f\v\r"
 # The statements that align with their like, and the token that they align, besides `{`.
 ALIGNED = {
@@ -60,13 +62,15 @@ CLOSING = ("RPAR", "RSQB")
 
 def format(text: str, file: str) -> str:
     """The program in its canonical layout; `file` is the name that diagnostics show. A Fault where `parse` has one."""
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    text = text.removeprefix("\ufeff")
     tree = parse(text, file)
-    reader = _Reader(text, file)
-    new = _joined(_lines(reader.file(), ""))
-    again = _Reader(new, file)
-    assert same(tree, parse(new, file)) and reader.comments() == again.comments(), "the layout changed the program"
+    new = _joined(_lines(_Reader(text, file).file(), ""))
+    assert same(tree, parse(new, file)) and _comments(text) == _comments(new), "the layout changed the program"
     return new
+
+
+def _comments(text: str) -> list[str]:
+    return [found.rstrip(BLANK) for found in COMMENT.findall(text) if found.startswith("#")]
 
 
 @dataclass
@@ -140,9 +144,6 @@ class _Reader:
             end = token.end_pos
         self.end = len(text)
         self.gaps[self.end] = _gap(text, end, self.end)
-
-    def comments(self) -> list[str]:
-        return [c.text for comments, _ in self.gaps.values() for c in comments]
 
     def file(self) -> _Block:
         return self.block(self.tree.children, "start", self.end)

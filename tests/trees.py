@@ -1,0 +1,128 @@
+"""Syntax trees of any shape, for properties that hold of all programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.dsl import ast
+from msrl_graph.dsl.syntax import UNITS
+
+# Words of the grammar are names where none of its keywords may stand: of what an algorithm declares, and of attributes. Units are too.
+NAMES = ("a", "b_2", "Actor", "reward", "host", "group", "x" * 12, "x" * 45, "min")
+ALGORITHM_NAMES = (*NAMES, "frozen", "per", "run", "model", "extends", "together")
+KEYS = (*NAMES, "on", "as", "per", "frozen", "set", "model", "nodes", "devices", "run", "dock", "reshard", "place", "evaluate")
+
+
+def name(pool: tuple[str, ...] = NAMES) -> st.SearchStrategy[ast.Name]:
+    return st.sampled_from(pool).map(lambda text: ast.Name(text, NOWHERE))
+
+
+def several(part: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(part, min_size=least, max_size=most).map(tuple)
+
+
+def made(kind: type, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """A part of the tree from its fields but for the span, which is the last of them."""
+    return st.tuples(*parts).map(lambda values: kind(*values, NOWHERE))
+
+
+NO_UNIT = st.just("")
+
+
+def literal(kind: Any, value: st.SearchStrategy[Any], unit: st.SearchStrategy[str] = NO_UNIT) -> st.SearchStrategy[ast.Literal_]:
+    return st.tuples(value, unit).map(lambda v: ast.Literal_(kind, v[0], NOWHERE, v[1]))
+
+
+POSITIVE = st.floats(0, allow_infinity=False, allow_nan=False).map(abs)
+LITERALS = st.one_of(
+    literal("int", st.integers(0, 10**18 - 1)),
+    literal("float", POSITIVE),
+    literal("bool", st.booleans()),
+    literal("string", st.text()),
+    literal("quantity", st.integers(0, 2**53 - 1) | POSITIVE, st.sampled_from(UNITS)),
+)
+NO_NAME = st.none()
+
+
+def expressions(pool: tuple[str, ...]) -> st.SearchStrategy[Any]:
+    words = st.lists(st.sampled_from(pool), min_size=1, max_size=2).map(lambda w: ast.NameExpr(".".join(w), NOWHERE))
+
+    def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        ops = st.sampled_from(("+", "-", "*", "/", "//", "%", "==", "!=", "<=", ">=", "<", ">"))
+        return st.one_of(
+            made(ast.Binary, ops, inner, inner),
+            made(ast.Neg, inner),
+            made(ast.List, several(inner)),
+            made(ast.Call, name(pool), several(made(ast.Arg, NO_NAME | name(pool), inner))),
+        )
+
+    return st.recursive(LITERALS | words, larger, max_leaves=8)
+
+
+EXPR = expressions(NAMES)
+ATTRS = several(made(ast.Attr, name(KEYS), EXPR))
+
+
+def ref(pool: tuple[str, ...]) -> st.SearchStrategy[ast.Ref]:
+    words = st.lists(st.sampled_from(pool), min_size=1, max_size=2).map(".".join)
+    return (words | st.just("source")).map(lambda text: ast.Ref(text, NOWHERE))
+
+
+def edges(pool: tuple[str, ...]) -> st.SearchStrategy[ast.Edge]:
+    groups = several(ref(pool), 1)
+    sample = made(ast.Edge, st.just("sample"), several(groups, 2), ATTRS)
+    return sample | made(ast.Edge, st.just("reshard"), st.tuples(groups, groups), ATTRS)
+
+
+A_NAME = name(ALGORITHM_NAMES)
+TYPE = made(ast.Type, A_NAME, several(made(ast.Dim, st.booleans(), EXPR)), NO_NAME | A_NAME)
+COLUMN = made(ast.Column, A_NAME, TYPE)
+A_NAMES = several(A_NAME, 1)
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> ast.Node:
+    reads = draw(st.none() | A_NAMES)
+    writes = () if reads is None else draw(several(A_NAME))
+    return ast.Node(draw(NO_NAME | A_NAME), draw(A_NAME), draw(A_NAME), reads, writes, draw(ATTRS), NOWHERE, NOWHERE)
+
+
+A_EDGE = edges(NAMES)
+STATEMENTS = st.one_of(
+    made(ast.Param, A_NAME, EXPR),
+    made(ast.Columns, several(COLUMN)),
+    made(ast.State, COLUMN, EXPR),
+    made(ast.Worker, A_NAME, A_NAME, st.booleans(), ATTRS),
+    made(ast.Source, EXPR, A_NAMES, ATTRS),
+    nodes(),
+    made(ast.Drop, ref(NAMES) | A_EDGE),
+    A_EDGE,
+)
+RANGE = made(ast.Range, st.integers(0, 9), st.integers(0, 9))
+NAMED_STRING = (name(), literal("string", st.text()), ATTRS)
+REFS = several(ref(NAMES), 1)
+DEPLOYED = st.one_of(
+    made(ast.Set, name(), EXPR),
+    made(ast.Model, *NAMED_STRING),
+    made(ast.Data, *NAMED_STRING),
+    made(ast.Data, st.just(ast.Name("source", NOWHERE)), *NAMED_STRING[1:]),
+    made(ast.Layout, REFS, ATTRS),
+    made(ast.Engine, REFS, name(), ATTRS),
+    made(ast.Place, REFS, st.booleans(), RANGE, st.none() | RANGE),
+    made(ast.Place, REFS, st.booleans(), st.none(), st.none()),
+    made(ast.Apart, REFS),
+    made(ast.Options, st.sampled_from(("dock", "reshard", "run")), ATTRS),
+    made(ast.Evaluate, name(), ATTRS),
+    edges(NAMES),
+)
+ITEMS = st.one_of(
+    st.sampled_from(NAMES).map(lambda target: ast.Import(target, False, NOWHERE)),
+    st.text().map(lambda target: ast.Import(target, True, NOWHERE)),
+    made(ast.Algorithm, A_NAME, NO_NAME | A_NAME, several(STATEMENTS, most=6)),
+    made(ast.Cluster, name(), ATTRS),
+    made(ast.Deploy, name(), name(), NO_NAME | name(), several(DEPLOYED, most=6)),
+)
+FILES = several(ITEMS, 1).map(lambda items: ast.File("p.rlg", items, NOWHERE))
