@@ -31,7 +31,7 @@ from lark import Token, Tree
 from .ast import same
 from .parse import parse, parse_tokens
 
-WIDTH = 100
+WIDTH = 120
 INDENT = "  "
 FURTHER = "    "
 GAP = re.compile(r"#[^\n]*|\n")
