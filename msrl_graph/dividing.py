@@ -45,7 +45,7 @@ def rows_in_step(graph: Graph, node: Node) -> int | None:
     """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is updated, or a filter
     leaves a number of rows that nobody knows yet."""
     stated = node.attributes.get("mini_batch")
-    if node.verb != "update" or (stated is None and any({"keep", "select"} & n.attributes.keys() for n in graph.nodes)):
+    if node.verb != "update" or (stated is None and any(n.filters for n in graph.nodes)):
         return None
     return int(node.number("mini_batch", graph.rows[min(graph.level(node), len(graph.rows) - 1)]))
 

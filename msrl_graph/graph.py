@@ -139,6 +139,11 @@ class Node:
         """The states whose next value it gives."""
         return tuple(name for name in self.gives if name not in self.writes)
 
+    @property
+    def filters(self) -> bool:
+        """Whether rows leave the iteration here."""
+        return bool({"keep", "select"} & self.attributes.keys())
+
     def number(self, key: str, default: float) -> float:
         """The number of an attribute, or its default."""
         expr = self.attributes.get(key)

@@ -8,20 +8,16 @@ from __future__ import annotations
 import networkx as nx
 
 from ..diagnostics import Diagnostic
-from ..graph import Graph, Node
+from ..graph import Graph
 from .columns import Library, sample_flow
 from .scope import calls
-
-
-def filters(node: Node) -> bool:
-    return "keep" in node.attributes or "select" in node.attributes
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     """Statistics over groups of which a filter before them may have taken single rows."""
     flow, found = sample_flow(graph), []
     for node in graph.nodes:
-        if not filters(node) or node.per != "row" or not graph.level(node):
+        if not node.filters or node.per != "row" or not graph.level(node):
             continue
         above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
         for after in (graph.node(n) for n in sorted(nx.descendants(flow, node.name))):

@@ -6,7 +6,7 @@ Invariant: a state is no column: it needs no path and makes no cycle, since what
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic
-from ..graph import Graph, State
+from ..graph import Graph
 from .columns import Library
 
 
@@ -44,8 +44,5 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
 def unread(graph: Graph, library: Library) -> list[Diagnostic]:
     """States that nobody reads: those that are only set."""
     read = {s for n in graph.nodes for s in n.states}
-    return [_unread(s) for s in graph.states if s.name not in read]
-
-
-def _unread(state: State) -> Diagnostic:
-    return Diagnostic("unused-column", f"nobody reads the state `{state.name}`", state.span, "remove it", "warning")
+    unread = [s for s in graph.states if s.name not in read]
+    return [Diagnostic("unused-column", f"nobody reads the state `{s.name}`", s.span, "remove it", "warning") for s in unread]

@@ -68,7 +68,7 @@ class EstimateTime:
         notes = plan.notes
         if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:
             notes += (Note("estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"),)
-        if names := [n.name for n in plan.graph.nodes if {"keep", "select"} & n.attributes.keys()]:
+        if names := [n.name for n in plan.graph.nodes if n.filters]:
             notes += (Note("estimate", f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}"),)
         off_policy = {"staleness": any(e.staleness for e in plan.graph.reshards())}
         off_policy["partial"] = any(n.number("partial", 1) > 1 for n in plan.graph.verb("generate"))
