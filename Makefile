@@ -77,9 +77,10 @@ invariance: $(VENV)/ready
 paper: $(VENV)/ready
 	$(BIN)/python bench/paper.py
 
-# Pages that are written from others.
+# Pages that are written from sources.
 docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.codes > docs/codes.md
+	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
 	rm -rf $(VENV) $(VENV_TRL)

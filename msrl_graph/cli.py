@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
-    p.add_argument("--explain", metavar="CODE", help="show the page of a diagnostic's code and end")
+    p.add_argument("--explain", metavar="NAME", help="show what a diagnostic's code, an attribute or a function is, and end")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics")
     return p
@@ -70,10 +70,7 @@ def _compile(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if options.explain is not None:
-        if options.explain not in codes.known():
-            known = nearest(options.explain, codes.known()) or "the codes stand in brackets"
-            parser.error(f"no code is called `{options.explain}`; {known}")
-        print(codes.shown(options.explain, *_screen(options)), end="")
+        print(codes.shown(_page(options.explain, parser), *_screen(options)), end="")
         return 0
     from .compile import PASSES, read, translate
 
@@ -148,6 +145,18 @@ def _compile(argv: Sequence[str]) -> int:
             print(f"msrl-compile: cannot write `{options.output}`: {error.strerror}", file=sys.stderr)
             return 2
     return 0
+
+
+def _page(name: str, parser: argparse.ArgumentParser) -> str:
+    """The page of a code, or the entry of the reference with that name."""
+    if name in codes.known():
+        return codes.page(name)
+    from . import reference
+
+    if name in reference.names():
+        return reference.entry(name)
+    known = nearest(name, {*codes.known(), *reference.names()})
+    parser.error(f"no code, attribute or function is called `{name}`; {known if known.startswith('did') else 'codes stand in brackets'}")
 
 
 def _simulated(result: Compilation, options: argparse.Namespace) -> str:

@@ -12,6 +12,7 @@ FLOORS = (
     ("cli",),
     ("cli_run",),
     ("cli_shared",),
+    ("reference",),
     ("compile", "runtime"),
     ("simulation", "builder"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),

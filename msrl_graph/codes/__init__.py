@@ -30,10 +30,10 @@ def meaning(code: str) -> str:
     return " ".join(page(code).split("\n\n")[1].split())
 
 
-def shown(code: str, width: int, colour: bool) -> str:
-    """A code's page as it is written or, where a terminal has `colour`, laid out for it in at most `width` columns."""
+def shown(text: str, width: int, colour: bool) -> str:
+    """A page as it is written or, where a terminal has `colour`, laid out for it in at most `width` columns."""
     if not colour:
-        return page(code)
+        return text
     import io
 
     from rich.console import Console
@@ -42,7 +42,7 @@ def shown(code: str, width: int, colour: bool) -> str:
     # Lines of a program are not to be broken, lines of text not to be too long.
     console = Console(file=io.StringIO(), width=min(width, 120), force_terminal=True, color_system="standard")
     with console.capture() as written:
-        console.print(Markdown(page(code), code_theme="ansi_dark"))
+        console.print(Markdown(text, code_theme="ansi_dark"))
     return written.get()
 
 

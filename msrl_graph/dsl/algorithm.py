@@ -16,8 +16,8 @@ from ..diagnostics import Fault, Span, nearest
 from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
 from . import ast
-from .attributes import COUNT, TABLE, NotYet, Type, read, shown
-from .calls import Caller, Environment, Folder, FunctionCall, Keep, Library, Loss, Optimizer, Per, Reduce
+from .attributes import COUNT, TABLE, read, shown
+from .calls import Caller, Folder, Library, types
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
 from .params import Override, evaluate_params
@@ -235,7 +235,7 @@ class _Algorithm:
         states = tuple(self.states)
         caller = Caller("source", states, states, self.library, self.folder, self.problems)
         self.callers.append(caller)
-        attributes = read(first.attrs, "source", {"weights": FunctionCall(caller)}, self.names, self.problems)
+        attributes = read(first.attrs, "source", types("source", caller), self.names, self.problems)
         with self.problems.catching():
             attributes["count"] = COUNT.read("source", first.count, self.names)
         end = first.writes[-1].span
@@ -267,15 +267,7 @@ class _Algorithm:
         if statement:
             caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems)
             self.callers.append(caller)
-            types: dict[str, Type | NotYet] = dict(TABLE[statement])
-            if statement == "function":
-                call = FunctionCall(caller)
-                types |= {"call": call, "keep": Keep(caller), "select": call, "per": Per(self.columns)}
-            elif statement == "update":
-                types |= {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()}
-            elif statement == "generate":
-                types |= {"environment": Environment(caller)}
-            attributes = read(node.attrs, statement, types, self.names, self.problems)
+            attributes = read(node.attrs, statement, types(statement, caller, self.columns), self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
             self._need(node, statement, title)
             calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]

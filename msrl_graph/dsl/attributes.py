@@ -159,8 +159,7 @@ class NotYet:
     help: str = ""
 
 
-# Those that need the node have types of their own: `call`, `keep`, `select`, `weights`, `environment`, `loss`, `optimizer` and `reduce`
-# (calls.py).
+# Those that need the node have types of their own (`types` of calls.py). What each means stands in the pages of ../reference.
 TABLE: dict[str, dict[str, Type | NotYet]] = {
     "worker": {"model": AnyName()},
     "source": {},

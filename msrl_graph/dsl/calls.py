@@ -15,7 +15,7 @@ from ..diagnostics import Span, nearest
 from ..functions import Kind, Option, Plain, Signature, classes, signatures
 from ..graph import Expr
 from . import ast
-from .attributes import COUNT, Number, Words, origin, shown
+from .attributes import COUNT, TABLE, NotYet, Number, Type, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
 T = TypeVar("T")
@@ -184,6 +184,18 @@ class Environment:
             raise mistake("bad-value", f"`{key}` takes a class of a file", expr.span, f'write `{key} = "file.py:Name"`')
         path, name, _ = _in_file(self.caller, str(expr.value), expr.span, "class", classes)
         return Expr("call", f"{path}:{name}", span=expr.span)
+
+
+def types(statement: str, caller: Caller, columns: Collection[str] = ()) -> dict[str, Type | NotYet]:
+    """The attributes of a source or a node by its verb (a function's is `function`): those of the table, and those that need the node."""
+    call = FunctionCall(caller)
+    own: dict[str, dict[str, Type]] = {
+        "source": {"weights": call},
+        "generate": {"environment": Environment(caller)},
+        "update": {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()},
+        "function": {"call": call, "keep": Keep(caller), "select": call, "per": Per(columns)},
+    }
+    return {**TABLE[statement], **own.get(statement, {})}
 
 
 def _in_file(caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]) -> tuple[Path, str, dict[str, T]]:

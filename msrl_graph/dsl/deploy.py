@@ -235,7 +235,7 @@ class _Deploy:
                 can = [n for n, s in sorted(self.engines.items()) if verb in s.verbs]
                 message = f"the engine `{name}` cannot {verb}"
                 self.problems.tell("bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else "")
-        types = {k: _option_type(v) for k, v in spec.options.items()}
+        types = {k: option_type(v) for k, v in spec.options.items()}
         values = self._read(statement.attrs, f"engine … = {name}", types)
         if "offload" in values:
             self._offload(nodes, values["offload"])
@@ -357,7 +357,7 @@ def _constant(value: object) -> Expr:
     return Expr(kind, value)  # type: ignore[arg-type]
 
 
-def _option_type(kind: str | tuple[str, ...]) -> Type:
+def option_type(kind: str | tuple[str, ...]) -> Type:
     if isinstance(kind, tuple):
         return Words(kind)
     return COUNT if kind == "int" else Number(0, above=True)

@@ -1,0 +1,5 @@
+"""Prints the language reference, docs/language.md."""
+
+from . import document
+
+print(document(), end="")

@@ -1,0 +1,284 @@
+"""What the reference takes from the sources: types and bounds of attributes, functions, presets, engines, as tables of Markdown.
+
+Invariant: nothing here is a second list of names; what is not in the source of a thing is not in its table.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import algorithms, models
+from ..backends import DEFAULT, ENGINES
+from ..cluster import DEVICES, Device, Figure
+from ..dsl import attributes as kinds
+from ..dsl import calls, expressions
+from ..dsl.deploy import option_type
+from ..functions import Option, Signature
+from ..graph import ELEMENTS, KINDS
+from ..runtime import unready
+
+# What runs on a machine with another memory or clock says something else there: the document says where it comes from instead.
+MACHINES = ("cpu", "here")
+_CALLER = calls.Caller("", (), (), {}, lambda span: Path(), expressions.Problems())
+_BY_ATTRIBUTE = {
+    calls.FunctionCall: 'a call, `NAME(…)`, or `"file.py:function"`',
+    calls.Keep: "a comparison of a column or state with a number, or a call",
+    calls.Per: "`row`, `batch` or a column",
+    calls.Environment: '`"file.py:Class"`',
+    calls.Loss: "an expression of loss terms",
+    calls.Optimizer: "a call of an optimizer",
+    calls.Reduce: "`tokens`, `sequences` or `constant(n)`",
+}
+_UNITS = {"B": "bytes", "B/s": "bytes a second", "FLOP/s": "FLOP a second", "s": "a time"}
+
+
+# Attributes
+
+
+@dataclass(frozen=True)
+class Row:
+    """An attribute: what it takes, what it is without being stated, what it means; `note` says what this version cannot do with it."""
+
+    name: str
+    takes: str
+    default: str
+    meaning: str
+    note: str = ""
+
+    def text(self, of: str) -> str:
+        """As an entry of its own."""
+        default = f", by default {self.default}" if self.default else ""
+        return f"An attribute of `{of}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
+
+
+def types(statement: str) -> dict[str, kinds.Type | kinds.NotYet]:
+    """The attributes of a statement with their types; for `engine` all that some engine has."""
+    if statement == "engine":
+        found = {name: kind for engine in ENGINES.values() for name, kind in engine.options.items()}
+        return {name: option_type(kind) for name, kind in sorted(found.items())}
+    return calls.types(statement, _CALLER)
+
+
+def attributes(of: str, body: str) -> list[Row]:
+    """The rows of a block of descriptions; ValueError where they are not those of the statement's attributes, each once."""
+    lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
+    known = types(of)
+    described = [line[0] for line in lines]
+    if sorted(described) != sorted(known):
+        wrong = sorted({*described} ^ {*known}) or sorted(n for n in described if described.count(n) > 1)
+        raise ValueError(f"`{of}`: attributes without one description, or descriptions without an attribute: {', '.join(wrong)}")
+    return [Row(name, takes(known[name]), default, meaning, _note(of, name, known[name])) for name, default, meaning in lines]
+
+
+def table(rows: list[Row]) -> str:
+    if not rows:
+        return "It has no attributes."
+    lines = [f"| `{r.name}` | {_cell(r.takes)} | {_cell(r.default)} | {_cell(f'{r.meaning} {r.note}'.strip())} |" for r in rows]
+    return "\n".join(["| attribute | takes | default | meaning |", "|---|---|---|---|", *lines])
+
+
+def takes(kind: kinds.Type | kinds.NotYet) -> str:
+    """What an attribute of a type may be, in words."""
+    match kind:
+        case kinds.Number():
+            return str(kind)
+        case kinds.Words(words):
+            return _words(words)
+        case kinds.String(several):
+            return "a string, or a list of strings" if several else "a string"
+        case kinds.Quantity(unit, example):
+            return f"{_UNITS[unit]} above 0, as `{example}`"
+        case kinds.Counts():
+            return "a list of whole numbers of 1 or more"
+        case kinds.AnyName(several):
+            return "a name, or a list of names" if several else "a name"
+        case kinds.NotYet():
+            return ""
+    return _BY_ATTRIBUTE[type(kind)]
+
+
+def _note(of: str, name: str, kind: kinds.Type | kinds.NotYet) -> str:
+    if isinstance(kind, kinds.NotYet):
+        return f"*Not compiled yet: {kind.help}.*"
+    refused = unready.EDGES if of == "resharding edge" else unready.NODES if of in ("source", *_VERBS) else {}
+    return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
+
+
+_VERBS = ("generate", "infer", "update", "function")
+
+
+# Functions
+
+
+@functools.cache
+def _functions() -> dict[str, ast.FunctionDef]:
+    """The package's functions as they are written, by name."""
+    found = {}
+    for module in {module for _, module in algorithms.library().values()}:
+        for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
+            if isinstance(item, ast.FunctionDef):
+                found[item.name] = item
+    return found
+
+
+def _call(signature: Signature) -> str:
+    """How a program writes a call: its options with their defaults."""
+    args = _functions()[signature.name].args
+    defaults = {a.arg: d for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
+    return f"{signature.name}({', '.join(_option(o, defaults[o.name]) for o in signature.options)})"
+
+
+def _option(option: Option, default: ast.expr | None) -> str:
+    if default is None:
+        return option.name
+    value = ast.literal_eval(default)
+    shown = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    return option.name if value is None else f"{option.name} = {shown}"
+
+
+def _function_text(signature: Signature) -> str:
+    """Of a function: what it reads, the words of its options, whom it needs, and its own first words."""
+    first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
+    reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
+    facts = [f"Reads {reads}." if reads else "Reads nothing."]
+    facts += [f"`{o.name}`: {_words(o.words)}." for o in signature.options if o.words]
+    facts += ["Needs whole groups or the batch: `per`."] if signature.scope != "row" else []
+    facts += ["Draws at random, by the run's seed."] if signature.rng else []
+    return "\n\n".join([" ".join(first.split()), " ".join(facts), *([rest] if rest else [])])
+
+
+def _listed(kind: str) -> str:
+    found = [_function(s) for (k, _), (s, _) in sorted(algorithms.library().items()) if k == kind]
+    return "\n\n".join(found)
+
+
+def _function(signature: Signature) -> str:
+    return f"**`{_call(signature)}`**: {_function_text(signature)}"
+
+
+def options(optimizer: str, body: str) -> str:
+    """An optimizer with what its options mean; ValueError where these are not its options, each once."""
+    lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
+    known = [o.name for o in calls.OPTIMIZERS[optimizer].options]
+    if [name for name, *_ in lines] != known:
+        raise ValueError(f"`{optimizer}` has the options {', '.join(known)}, in this order, each with one description")
+    items = [f"- `{name}`{f' (default {default})' if default else ''}: {meaning}" for name, default, meaning in lines]
+    return "\n".join([f"**`{optimizer}({', '.join(known)})`**", "", *items])
+
+
+# Presets
+
+
+def _figure(figure: Figure | None, unit: str) -> str:
+    if figure is None:
+        return ""
+    return f"{quantity(figure.value, unit)} ({figure.source}: {figure.basis})"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A figure as a program writes it: `64 GB`, `10 us`."""
+    if unit == "s":
+        name, size = next(((n, s) for n, s in (("s", 1), ("ms", 1e-3), ("us", 1e-6)) if value >= s), ("us", 1e-6))
+    else:
+        name, size = next(((p, s) for p, s in reversed(expressions.PREFIXES.items()) if value >= s), ("", 1))
+    return f"{value / size:.6g} {name}{unit if unit != 's' else ''}"
+
+
+def figures(device: Device) -> Iterator[tuple[str, str]]:
+    """The attributes of `cluster` that a preset sets, each with its figure."""
+    for name, kind in kinds.TABLE["cluster"].items():
+        if isinstance(kind, kinds.Quantity) and name != "network":
+            figure = device.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(device, name)
+            yield name, _figure(figure, kind.unit)
+
+
+def _device(device: Device) -> str:
+    if device.name in MACHINES:
+        return "The memory is this machine's, the other figures are assumed for one core, a rank."
+    return "\n".join(["| figure | value and source |", "|---|---|", *(f"| `{n}` | {f} |" for n, f in figures(device) if f)])
+
+
+def _devices() -> str:
+    """The presets, one table: a line for each figure of those that share it and its source."""
+    lines = ["| figure | preset | value | source |", "|---|---|---|---|"]
+    every = {d.name: dict(figures(d)) for d in DEVICES.values() if d.name not in MACHINES}
+    for name in next(iter(every.values())):
+        by_text: dict[str, list[str]] = {}
+        for device, found in every.items():
+            by_text.setdefault(found[name], []).append(device)
+        for text, devices in by_text.items():
+            value, _, basis = text.partition(" (")
+            if text:
+                lines.append(f"| `{name}` | {_words(tuple(devices), ', ')} | {value} | {_cell(basis.removesuffix(')'))} |")
+    return "\n".join(lines)
+
+
+def _models() -> str:
+    lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
+    for name in models.PRESETS:
+        m = models.load(name, Path())
+        size = sum(t.elements for t in m.tensors)
+        lines.append(f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | {models.tokenizer(name) or 'its own'} |")
+    return "\n".join(lines)
+
+
+def _engines() -> str:
+    lines = ["| engine | verbs | divides along | zero | options | families | runs here |", "|---|---|---|---|---|---|---|"]
+    for name, e in ENGINES.items():
+        zero = ", ".join(map(str, e.zero)) if "update" in e.verbs else ""
+        runs = "yes" if e.runs else "no: planned and simulated"
+        cells = (", ".join(e.verbs), _words(e.axes, ", "), zero, _words(tuple(e.options), ", "), ", ".join(e.families), runs)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    default = ", ".join(f"`{engine}` to {verb}" for verb, engine in DEFAULT.items())
+    return "\n".join(
+        [*lines, "", f"Where the file names no engine: {default}, or another one that can do what the model and the layout ask for."]
+    )
+
+
+# Words of the language
+
+
+def _kinds() -> str:
+    lines = [f"| `{kind}` | {', '.join(verbs)} |" for kind, verbs in KINDS.items()]
+    return "\n".join(["| kind | verbs |", "|---|---|", *lines, "| `function` | any word |"])
+
+
+def _elements() -> str:
+    return _words(tuple(ELEMENTS), ", ")
+
+
+LISTS: dict[str, Callable[[], str]] = {
+    "functions": lambda: _listed("function"),
+    "terms": lambda: _listed("loss"),
+    "devices": _devices,
+    "models": _models,
+    "engines": _engines,
+    "kinds": _kinds,
+    "elements": _elements,
+}
+
+
+def entries() -> Iterator[tuple[str, str]]:
+    """Name and text of what is no attribute: functions, loss terms, devices, models, engines."""
+    for (kind, name), (signature, _) in sorted(algorithms.library().items()):
+        yield name, f"A {'loss term' if kind == 'loss' else 'function'}: {_function(signature)}"
+    for name, device in DEVICES.items():
+        yield name, f"A preset of `device`.\n\n{_device(device)}"
+    for of, found in (("model", _models()), ("engine", _engines())):
+        head, rows = found.splitlines()[:2], found.splitlines()[2:]
+        for row in rows:
+            if row.startswith("| `"):
+                yield row.split("`")[1], "\n".join([f"A preset of `{of}`.\n" if of == "model" else "An engine.\n", *head, row])
+
+
+def _words(words: tuple[str, ...], last: str = " or ") -> str:
+    quoted = [f"`{w}`" for w in words]
+    return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,55 @@
+"""The rules of the grammar in EBNF, as a person reads them.
+
+Invariant: what is shown is `dsl/grammar.lark` itself, with what only the parser needs taken off and each keyword and sign in quotes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .. import dsl
+
+GRAMMAR = Path(dsl.__path__[0]) / "grammar.lark"
+_RULE = re.compile(r"^[?!]?(_?[a-z_]+): *((?:.+(?:\n +\|.*)*))$", re.MULTILINE)
+_TERMINAL = re.compile(r"^(_?[A-Z_]+)(?:\.\d+)?: (.+)$", re.MULTILINE)
+# Terminals whose patterns say less than their names: the page on words says what they are.
+NAMED = ("NAME", "STRING", "INT", "FLOAT", "QUANTITY")
+
+
+@functools.cache
+def known() -> dict[str, str]:
+    """The body of each rule, by its name, in the order of the grammar."""
+    text = GRAMMAR.read_text(encoding="utf-8")
+    terminals = {name: _shown(body) for name, body in _TERMINAL.findall(text)}
+
+    def word(found: re.Match[str]) -> str:
+        name = found[0]
+        if name in NAMED or name.startswith('"'):
+            return name
+        return terminals[name] if name.isupper() else _plain(name)
+
+    rules = {}
+    for name, body in _RULE.findall(text):
+        body = re.sub(r" *-> \w+", "", re.sub(r"\s+", " ", re.sub(r"  //.*", "", body)))
+        rules[_plain(name)] = re.sub(r'"[^"]*"|\b\w+', word, body)
+    return rules
+
+
+def rules(names: Iterable[str]) -> str:
+    """Some rules, a line each; KeyError where there is no such."""
+    chosen = {name: known()[name] for name in names}
+    width = max(map(len, chosen))
+    return "\n".join(f"{name:<{width}} = {body}" for name, body in chosen.items())
+
+
+def _plain(rule: str) -> str:
+    return rule.strip("_")
+
+
+def _shown(pattern: str) -> str:
+    """A terminal's pattern: a keyword in quotes, signs as they are."""
+    keyword = re.fullmatch(r"/(\w+)\\b/", pattern)
+    return f'"{keyword[1]}"' if keyword else f"({pattern})" if "|" in pattern else pattern

@@ -1,0 +1,154 @@
+"""The language reference is complete, its examples compile, and the committed page is what the sources give."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from language import TESTS, told
+
+from msrl_graph import algorithms, reference
+from msrl_graph.cli import compile_main
+from msrl_graph.dsl import calls
+from msrl_graph.dsl.attributes import FLOPS, RATE, TABLE, TIME, NotYet, Quantity
+from msrl_graph.dsl.expressions import Names
+from msrl_graph.dsl.parse import parse_set
+from msrl_graph.layout import Layout
+from msrl_graph.plan import DockOptions, ReshardOptions, Run
+from msrl_graph.reference import facts, syntax
+
+DOCS = TESTS.parent / "docs"
+BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = [block for page in reference.PAGES for block in BLOCK.findall(reference.source(page))]
+EXAMPLES = [(of, body) for kind, of, body in BLOCKS if kind == "rlg"]
+DEPLOY = """\
+import grpo
+cluster pod {{ device = "ascend-910c", nodes = 2, devices_per_node = 8 }}
+deploy grpo on pod {{
+  model policy = "qwen2.5-7b"
+{}}}
+"""
+DEFAULTS = {"dock": DockOptions(), "reshard": ReshardOptions(), "run": Run(), "layout": Layout()}
+
+
+def test_the_page_is_what_the_sources_give() -> None:
+    assert (DOCS / "language.md").read_text(encoding="utf-8") == reference.document(), "run `make docs`"
+
+
+def test_every_page_is_part_of_it() -> None:
+    assert sorted(p.stem for p in reference.FOLDER.glob("*.md")) == sorted(reference.PAGES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        ("attributes", [*TABLE, "engine"]),
+        ("options", list(calls.OPTIMIZERS)),
+        ("list", list(facts.LISTS)),
+        ("syntax", list(syntax.known())),
+    ],
+)
+def test_everything_stands_in_it_once(kind: str, known: list[str]) -> None:
+    found = Counter(name for k, of, body in BLOCKS if k == kind for name in (body.split() if k == "syntax" else [of]))
+    assert found == Counter(known)
+
+
+def test_a_description_without_its_attribute_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`worker`.*: modal, model"):
+        facts.attributes("worker", "modal | | What it has.\n")
+    with pytest.raises(ValueError, match=": model"):
+        facts.attributes("worker", "model | | What it has.\nmodel | | And again.\n")
+
+
+def test_every_description_says_something() -> None:
+    rows = [(of, row) for kind, of, body in BLOCKS if kind == "attributes" for row in facts.attributes(of, body)]
+    assert len(rows) > 70
+    assert [(of, r.name) for of, r in rows if len(r.meaning) < 4 or not re.search(r"[.:]$|\.\)$", r.meaning)] == []
+
+
+@pytest.mark.parametrize("statement", DEFAULTS)
+def test_defaults_are_those_of_the_plan(statement: str) -> None:
+    """Each default is read as a program's value; what a page says in words instead stands for a field that is empty."""
+    values, empty = DEFAULTS[statement], ("", 0, ())
+    (body,) = [body for kind, of, body in BLOCKS if kind == "attributes" and of == statement]
+    fields = {f.name for f in dataclasses.fields(values)}
+    for row in facts.attributes(statement, body):
+        if row.name not in fields:
+            assert row.takes == "", row.name
+            continue
+        field, text = getattr(values, row.name), row.default.strip("`")
+        if text in ("", "none", "the plan chooses", "even", "what the pool leaves"):
+            # `dp` of a layout that states none is the placement's to choose.
+            assert field in empty or (statement, row.name) == ("layout", "dp"), row.name
+            continue
+        kind = facts.types(statement)[row.name]
+        assert not isinstance(kind, NotYet)
+        assert kind.read(row.name, parse_set("x", text)[1], Names({})).value == field, row.name
+
+
+def test_a_program_may_state_a_default() -> None:
+    for of, body in ((of, body) for kind, of, body in BLOCKS if kind == "attributes"):
+        for row in facts.attributes(of, body):
+            kind = facts.types(of)[row.name]
+            if re.fullmatch(r"[\d.]+( [a-z]+)?|`\w+`", row.default) and row.default != "`none`":
+                assert not isinstance(kind, NotYet)
+                kind.read(row.name, parse_set("x", row.default.strip("`"))[1], Names({}))
+
+
+def test_the_defaults_of_the_package_stand_in_the_calls() -> None:
+    text = reference.document()
+    for (kind, name), (signature, _) in algorithms.library().items():
+        head = re.search(rf"\*\*`{name}\((.*?)\)`\*\*", text)
+        assert head, (kind, name)
+        assert [part.split(" = ")[0] for part in head[1].split(", ") if part] == [o.name for o in signature.options]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e[1].split("\n")[0])
+def test_examples_compile(example: tuple[str, str]) -> None:
+    of, body = example
+    program = {
+        "": body,
+        "algorithm": f"import grpo\nalgorithm mine extends grpo {{\n{body}}}\n",
+        "deploy": DEPLOY.format(body),
+    }[of]
+    if "algorithm" not in program and "import" not in program:
+        program += "import grpo\n"
+    assert [d for d in told(program, TESTS / "diagnostics") if d.severity == "error"] == []
+
+
+def test_links_lead_somewhere() -> None:
+    text = reference.document()
+    anchors = {reference.anchor(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert target[1:] in anchors if target.startswith("#") else (DOCS / target).is_file(), target
+
+
+def test_an_entry_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in sorted(reference.names()):
+        assert compile_main(["--explain", name]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"# {name}\n\n") and out.count("\n") > 2
+    assert compile_main(["--explain", "every"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if line.startswith("An ")] == [
+        "An attribute of `update`: a whole number of 1 or more, by default 1.",
+        "An attribute of `resharding edge`: a whole number of 1 or more, by default 1.",
+        "An attribute of `evaluate`: a whole number of 1 or more, by default only before and after.",
+    ]
+
+
+def test_a_name_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compile_main(["--explain", "stalenes"])
+    assert ended.value.code == 2
+    assert "no code, attribute or function is called `stalenes`; did you mean `staleness`?" in capsys.readouterr().err
+
+
+@given(st.floats(1e-5, 1e16), st.sampled_from([RATE, FLOPS, TIME]))
+def test_a_quantity_reads_as_it_was(value: float, kind: Quantity) -> None:
+    text = facts.quantity(value, kind.unit)
+    assert kind.read("x", parse_set("x", text)[1], Names({})).value == pytest.approx(value, rel=1e-5)
