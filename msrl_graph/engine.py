@@ -96,9 +96,9 @@ class EngineSpec:
         """Whether the weights at rest are divided over dp."""
         return layout.dp > 1 and layout.zero >= self.divided_from
 
-    def side(self, layout: Layout, first: int = 0) -> Side:
+    def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
         """How weights lie under a layout, from device `first` on."""
-        return Side(layout, self.divided(layout), self.vocabulary_multiple, first)
+        return Side(layout, self.divided(layout), self.vocabulary_multiple, first, each)
 
     def optimizer_bytes(self, dtype: str) -> int:
         """Bytes of AdamW's state a parameter: two float32 moments, and a float32 master copy beside bf16 weights."""

@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from .diagnostics import NOWHERE, Span
+from .stretch import Stretch
 
 Box = tuple[tuple[int, int], ...]
 # The axes of a mesh, as programs name them.
@@ -167,14 +168,15 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(Stretch):
     """How a state's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its engine pads a
-    vocabulary, and the device of its rank 0."""
+    vocabulary, and the devices of its ranks."""
 
     layout: Layout
     divided: bool = False
     multiple: int = 1
     first: int = 0
+    each: int = 0
 
     @property
     def devices(self) -> int:

@@ -14,6 +14,7 @@ from .diagnostics import NOWHERE, Span
 from .graph import Expr, Graph, Value
 from .layout import Kind, Layout, Tensor, kinds
 from .searched import Searched
+from .stretch import Stretch
 from .views import PlanViews
 
 FORMAT_VERSION = 1
@@ -178,13 +179,8 @@ class ReshardOptions:
     span: Span = NOWHERE
 
 
-def device_range(first: int, devices: int) -> str:
-    """A stretch of devices in words: `device 3`, `devices 0..7`."""
-    return f"device {first}" if devices == 1 else f"devices {first}..{first + devices - 1}"
-
-
 @dataclass(frozen=True)
-class Pool:
+class Pool(Stretch):
     """States that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
 
     nodes: tuple[str, ...]
@@ -193,6 +189,7 @@ class Pool:
     name: str = ""
     reason: str = ""
     span: Span = NOWHERE
+    each: int = 0
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,8 @@ class Deploy:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A node-state on the devices of a pool (`first` to `first + layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+class Placement(Stretch):
+    """A node-state on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
 
     node: str
     pool: str
@@ -224,6 +221,7 @@ class Placement:
     engine: EngineChoice
     reason: str
     weight_bytes: int = 0  # the state's weights at rest, on the busiest device
+    each: int = 0
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,13 @@ def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[F
     holders: dict[Box, list[int]] = {}
     for rank in range(source.devices):
         if elements(box := shard(tensor, source, rank)):
-            holders.setdefault(box, []).append(source.first + rank)
+            holders.setdefault(box, []).append(source.device(rank, per_host))
     turns = dict.fromkeys(holders, 0)
     wants: dict[tuple[int, Box], list[int]] = {}
     for rank in range(target.devices):
         if elements(box := shard(tensor, target, rank)):
-            wants.setdefault(((target.first + rank) // per_host, box), []).append(target.first + rank)
+            device = target.device(rank, per_host)
+            wants.setdefault((device // per_host, box), []).append(device)
     found = []
     for (host, want), devices in wants.items():
         for box, owners in holders.items():
@@ -169,7 +170,7 @@ class Movement:
 def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
     """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all that an all-gather over
     blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
-    hosts = range(target.first // per_host, (target.first + target.devices - 1) // per_host + 1)
+    hosts = range(target.first // per_host, target.device(target.devices - 1, per_host) // per_host + 1)
     received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(hosts, 0)
     demand = [0] * source.layout.pp  # elements that hosts take from each stage
     for experts in (False, True):
@@ -183,12 +184,12 @@ def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int,
             for host in alike:
                 inward[host] += sum(taken)
                 for device, amount in amounts.items():
-                    received[device + (host - alike[0]) * per_host - target.first] += amount
+                    received[target.rank(device + (host - alike[0]) * per_host, per_host)] += amount
             demand = [d + len(alike) * t for d, t in zip(demand, taken, strict=True)]
     outward, width = 0, source.layout.stage_devices
     for stage, amount in enumerate(demand):
-        first = source.first + stage * width
-        outward = max(outward, -(-amount // ((first + width - 1) // per_host - first // per_host + 1)))
+        low, high = (source.device(rank, per_host) // per_host for rank in (stage * width, (stage + 1) * width - 1))
+        outward = max(outward, -(-amount // (high - low + 1)))
     return Movement(max(received.values()), max(inward.values()), outward, sum(received.values()), sum(inward.values()))
 
 
@@ -196,7 +197,7 @@ def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int,
 def lacking(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int) -> int:
     """Elements that the first or the last host of the target lacks: no more than `movement` finds for the busiest, at a fraction of the
     work."""
-    hosts = {target.first // per_host, (target.first + target.devices - 1) // per_host}
+    hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     found = dict.fromkeys(hosts, 0)
     for experts in (False, True):
         some = _laid((k for k in kinds if k.tensor.experts is experts), source, target)
@@ -223,10 +224,10 @@ class _Hosts:
         found: list[object] = []
         for device in range(host * self.per_host, (host + 1) * self.per_host):
             for side in (self.source, self.target):
-                rank = device - side.first
+                rank = side.rank(device, self.per_host)
                 found.append(position(side, rank, self.experts) if 0 <= rank < side.devices else None)
             if self.block and found[-1]:
-                found.append(self._start(device - self.source.first))
+                found.append(self._start(self.source.rank(device, self.per_host)))
         return tuple(found)
 
     def _start(self, rank: int) -> int:
@@ -238,10 +239,10 @@ class _Hosts:
         """The elements that each device of a host receives, and those that come from other hosts, by the stage that they come from."""
         first = host * self.per_host
         givers, takers = (
-            {i: side.layout.coordinates(r) for i in range(self.per_host) if 0 <= (r := first + i - side.first) < side.devices}
+            {i: side.layout.coordinates(r) for i in range(self.per_host) if 0 <= (r := side.rank(first + i, self.per_host)) < side.devices}
             for side in (self.source, self.target)
         )
-        starts = tuple((i, self._start(first + i - self.source.first)) for i in takers) if self.block else ()
+        starts = tuple((i, self._start(self.source.rank(first + i, self.per_host))) for i in takers) if self.block else ()
         # Of all stages only those that are on this host make a difference.
         held, wanted = {at.pp for at in givers.values()}, {at.pp for at in takers.values()}
         here = {s: (tuple(held.intersection(s[0])), tuple(wanted.intersection(s[1]))) for s in {s for n in found.values() for s in n}}

@@ -55,8 +55,8 @@ def layouts(draw: st.DrawFn, devices: int | None = None) -> Layout:
 
 
 @st.composite
-def sides(draw: st.DrawFn, devices: int | None = None, first: int = 0) -> Side:
-    return Side(draw(layouts(devices)), draw(st.booleans()), draw(st.sampled_from([1, 1, 4])), first)
+def sides(draw: st.DrawFn, devices: int | None = None, first: int = 0, each: int = 0) -> Side:
+    return Side(draw(layouts(devices)), draw(st.booleans()), draw(st.sampled_from([1, 1, 4])), first, each)
 
 
 def points(box: Box) -> set[tuple[int, ...]]:

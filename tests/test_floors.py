@@ -18,7 +18,7 @@ FLOORS = (
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("functions", "closed_forms", "noise", "views"),
+        *("functions", "closed_forms", "noise", "views", "stretch"),
     ),
     ("diagnostics",),
     ("codes",),
@@ -27,7 +27,7 @@ GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.
 GROUND = (
     *("models", "dividing", "work", "plan", "searched", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
-    *("functions", "closed_forms", "noise", "views"),
+    *("functions", "closed_forms", "noise", "views", "stretch"),
 )
 
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}

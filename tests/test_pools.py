@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from msrl_graph import compile
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import Fault
+from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
@@ -27,7 +29,7 @@ from msrl_graph.redistribute import fetches
 
 HERE = Path(__file__).parent
 PAGE = (HERE / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
-APART = {name: (HERE / "programs" / f"apart_{name}.rlg").read_text(encoding="utf-8") for name in ("two", "four")}
+APART = {name: (HERE / "programs" / f"apart_{name}.rlg").read_text(encoding="utf-8") for name in ("two", "four", "halves")}
 # Without layouts, so that pools are divided by what is stated of them.
 BARE = "\n".join(line for line in PAGE.split("\n") if "layout actor" not in line).replace("qwen2.5-32b", "tiny")
 
@@ -43,10 +45,16 @@ BOTH = ("actor.infer", "reference.infer", "actor.update")
 EVEN = "set prompts = 720720 set group = 1"  # rows that any number of 16 devices divides
 APARTED = "apart actor.generate, actor.update"
 ON = ["place actor.generate on nodes 0", "place actor.update on nodes 1"]
+HALVES = ("devices 0..3 of nodes 0..1", "devices 4..7 of nodes 0..1")
+ODD = {"device 0 of nodes 0..1": REFERENCE, "devices 1..7": GENERATE, "devices 9..15": UPDATE}
 CASES: list[tuple[list[str], dict[str, tuple[str, ...]]]] = [
     ([], {"devices": (*GENERATE, *BOTH)}),
     (["place actor.generate, reference together"], {"devices": (*GENERATE, *BOTH)}),
     (["place actor, reference on nodes 0..1 devices 0..7"], {"devices": (*GENERATE, *BOTH)}),
+    # Some devices of several nodes, and what is left, in a row or not.
+    (["place actor.generate on nodes 0..1 devices 0..3"], {HALVES[0]: GENERATE, HALVES[1]: BOTH}),
+    (["place actor.update, reference on nodes 0..1 devices 4..7", "apart actor.generate"], {HALVES[0]: GENERATE, HALVES[1]: BOTH}),
+    (["place reference on nodes 0..1 devices 0", APARTED, "place actor.update on nodes 1 devices 1..7"], ODD),
     # Unnamed states go with the update.
     ([APARTED], {"devices 0..7": GENERATE, "devices 8..15": BOTH}),
     (["apart actor.update, actor.generate"], {"devices 0..7": BOTH, "devices 8..15": GENERATE}),
@@ -74,7 +82,7 @@ def test_who_shares_which_devices(statements: list[str], pools: dict[str, tuple[
     for placement in found.placements:
         if placement.pool != "functions":
             pool = found.pool(placement.pool)
-            assert (placement.first, placement.layout.devices) == (pool.first, pool.devices)
+            assert (placement.first, placement.each, placement.layout.devices) == (pool.first, pool.each, pool.devices)
 
 
 def test_what_is_unnamed_says_where_it_went() -> None:
@@ -100,7 +108,7 @@ def statements(draw: st.DrawFn) -> str:
     if draw(st.booleans()):
         return f"apart {names}"
     first = draw(st.integers(0, 7))
-    some = f" on nodes {first % 2} devices {first}..{draw(st.integers(first, 7))}"
+    some = f" on nodes {draw(st.sampled_from(('0', '1', '0..1')))} devices {first}..{draw(st.integers(first, 7))}"
     return f"place {names} {draw(st.sampled_from(('together', 'together', some, f' on nodes {first % 2}')))}"
 
 
@@ -114,7 +122,7 @@ def test_whatever_is_stated_every_state_is_in_one_pool_and_no_device_in_two(stat
         return
     states = [p.node for p in found.placements if p.pool != "functions"]
     assert sorted(n for p in found.pools for n in p.nodes) == sorted(states)
-    taken = [d for p in found.pools for d in range(p.first, p.first + p.devices)]
+    taken = [p.device(r, 8) for p in found.pools for r in range(p.devices)]
     assert len(taken) == len(set(taken)) and set(taken) <= set(range(16))
     assert found.placement("actor.infer").pool == found.placement("actor.update").pool
     for names in (s.removeprefix("apart ").split(", ") for s in stated if s.startswith("apart")):
@@ -126,7 +134,7 @@ def of(name: str) -> Plan:
     return compile("apart.rlg", text=APART[name])
 
 
-@pytest.mark.parametrize("name", ["two", "four"])
+@pytest.mark.parametrize("name", list(APART))
 def test_what_is_shown(name: str, golden: Callable[[str, str], None]) -> None:
     found = of(name)
     golden(f"apart_{name}.plan.txt", plan_text(found))
@@ -221,7 +229,7 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
     found = page.plan(replace(start, cluster=replace(start.cluster, nodes=devices // per_host, devices_per_node=per_host)))
     (r,) = found.reshards
     ends = [found.placement(n) for n in (r.src, r.dst)]
-    sides = Side(source, source.dp > 1 and source.zero >= 2, first=ends[0].first), Side(target, first=ends[1].first)
+    sides = tuple(Side(e.layout, n == 0 and e.layout.zero >= 2 and e.layout.dp > 1, 1, e.first, e.each) for n, e in enumerate(ends))
     tensors, item = {t.name: t for t in found.model("actor.update").tensors}, BYTES["f32"]
     received, largest = Counter[int](), 0
     for names in r.buckets:
@@ -238,6 +246,17 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
     assert all(size == r.generate_bytes_per_device for size in received.values())
     assert (r.released_bytes_per_device, r.redundant_bytes) == (0, 0)
     assert from_json(found.to_json()) == found
+
+
+def test_what_a_page_shows_of_pools_on_the_same_hosts() -> None:
+    found = of("halves")
+    text = plan_html(found)
+    hosts = text[text.index('<div class="hosts">') : text.index('<div class="pools">')]
+    assert re.findall(r"<span>(.*?)</span>", hosts) == ["hosts 0..1, 2 alike"]
+    halves = ["devices 0..1 of nodes 0..1", "devices 2..3 of nodes 0..1"]
+    assert re.findall('title="(.*?)"', hosts) == [h for h in halves for _ in range(2)]
+    (r,) = found.reshards
+    assert "links" not in r.steps[1].seconds.basis, "weights stay on their host"
 
 
 def test_a_plan_that_passes_have_not_finished_can_be_shown() -> None:

@@ -22,16 +22,19 @@ Case = tuple[list[Tensor], Side, Side, int]
 
 @st.composite
 def cases(draw: st.DrawFn, same: bool = False) -> Case:
-    """Tensors, two sides on the same devices, or on any, and the devices of a host."""
-    some = draw(st.lists(tensors(), min_size=1, max_size=4))
-    source = draw(sides())
-    target = draw(sides(source.devices) if same or draw(st.booleans()) else sides(first=draw(st.integers(0, 20))))
-    return some, source, target, draw(st.integers(1, 6))
+    """Tensors, two sides on the same devices, or on any (in a row, or some of each host), and the devices of a host."""
+    some, per_host = draw(st.lists(tensors(), min_size=1, max_size=4)), draw(st.integers(1, 6))
+    one, other = (draw(st.integers(0, per_host - 1)) for _ in range(2))  # of each host; 0: in a row
+    source = draw(sides(each=one))
+    if same or draw(st.booleans()):
+        return some, source, draw(sides(source.devices, each=one)), per_host
+    first = draw(st.integers(0, 3)) * per_host + draw(st.integers(0, per_host - other)) if other else draw(st.integers(0, 20))
+    return some, source, draw(sides(first=first, each=other)), per_host
 
 
-def boxes(tensor: Tensor, side: Side) -> dict[int, Box]:
+def boxes(tensor: Tensor, side: Side, per_host: int) -> dict[int, Box]:
     """By device."""
-    return {side.first + r: box for r in range(side.devices) if elements(box := shard(tensor, side, r))}
+    return {side.device(r, per_host): box for r in range(side.devices) if elements(box := shard(tensor, side, r))}
 
 
 @settings(max_examples=200)
@@ -40,8 +43,8 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
     some, source, target, per_host = case
     for tensor in some:
         whole = np.random.default_rng(0).random(tensor.shape)
-        given = {d: whole[slices(box)] for d, box in boxes(tensor, source).items()}
-        have, want = boxes(tensor, source), boxes(tensor, target)
+        given = {d: whole[slices(box)] for d, box in boxes(tensor, source, per_host).items()}
+        have, want = boxes(tensor, source, per_host), boxes(tensor, target, per_host)
         arrived = {d: np.full(tensor.shape, np.nan) for d in want}
         times = Counter[tuple[int, tuple[int, ...]]]()
         for device, box in have.items():
@@ -63,7 +66,7 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
 @given(cases())
 def test_bytes_counted_are_bytes_moved(case: Case) -> None:
     some, source, target, per_host = case
-    received, inward = dict.fromkeys(range(target.first, target.first + target.devices), 0), defaultdict[int, int](int)
+    received, inward = dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0), defaultdict[int, int](int)
     for tensor in some:
         for giver, takers, box in fetches(tensor, source, target, per_host):
             for taker in takers:
@@ -78,8 +81,9 @@ def test_bytes_counted_are_bytes_moved(case: Case) -> None:
 @given(cases())
 def test_holders_of_a_box_take_turns(case: Case) -> None:
     some, source, target, _ = case
+    source = replace(source, each=0)
     for tensor in some:
-        have = boxes(tensor, source)
+        have = boxes(tensor, source, 1)
         # On hosts of one device, nobody is nearer than another.
         gave = Counter(f.giver for f in fetches(tensor, source, target, 1) if f.giver not in f.takers)
         for box in set(have.values()):

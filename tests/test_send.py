@@ -17,11 +17,14 @@ from msrl_graph.runtime.send import Sender
 
 
 def planned(source, target, first, hosts, bucket):
-    """A plan of two pools, the generation's on device 0 or after the update's."""
+    """A plan of two pools, the generation's on device 0 or after the update's, or both on each host (`beside`)."""
     names = (("actor.infer", "reference.infer", "actor.update"), ("actor.generate",))
     pools = [Pool(names[0], 0, source.devices), Pool(names[1], source.devices, target.devices)]
     if first == "generate":
         pools = [Pool(names[0], target.devices, source.devices), Pool(names[1], 0, target.devices)]
+    if first == "beside":
+        some, more = source.devices // hosts, target.devices // hosts
+        pools = [Pool(names[0], 0, source.devices, each=some), Pool(names[1], some, target.devices, each=more)]
     start = page.start(
         models={"policy": model()},
         layouts={"actor.update": source, "actor.generate": target},
@@ -44,8 +47,8 @@ def send(rank, folder, cases):
         (edge,) = plan.reshards
         ends = [plan.placement(n) for n in (edge.src, edge.dst)]
         divided = case[0].dp > 1 and case[0].zero >= 2
-        source, target = sides = Side(ends[0].layout, divided, first=ends[0].first), Side(ends[1].layout, first=ends[1].first)
-        local = [rank - end.first for end in ends]
+        source, target = sides = tuple(Side(e.layout, divided and e is ends[0], 1, e.first, e.each) for e in ends)
+        local = [end.rank(rank, plan.cluster.devices_per_node) for end in ends]
         given, wanted = [], []
         if 0 <= local[0] < source.layout.devices:
             boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
@@ -72,6 +75,8 @@ def pairs(world):
         targets = [Layout(tp=tp, dp=rest // tp) for tp in (1, 2) if rest % tp == 0]
         hosts = [n for n in (1, 2) if world % n == 0]
         yield from product(sources, targets, ("update", "generate"), hosts, (0, 50_000))
+        beside = [n for n in hosts if n > 1 and devices % n == 0 and rest % n == 0]
+        yield from product(sources, targets, ("beside",), beside, (0, 50_000))
 
 
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
@@ -79,6 +84,10 @@ def test_any_layout_to_any_layout_of_another_pool(world):
     cases = list(pairs(world))
     random.Random(world).shuffle(cases)
     ranks.run(world, send, cases[:12])
+
+
+def test_pools_beside_each_other_on_each_host():
+    ranks.run(4, send, [case for case in pairs(4) if case[2] == "beside" and case[4]])
 
 
 def half(rank, folder):

@@ -42,8 +42,9 @@ def _situation(plan: Plan, placement: Placement) -> Situation:
     micro_batch = placement.engine.options.get("micro_batch")
     step = -(-int(node.number("mini_batch", rows)) // layout.dp)
     number = -(-step // micro_batch) if isinstance(micro_batch, int) and micro_batch > 0 else 1
+    per_host = placement.each or plan.cluster.devices_per_node
     beside = frozenset(p.engine.name for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
-    return Situation(node.verb, layout, plan.cluster.device.backend, plan.cluster.devices_per_node, number, beside)
+    return Situation(node.verb, layout, plan.cluster.device.backend, per_host, number, beside)
 
 
 def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 from ..diagnostics import Span, nearest
 from ..graph import Graph
-from ..plan import Pool, device_range
+from ..plan import Pool
+from ..stretch import device_range, meet
 from . import ast
 from .expressions import TOLD, Problems, mistake
 
@@ -23,7 +24,7 @@ class _Group:
 
     states: set[str]
     span: Span
-    stretch: tuple[int, int] | None = None  # first device, devices
+    stretch: tuple[int, int, int] | None = None  # first device, devices, and those of each node (0: in a row)
     apart: ast.Ref | None = None
 
 
@@ -43,7 +44,10 @@ def lower_pools(
     order = [n.name for n in graph.nodes]
     groups = sorted(lowering.groups, key=lambda g: (g.apart or g).span)
     parted = [g for g in groups if g.stretch or g.apart]
-    pools = (Pool(tuple(sorted(g.states, key=order.index)), *(g.stretch or (0, 0)), span=(g.apart or g).span) for g in parted)
+    pools = []
+    for g in parted:
+        first, devices, each = g.stretch or (0, 0, 0)
+        pools.append(Pool(tuple(sorted(g.states, key=order.index)), first, devices, span=(g.apart or g).span, each=each))
     return tuple(pools), tuple(tuple(sorted(g.states, key=order.index)) for g in groups if g not in parted)
 
 
@@ -97,28 +101,31 @@ class _Pools:
             raise mistake("bad-place", f"`{ref.text}` has no state, so it takes no devices", ref.span, "leave it out")
         return {n.name for n in found}
 
-    def _join(self, states: set[str], span: Span, stretch: tuple[int, int] | None) -> _Group:
+    def _join(self, states: set[str], span: Span, stretch: tuple[int, int, int] | None) -> _Group:
         """The group of `states`, with all that was joined to one of them before, or that lies on the same stretch."""
         old = [g for g in self.groups if g.states & states or (stretch is not None and g.stretch == stretch)]
         group = _Group(set(states), old[0].span if old else span, stretch)
         for other in old:
             if group.stretch and other.stretch and group.stretch != other.stretch:
                 shared = min(states & other.states)
-                message = f"`{shared}` cannot be on {device_range(*group.stretch)} and on {device_range(*other.stretch)}"
+                message = f"`{shared}` cannot be on {self._range(group.stretch)} and on {self._range(other.stretch)}"
                 raise mistake("bad-place", message, span, "a state is in one pool", ((other.span, "placed here first"),))
             group.states |= other.states
             group.stretch = group.stretch or other.stretch
         others = [g for g in self.groups if g not in old]
         for other in others:
-            if stretch and other.stretch and stretch[0] < sum(other.stretch) and other.stretch[0] < sum(stretch):
-                message = f"{device_range(*stretch)} and {device_range(*other.stretch)} overlap"
-                related = ((other.span, device_range(*other.stretch)),)
+            if stretch and other.stretch and self.cluster and meet(stretch, other.stretch, self.cluster.devices_per_node):
+                message = f"{self._range(stretch)} and {self._range(other.stretch)} overlap"
+                related = ((other.span, self._range(other.stretch)),)
                 raise mistake("bad-place", message, span, "pools have the same devices, or none in common", related)
         self.groups = [*others, group]
         return group
 
-    def _stretch(self, statement: ast.Place) -> tuple[int, int]:
-        """First device and number of devices, as the cluster counts them through all hosts."""
+    def _range(self, stretch: tuple[int, int, int]) -> str:
+        return device_range(*stretch, self.cluster.devices_per_node if self.cluster else 1)
+
+    def _stretch(self, statement: ast.Place) -> tuple[int, int, int]:
+        """First device and number of devices, as the cluster counts them through all hosts; and those of each node, if some of several."""
         if self.cluster is None:
             raise TOLD
         hosts, each = statement.nodes, self.cluster.devices_per_node
@@ -131,7 +138,6 @@ class _Pools:
                 message = f"no {those}: cluster `{self.cluster.name}` has {has}"
                 raise mistake("bad-place", message, found.span, f"they are counted from 0 to {most - 1}")
         first, last = (within.first, within.last) if within is not None else (0, each - 1)
-        if hosts.first < hosts.last and (first, last) != (0, each - 1):
-            help = "take all devices of the nodes, or some of one node"
-            raise mistake("not-yet", "some devices of several nodes cannot be a pool yet", statement.span, help)
-        return hosts.first * each + first, (hosts.last - hosts.first) * each + last + 1 - first
+        some = last + 1 - first
+        number = (hosts.last + 1 - hosts.first) * some
+        return hosts.first * each + first, number, some if some < min(number, each) else 0

@@ -144,14 +144,20 @@ def _figure(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
 def _placements(plan: Plan) -> Section:
     found: Section = {}
     for pool in plan.pools:
-        found[f"pool {pool.name}"] = {"devices": Fact(float(pool.devices), "devices"), "first device": Fact(pool.first)}
+        where = {"devices": Fact(float(pool.devices), "devices"), "first device": Fact(pool.first)}
+        found[f"pool {pool.name}"] = where | {"of each host": Fact(pool.each, detail=True)}
     for p in plan.placements:
         more = {
             f"layout: {k}": replace(v, detail=True) for k, v in _leaves(p.layout).items() if k in ("zero", "inner", "cp_kind", "stages")
         }
         layout = f"{p.layout} zero{p.layout.zero}" if p.layout.zero > 1 else str(p.layout)
         options = {f"engine option {k}": Fact(v) for k, v in p.engine.options.items()}
-        where = {"pool": Fact(p.pool), "first device": Fact(p.first, detail=True), "devices": Fact(float(p.layout.devices), "devices")}
+        where = {
+            "pool": Fact(p.pool),
+            "first device": Fact(p.first, detail=True),
+            "of each host": Fact(p.each, detail=True),
+            "devices": Fact(float(p.layout.devices), "devices"),
+        }
         engine = {"engine": Fact(p.engine.name), **options, "engine chosen by": Fact(p.engine.chosen, detail=True)}
         weights = {"weights": Fact(float(p.weight_bytes), "bytes")}
         found[p.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}

@@ -16,6 +16,7 @@ import jinja2
 
 from ..graph import Graph
 from ..plan import Memory, Plan
+from ..stretch import runs
 from .picture import Picture, graph_picture, placed_picture, plan_picture
 from .svg import COLOURS, clean, shorten, svg
 from .text import duration, many, size, write_graph, write_placed, write_plan
@@ -169,19 +170,21 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 def _devices(plan: Plan) -> dict[str, Any]:
     """Hosts in classes of those whose devices are in the same pools, and the pools with their states."""
     colours, each = _colours(plan), plan.cluster.devices_per_node
-    # Pools are stretches: what a host holds changes only on hosts where one begins or ends.
+    # Pools are runs of devices: what a host holds changes only on hosts where a run begins or ends.
     cuts = {0, plan.cluster.nodes}
     for p in plan.pools:
-        for end in (p.first, p.first + p.devices):
+        for end in (end for run in runs(p.first, p.devices, p.each, each) for end in run):
             cuts |= {end // each, end // each + 1}
     marks = sorted(c for c in cuts if c <= plan.cluster.nodes)
     hosts: list[dict[str, Any]] = []
     for first, last in pairwise(marks):
-        parts: list[tuple[str, int | None, int]] = []
+        here: list[tuple[int, str, int | None, int]] = []
         for p in plan.pools:
-            begin, end = max(p.first, first * each), min(p.first + p.devices, (first + 1) * each)
-            if begin < end:
-                parts.append((p.name, colours.get(p.name, 0), end - begin))
+            for start, stop in runs(p.first, p.devices, p.each, each):
+                begin, end = max(start, first * each), min(stop, (first + 1) * each)
+                if begin < end:
+                    here.append((begin, p.name, colours.get(p.name, 0), end - begin))
+        parts: list[tuple[str, int | None, int]] = [(name, colour, number) for _, name, colour, number in sorted(here)]
         used = sum(n for _, _, n in parts)
         parts += [("no pool", None, each - used)] if used < each else []
         if hosts and [x[0::2] for x in hosts[-1]["parts"]] == [x[0::2] for x in parts]:

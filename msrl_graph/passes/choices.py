@@ -14,7 +14,7 @@ from ..dividing import misfits, rows_in_step
 from ..engine import EngineSpec
 from ..graph import Node
 from ..layout import Layout
-from ..plan import EngineChoice, Placement, Plan
+from ..plan import EngineChoice, Placement, Plan, Pool
 from . import holdings
 from .estimate import EstimateTime
 from .memory import CountMemory
@@ -85,7 +85,7 @@ class Choices:
         for spec, wide in ((s, w) for w in (False, True) for s in specs):
             if wide and some:
                 return
-            for layout in layouts(plan, node, spec, pool.devices, wide):
+            for layout in layouts(plan, node, spec, pool, wide):
                 if self._allowed(plan, owner, spec, layout):
                     some = True
                     yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
@@ -172,10 +172,10 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
     return holdings.with_options(placement, {"offload": "all"})
 
 
-def layouts(plan: Plan, node: Node, spec: EngineSpec, devices: int, wide: bool) -> Iterator[Layout]:
-    """All layouts of a node on so many devices, tensor parallelism within a host. `wide` adds those across hosts, context parallelism and
+def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
+    """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context parallelism and
     divided experts: for what cannot be divided otherwise."""
-    model, host = plan.model(node.name), plan.cluster.devices_per_node
+    model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
     experts = model.experts.number if model.experts else 1

@@ -60,8 +60,9 @@ class Collectives:
 
     def near(self, axis: Axis) -> bool:
         """Whether each group of an axis lies on one host."""
-        layout, each, first = self.placement.layout, self.cluster.devices_per_node, self.placement.first
-        if self.cluster.host(first) == self.cluster.host(first + layout.devices - 1):
+        placement, per_host = self.placement, self.cluster.devices_per_node
+        layout, each, first = placement.layout, placement.each or per_host, placement.first if not placement.each else 0
+        if self.cluster.host(placement.first) == self.cluster.host(placement.device(layout.devices - 1, per_host)):
             return True
         span = self.stride(axis) * int(getattr(layout, axis))
         return each % span == first % span == 0
@@ -82,7 +83,7 @@ class Collectives:
         """Seconds at least, bytes/s, and a figure that says where they are from."""
         known, near = self.cluster.device.collective(kind), self.near(axis)
         if not near:
-            each = min(self.placement.layout.devices, self.cluster.devices_per_node)
+            each = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(each)
             known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
         rate = reached(known.rate)

@@ -66,7 +66,7 @@ def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
 def side(plan: Plan, engines: Engines, node: str) -> Side:
     """How a state's weights lie on the devices."""
     placement = plan.placement(node)
-    return spec(plan, engines, node).side(placement.layout, placement.first)
+    return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
 
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..engine import BYTES, EngineSpec
 from ..plan import Memory, Plan
+from ..stretch import runs
 from . import holdings
 from .traffic import column_bytes
 
@@ -132,5 +133,8 @@ def over(memory: Iterable[Memory]) -> str:
 def _on_hosts(plan: Plan, pool: str) -> list[int]:
     """How many devices of a pool each host has."""
     found, each = plan.pool(pool), plan.cluster.devices_per_node
-    starts = range(0, plan.cluster.devices, each)
-    return [max(0, min(found.first + found.devices, s + each) - max(found.first, s)) for s in starts]
+    held = [0] * plan.cluster.nodes
+    for first, stop in runs(found.first, found.devices, found.each, each):
+        for host in range(first // each, min(plan.cluster.nodes, -(-stop // each))):
+            held[host] += min(stop, (host + 1) * each) - max(first, host * each)
+    return held

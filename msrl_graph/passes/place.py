@@ -94,7 +94,7 @@ class Place:
             layout, reason = decision.layouts.get(owner, Layout(dp=pool.devices)), decision.why or "data-parallel over its pool"
         if node.verb == "generate" and numbered:
             layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
-        return Placement(node.name, pool.name, layout, pool.first, engine, reason)
+        return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
     def _engine(self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)

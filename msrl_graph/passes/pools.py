@@ -1,6 +1,6 @@
 """pools: which states share which devices, and which other ways to divide the devices a deploy leaves open.
 
-Invariant: every state with weights is in one pool; pools are stretches of devices in the order of their first one. Where the devices do
+Invariant: every state with weights is in one pool; pools are stretches of devices, in the order of their first one. Where the devices do
 not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ..graph import Node
-from ..plan import Plan, Pool, device_range
+from ..plan import Plan, Pool
+from ..stretch import device_range, meet, runs
 
 DEVICES, FUNCTIONS = "devices", "functions"
 # Of so many hosts (or devices of one) up to 4 may make a pool, or all but those; of more, some eighths.
@@ -41,7 +42,7 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
         return Division((Pool(tuple(n.name for n in states_of(plan)), 0, plan.cluster.devices, DEVICES),))
     named = frozenset(n for p in plan.deploy.pools for n in p.nodes)
     stated, beside = _home(plan, named)
-    laid = _lay(_share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices)
+    laid = _lay(_share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices, plan.cluster.devices_per_node)
     return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
 
 
@@ -145,19 +146,30 @@ def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]
     return shared
 
 
-def _lay(pools: list[Pool], every: int) -> list[Pool]:
-    """Each open pool on the first gap that is long enough, else beyond the last device."""
+def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
+    """Each open pool on the first gap that is long enough, else on equal gaps of some hosts in a row, else beyond the last device."""
     laid = [p for p in pools if p.first >= 0]
     for pool in (p for p in pools if p.first < 0):
-        starts = sorted([0, *(p.first + p.devices for p in laid)])
-        fits = (s for s in starts if s + pool.devices <= every and not any(_meet(s, pool.devices, p) for p in laid))
-        laid.append(replace(pool, first=next(fits, every)))
-    return [replace(p, name=_name(p, every)) for p in laid]
+        taken = [(p.first, p.devices, p.each) for p in laid]
+        ends = {0, *(stop for some in taken for _, stop in runs(*some, per_host))}
+        tried = ((first, each) for each in _each(pool.devices, every, per_host) for first in sorted(ends))
+        fits = (at for at in tried if _free(at[0], pool.devices, at[1], every, per_host, taken))
+        first, each = next(fits, (every, 0))
+        laid.append(replace(pool, first=first, each=each))
+    return [replace(p, name=_name(p, every, per_host)) for p in laid]
 
 
-def _meet(first: int, number: int, pool: Pool) -> bool:
-    return first < pool.first + pool.devices and pool.first < first + number
+def _each(devices: int, every: int, per_host: int) -> Iterator[int]:
+    """In a row, or so many on each of some hosts, the fewest hosts first."""
+    yield 0
+    yield from (n for n in range(per_host - 1, 0, -1) if devices % n == 0 and n < devices and devices // n * per_host <= every)
 
 
-def _name(pool: Pool, every: int) -> str:
-    return DEVICES if (pool.first, pool.devices) == (0, every) else device_range(pool.first, pool.devices)
+def _free(first: int, devices: int, each: int, every: int, per_host: int, taken: list[tuple[int, int, int]]) -> bool:
+    last = first + devices if not each else first + (devices // each - 1) * per_host + each
+    within = not each or first % per_host + each <= per_host
+    return within and last <= every and not any(meet((first, devices, each), some, per_host) for some in taken)
+
+
+def _name(pool: Pool, every: int, per_host: int) -> str:
+    return DEVICES if (pool.first, pool.devices) == (0, every) else device_range(pool.first, pool.devices, pool.each, per_host)

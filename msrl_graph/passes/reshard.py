@@ -157,7 +157,7 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     cluster, model = plan.cluster, plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
-    links = reached(cluster.between(min(source.devices, target.devices)))
+    links = reached(cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target))))
     return BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
 
 
@@ -235,7 +235,7 @@ def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side])
         apart = ends[0].first != ends[1].first
         busiest = max(moved.received, -(-moved.total // ends[0].devices) if apart else 0)
         return _ratio(item * busiest, reached(cluster.device.device_link), "bytes at the busier end / device link")
-    links = reached(cluster.between(min(e.devices for e in ends)))
+    links = reached(cluster.between(min(e.on_host(e.devices, cluster.devices_per_node) for e in ends)))
     far = _ratio(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
     if moved.total == moved.between:
         return far

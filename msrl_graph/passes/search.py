@@ -159,7 +159,7 @@ class _Run:
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
     evaluated: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
-    lists: dict[tuple[tuple[str, ...], int, int], list[Choice]] = field(default_factory=dict)
+    lists: dict[tuple[tuple[str, ...], int, int, int], list[Choice]] = field(default_factory=dict)
     found: list[_Found] = field(default_factory=list)
     wrong: list[_Found] = field(default_factory=list)
 
@@ -232,7 +232,7 @@ class _Run:
     def _choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """The same for all pools of so many devices that lie alike on their hosts."""
         pool = division.pool_of(owner.node)
-        key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node)
+        key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
         if key not in self.lists:
             found = Choices(self.place)(skeleton, division, owner)
             moved = {n for e in self.plan.graph.reshards() for n in (e.src, e.dst)}

@@ -34,8 +34,9 @@ class Engines:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.pool = next((p for p in plan.pools if p.first <= rank < p.first + p.devices), None)  # None: an idle device
-        self.local = rank - self.pool.first if self.pool else 0  # what layouts call this rank
+        self.per_host = plan.cluster.devices_per_node
+        self.pool = next((p for p in plan.pools if 0 <= p.rank(rank, self.per_host) < p.devices), None)  # None: an idle device
+        self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
         self.meshes: dict[tuple[int, int, int, int], DeviceMesh] = {}
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
@@ -57,10 +58,10 @@ class Engines:
             self._build_reshard(edge.src, edge.dst)
 
     def _mesh(self, placement: Placement) -> DeviceMesh:
-        first, layout = placement.first, placement.layout
-        key = (first, layout.tp, layout.dp, layout.inner)
+        layout = placement.layout
+        key = (placement.first, layout.tp, layout.dp, layout.inner)
         if key not in self.meshes:
-            ranks = [[first + layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)]
+            ranks = [[placement.device(layout.rank(tp, dp), self.per_host) for tp in range(layout.tp)] for dp in range(layout.dp)]
             self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
         return self.meshes[key]
 
@@ -93,14 +94,14 @@ class Engines:
         worker = plan.graph.node(src).worker
         source, model = plan.placement(src), plan.model(src)
         shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
-        sides = [self._spec(p.node).side(p.layout, p.first) for p in (source, plan.placement(dst))]
+        sides = [self._spec(p.node).side(p.layout, p.first, p.each) for p in (source, plan.placement(dst))]
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
             return
         block = None
         for ranks in gatherers(sides[0], edge.ways[0].across, edge.ways[0].block):
-            members = [source.first + r for r in ranks]
+            members = [source.device(r, self.per_host) for r in ranks]
             group = dist.new_group(members) if len(members) > 1 else None
             if self.rank in members:
                 block = group

@@ -188,7 +188,8 @@ class Recorder:
         """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding left on the host."""
         found = []
         for pool in self.plan.pools:
-            ranks = [self.held.get(f"rank {r}", {}) for r in range(pool.first, pool.first + pool.devices)]
+            per_host = self.plan.cluster.devices_per_node
+            ranks = [self.held.get(f"rank {pool.device(r, per_host)}", {}) for r in range(pool.devices)]
             peaks: dict[str, int] = {}
             for name, size in (item for held in ranks for item in held.items()):
                 what, _, place = name.partition(", ")

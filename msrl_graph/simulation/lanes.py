@@ -28,10 +28,10 @@ class Span:
 
 @dataclass
 class Lanes:
-    """The devices of a pool (or the hosts). `clock`: when each is free; `before`: the state it computed last in this iteration."""
+    """The `devices` of a pool (or the hosts). `clock`: when each is free; `before`: the state it computed last in this iteration."""
 
     pool: str
-    first: int
+    devices: list[int]
     slow: list[float]
     clock: list[float] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Lanes:
         self.before = [""] * len(self.slow)
 
     @classmethod
-    def of(cls, pool: Pool, slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
-        found = cls(pool.name, pool.first, list(slow))
+    def of(cls, pool: Pool, devices: list[int], slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
+        found = cls(pool.name, devices, list(slow))
         for node, layout in layouts.items():
             groups: list[list[int]] = [[] for _ in range(layout.dp)]
             for rank in range(min(layout.devices, pool.devices)):

@@ -53,9 +53,11 @@ class Simulator:
         self.spans: list[Span] = []
         self.lanes: dict[str, Lanes] = {}
         for pool in plan.pools:
-            slow = [self.draws.slowness(d) for d in range(pool.first, pool.first + pool.devices)]
-            self.lanes[pool.name] = Lanes.of(pool, slow, {p.node: p.layout for p in plan.placements if p.pool == pool.name})
-        self.lanes[FUNCTIONS] = Lanes.of(Pool((), 0, plan.cluster.nodes, FUNCTIONS), [1.0] * plan.cluster.nodes, {})
+            devices = [pool.device(r, plan.cluster.devices_per_node) for r in range(pool.devices)]
+            slow = [self.draws.slowness(d) for d in devices]
+            self.lanes[pool.name] = Lanes.of(pool, devices, slow, {p.node: p.layout for p in plan.placements if p.pool == pool.name})
+        hosts = list(range(plan.cluster.nodes))
+        self.lanes[FUNCTIONS] = Lanes.of(Pool((), 0, len(hosts), FUNCTIONS), hosts, [1.0] * len(hosts), {})
         self.states: dict[str, State] = {}
         for p in plan.placements:
             if p.pool != FUNCTIONS:
@@ -207,7 +209,7 @@ class Simulator:
             lanes = self.lanes[pool]
             lanes.set(range(len(lanes.clock)), end)
             if end > begin:
-                self.spans.append(Span(pool, lanes.first, "reshard", turn.number, begin, end, len(lanes.clock)))
+                self.spans.append(Span(pool, lanes.devices[0], "reshard", turn.number, begin, end, len(lanes.clock)))
 
     def _state(self, turn: Turn, name: str) -> Ran:
         state = self.states[name]

@@ -199,7 +199,7 @@ class State:
     def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]
         if end > begin:
-            self.tell(Span(self.lanes.pool, self.lanes.first + devices[0], self.node.name, iteration, begin, end, len(devices)))
+            self.tell(Span(self.lanes.pool, self.lanes.devices[devices[0]], self.node.name, iteration, begin, end, len(devices)))
 
     def _ended(self, ends: list[float], causes: list[str], done: Done, stretches: list[tuple[float, float, int]] | None = None) -> Ran:
         for devices, end in zip(self.groups, ends, strict=True):
