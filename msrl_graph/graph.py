@@ -260,24 +260,62 @@ class Graph(GraphViews):
         return self.bound(column) * ELEMENTS[self.column(column).element]
 
     @cached_property
+    def flow(self) -> nx.DiGraph[str]:
+        """The nodes and the sample edges between them, by name; not to be changed."""
+        flow: nx.DiGraph[str] = nx.DiGraph()
+        flow.add_nodes_from(n.name for n in self.nodes)
+        flow.add_edges_from((e.src, e.dst) for e in self.samples())
+        return flow
+
+    @cached_property
+    def knots(self) -> list[list[str]]:
+        """Nodes that sample edges lead from and back to, those of each knot by name. An algorithm has none, as a check sees to."""
+        place = {n.name: i for i, n in enumerate(self.nodes)}
+        if all(place[e.src] < place[e.dst] for e in self.samples()):
+            return []
+        parts = (sorted(part) for part in nx.strongly_connected_components(self.flow))
+        return sorted(part for part in parts if len(part) > 1 or self.flow.has_edge(part[0], part[0]))
+
+    @cached_property
+    def _joined(self) -> set[tuple[str, str]]:
+        return {(e.src, e.dst) for e in self.samples()}
+
+    @cached_property
+    def _above(self) -> tuple[dict[str, int], dict[str, int]]:
+        """A bit for each writer that a reader has no edge from, and for each node the bits of those from which a path leads there."""
+        writers, joined = self._index[3], self._joined
+        apart = (writers[c].name for n in self.nodes for c in n.reads if c in writers and (writers[c].name, n.name) not in joined)
+        bits = {name: 1 << i for i, name in enumerate(dict.fromkeys(apart))}
+        above: dict[str, int] = {}
+        # In dependency order, knots as a whole: what is above a node is known when its turn comes.
+        parts: Sequence[Collection[str]] = [[n.name] for n in self.nodes]
+        if self.knots:
+            parts = list(nx.strongly_connected_components(self.flow))[::-1]
+        for part in parts:
+            found = 0
+            for name in part:
+                for edge in self.into(name):
+                    found |= above.get(edge.src, 0) | bits.get(edge.src, 0)
+            above |= dict.fromkeys(part, found)
+        return bits, above
+
+    def arrives(self, column: str, node: str) -> bool:
+        """Whether a path of sample edges leads to a node from the writer of a column that some node reads."""
+        writer, (bits, above) = self.writer(column).name, self._above
+        return (writer, node) in self._joined or bool(above[node] & bits.get(writer, 0))
+
+    @cached_property
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
         """The columns that each sample edge carries: of those that its end reads, each on the edge from its writer, else on the first
         that leads there from the writer."""
-        samples = self.samples()
-        reach = nx.DiGraph((e.src, e.dst) for e in samples)
-        found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in samples}
-        after: dict[str, set[str]] = {}  # by writer: what a path leads to
+        found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in self.samples()}
         for node in self.nodes:
-            into = [e.src for e in self.into(node.name)]
             for column in node.reads:
-                writer = self.writer(column).name
-                via = [s for s in into if s == writer]
-                if not via:
-                    if writer not in after:
-                        after[writer] = nx.descendants(reach, writer) if writer in reach else set()
-                    via = [s for s in into if s in after[writer]]
-                if via:
-                    found[via[0], node.name].append(column)
+                ends = self.writer(column).name, node.name
+                if ends not in found:
+                    ends = next(((e.src, e.dst) for e in self.into(node.name) if self.arrives(column, e.src)), ends)
+                if ends in found:
+                    found[ends].append(column)
         return {ends: tuple(columns) for ends, columns in found.items()}
 
     def to_networkx(self) -> nx.MultiDiGraph[str]:

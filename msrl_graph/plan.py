@@ -381,17 +381,17 @@ class Plan(PlanViews):
     search: Searched | None = None  # None: the file left nothing open
 
     @cached_property
-    def _placed(self) -> dict[str, Placement]:
-        return {p.node: p for p in self.placements}
+    def _by_node(self) -> tuple[dict[str, Placement], dict[str, Controller]]:
+        return {p.node: p for p in self.placements}, {c.node: c for c in self.docks.controllers}
 
     def placement(self, node: str) -> Placement:
-        return self._placed[node]
+        return self._by_node[0][node]
 
     def pool(self, name: str) -> Pool:
         return next(p for p in self.pools if p.name == name)
 
     def controller(self, node: str) -> Controller:
-        return next(c for c in self.docks.controllers if c.node == node)
+        return self._by_node[1][node]
 
     def model(self, node: str) -> Model:
         """The model of a node-state's worker."""

@@ -10,7 +10,6 @@ import page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.checks.columns import sample_flow
 from msrl_graph.graph import Column, Edge, Graph, Node, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.passes.schedule import Schedule
@@ -37,7 +36,7 @@ def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[st
 
 def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
     """What is never done when each pool walks its stream, waits for all that comes before a node, and meets another to reshard."""
-    flow = sample_flow(graph)
+    flow = graph.flow
     left = [[i for i in s.instructions if i.op in ("RUN", "RESHARD")] for s in streams]
     task, done = {i.node for stream in left for i in stream if i.op == "RUN"}, set[str]()
     moved = True

@@ -42,13 +42,12 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
     """Nodes that no path from the source reaches, without those that only come after another such node."""
-    flow = sample_flow(graph)
-    reached = _reached(graph, flow)
+    reached = _reached(graph)
     found = []
     for node in graph.nodes:
-        if node.name in reached or any(p not in reached for p in flow.predecessors(node.name)):
+        if node.name in reached or any(e.src not in reached for e in graph.into(node.name)):
             continue
-        writers = _nearest_writers(graph, node, flow)
+        writers = _nearest_writers(graph, node)
         help = f"add `{', '.join(writers)} -> {node.name}`" if writers else ""
         found.append(Diagnostic("unreachable", f"no path of sample edges leads from the source to `{node.name}`", node.span, help))
     return found
@@ -56,27 +55,21 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
     """Reads of a column whose rows would never arrive."""
-    flow, writing = sample_flow(graph), _writers(graph)
-    reached = _reached(graph, flow)
-    after: dict[str, set[str]] = {}  # by writer: what a path leads to
+    reached, writing = _reached(graph), _writers(graph)
     found = []
     for node in graph.nodes:
         if node.name not in reached:
             continue
         for column in node.reads:
             writers = writing.get(column, [])
-            if len(writers) != 1 or flow.has_edge(writers[0].name, node.name):
+            if len(writers) != 1 or graph.arrives(column, node.name):
                 continue
             writer = writers[0].name
-            if writer not in after:
-                after[writer] = nx.descendants(flow, writer)
-            if node.name in after[writer]:
-                continue
             message = f"`{node.name}` reads `{column}`, but no path leads there from its writer `{writer}`"
             help = f"add `{writer} -> {node.name}`"
             if writer == node.name:
                 message, help = f"`{node.name}` reads `{column}`, which it writes itself", "write another column"
-            elif nx.has_path(flow, node.name, writer):
+            elif nx.has_path(graph.flow, node.name, writer):
                 help = f"`{writer}` comes after `{node.name}`, so its columns cannot be there yet"
             found.append(Diagnostic("no-path", message, node.span, help))
     return found
@@ -95,14 +88,6 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     return found
 
 
-def sample_flow(graph: Graph) -> nx.DiGraph[str]:
-    """The nodes and the sample edges between them."""
-    flow: nx.DiGraph[str] = nx.DiGraph()
-    flow.add_nodes_from(n.name for n in graph.nodes)
-    flow.add_edges_from((e.src, e.dst) for e in graph.samples())
-    return flow
-
-
 def _writers(graph: Graph) -> dict[str, list[Node]]:
     writers: dict[str, list[Node]] = {}
     for node in graph.nodes:
@@ -111,12 +96,12 @@ def _writers(graph: Graph) -> dict[str, list[Node]]:
     return {column: sorted(nodes, key=lambda n: n.span) for column, nodes in writers.items()}
 
 
-def _reached(graph: Graph, flow: nx.DiGraph[str]) -> set[str]:
+def _reached(graph: Graph) -> set[str]:
     sources = [n.name for n in graph.nodes if n.verb == "source"]
-    return {r for s in sources for r in (s, *nx.descendants(flow, s))}
+    return {r for s in sources for r in (s, *nx.descendants(graph.flow, s))}
 
 
-def _nearest_writers(graph: Graph, node: Node, flow: nx.DiGraph[str]) -> list[str]:
+def _nearest_writers(graph: Graph, node: Node) -> list[str]:
     """The writers of what a node reads, without those that another of them comes after."""
     writers = sorted({w.name for c in node.reads for w in _writers(graph).get(c, [])[:1]} - {node.name})
-    return [w for w in writers if not any(o != w and nx.has_path(flow, w, o) for o in writers)]
+    return [w for w in writers if not any(o != w and nx.has_path(graph.flow, w, o) for o in writers)]

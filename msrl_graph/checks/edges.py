@@ -11,19 +11,16 @@ import networkx as nx
 
 from ..diagnostics import Diagnostic, nearest
 from ..graph import KINDS, Graph
-from .columns import Library, sample_flow
+from .columns import Library
 
 
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """One cycle of each knot of sample edges, the shortest through its first node."""
-    flow = sample_flow(graph)
-    edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())}
+    edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())} if graph.knots else {}
     found = []
-    for knot in sorted(sorted(part) for part in nx.strongly_connected_components(flow)):
+    for knot in graph.knots:
         start = knot[0]
-        if len(knot) == 1 and not flow.has_edge(start, start):
-            continue
-        inside = flow.subgraph(knot)
+        inside = graph.flow.subgraph(knot)
         ways = [nx.shortest_path(inside, after, start) for after in sorted(inside.successors(start))]
         path = [start, *min(ways, key=len)]
         message = f"the sample edges form a cycle: {' -> '.join(path)}"

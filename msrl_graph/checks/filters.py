@@ -9,18 +9,18 @@ import networkx as nx
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from .columns import Library, sample_flow
+from .columns import Library
 from .scope import calls
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     """Statistics over groups of which a filter before them may have taken single rows."""
-    flow, found = sample_flow(graph), []
+    found = []
     for node in graph.nodes:
         if not node.filters or node.per != "row" or not graph.level(node):
             continue
         above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
-        for after in (graph.node(n) for n in sorted(nx.descendants(flow, node.name))):
+        for after in (graph.node(n) for n in sorted(nx.descendants(graph.flow, node.name))):
             for call, signature in calls(after, library):
                 if signature.scope == "group" and after.per not in ("row", "batch"):
                     message = f"`{signature.name}` of `{after.name}` needs whole groups, and `{node.name}` before it drops single rows"
@@ -47,11 +47,11 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
     """`per = batch` before a refill: its batch is not whole until the rows are there that the refill brings."""
-    flow, found = sample_flow(graph), []
+    found = []
     for node in graph.nodes:
         if "refill" not in node.attributes:
             continue
-        for before in sorted(nx.ancestors(flow, node.name)):
+        for before in sorted(nx.ancestors(graph.flow, node.name)):
             if graph.node(before).per == "batch":
                 message = f"`{before}` has `per = batch`, and `{node.name}` after it brings more rows of the same batch"
                 help = f"let `{node.name}` come before `{before}`, or leave `refill` out"

@@ -14,12 +14,11 @@ from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, Column, Expr, Graph, Node
 from ..plan import METRICS
-from .columns import Library, sample_flow
+from .columns import Library
 
 
 def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
     """Functions and terms of a loss that need a column that their node does not read."""
-    flow = sample_flow(graph)
     found = []
     for node in graph.nodes:
         for call, signature in calls(node, library):
@@ -28,7 +27,7 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                 column = renamed.get(parameter, parameter)
                 if column not in (*node.reads, *node.states) and parameter not in signature.optional:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
-                    help = _help(graph, node, column, signature, flow)
+                    help = _help(graph, node, column, signature)
                     if node.verb == "source":
                         message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
                         help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
@@ -175,12 +174,12 @@ def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
                 stack[:0] = expr.args
 
 
-def _help(graph: Graph, node: Node, column: str, signature: Signature, flow: nx.DiGraph[str]) -> str:
+def _help(graph: Graph, node: Node, column: str, signature: Signature) -> str:
     if column not in {c.name for c in graph.columns}:
         return f"read a column for it and name it: `{signature.name}({column} = COLUMN)`"
     help = f"add `{column}` to what `{node.name}` reads"
     writer = next((n.name for n in graph.nodes if column in n.writes), "")
-    if writer and writer != node.name and not nx.has_path(flow, writer, node.name):
+    if writer and writer != node.name and not nx.has_path(graph.flow, writer, node.name):
         help += f", and the edge `{writer} -> {node.name}`"
     return help
 

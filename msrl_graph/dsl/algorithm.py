@@ -290,15 +290,15 @@ class _Algorithm:
 
     def _known(self, names: Sequence[ast.Name], node: str, verb: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names that are columns, and those that are states; others are told."""
-        columns, states = list[str](), list[str]()
+        columns, states = dict[str, None](), dict[str, None]()
         for name in names:
             what = self.declared.get(name.text, ("", name.span))[0]
-            if name.text in (*columns, *states):
+            if name.text in columns or name.text in states:
                 self.problems.tell("duplicate-name", f"`{node}` {verb} `{name.text}` twice", name.span, "name it once")
             elif what == "column":
-                columns.append(name.text)
+                columns[name.text] = None
             elif what == "state" and node != "source":
-                states.append(name.text)
+                states[name.text] = None
             elif name.text not in self.doubled:
                 known = [n for n, (w, _) in self.declared.items() if w in ("column", "state") and n != name.text]
                 message = f"`{node}` {verb} `{name.text}`, which " + (f"is a {what}, not a column" if what else "no column is called")
