@@ -1,37 +1,56 @@
 """What the compiler knows of a Python function that a program calls: its parameters, never its body.
 
 Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the same path.
-Positional parameters bind columns by name (one with a default may be missing), keyword-only parameters are options, given in the call
-by order or by name; `rng` and a loss term's `logp` are filled by the runtime. `@loss_term` makes a function a term of a loss,
-`@function(scope="group")` says that it needs all rows of a group at once.
+
+Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term` makes it a term of a
+loss; `@option` makes it a value of those options that are annotated with what it returns.
+
+Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node reads, in its order.
+Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers.
+
+Filled by the runtime are `rng`, and of a loss term these, for the rows of a micro-batch one after another:
+
+- `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its distribution, in nats;
+- `values`, a value worker's prediction before each response token;
+- `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds.
+
+A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights being updated. A term
+that returns `Rows` gives one number a row, others one a token.
 """
 
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-Kind = Literal["function", "loss"]
-Scope = Literal["row", "group"]
+Kind = Literal["function", "loss", "option"]
+Scope = Literal["row", "group", "batch"]
 Plain = Literal["bool", "int", "float", "str"]
 PLAIN: tuple[Plain, ...] = ("bool", "int", "float", "str")
+MARKS: dict[str, Kind] = {"loss_term": "loss", "option": "option"}
+FILLED = ("logp", "entropy", "values", "lengths")
 
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter: `words` are its option words, if it takes words; `kind` is the plain type that it is annotated with."""
+    """A keyword-only parameter: `words` are its option words, if it takes words, `calls` the functions that it takes a call of; `kind` is
+    the plain type that it is annotated with, `several` whether it takes a list of numbers."""
 
     name: str
     required: bool = False
     words: tuple[str, ...] = ()
     kind: Plain | None = None
+    calls: tuple[str, ...] = ()
+    several: bool = False
 
 
 @dataclass(frozen=True)
 class Signature:
     """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that receive decoded
-    text; `scope` group: the function needs all rows of a group at once."""
+    text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one that takes all other columns.
+    `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what a function must see
+    at once."""
 
     name: str
     kind: Kind
@@ -41,6 +60,10 @@ class Signature:
     options: tuple[Option, ...] = ()
     scope: Scope = "row"
     rng: bool = False
+    rest: str = ""
+    fills: tuple[str, ...] = ()
+    logps: frozenset[str] = frozenset()
+    rows: bool = False
 
     def option(self, name: str) -> Option | None:
         return next((o for o in self.options if o.name == name), None)
@@ -48,7 +71,9 @@ class Signature:
 
 def signatures(source: str) -> dict[str, Signature]:
     """The signatures of the top-level functions of a Python source, by name; SyntaxError where it is not Python."""
-    return {item.name: _signature(item) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
+    items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)]
+    makers = {item.name: _names(item.returns) for item in items if _kind(item) == "option"}
+    return {item.name: _signature(item, makers) for item in items}
 
 
 def classes(source: str) -> dict[str, tuple[str, ...]]:
@@ -57,34 +82,61 @@ def classes(source: str) -> dict[str, tuple[str, ...]]:
     return {c.name: tuple(m.name for m in c.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)) for c in found}
 
 
-def _signature(item: ast.FunctionDef) -> Signature:
+def _signature(item: ast.FunctionDef, makers: dict[str, set[str]]) -> Signature:
     a = item.args
+    kind = _kind(item)
     positional = [*a.posonlyargs, *a.args]
+    names = {p.arg for p in positional}
     with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}
-    kind: Kind = "loss" if any(isinstance(d, ast.Name) and d.id == "loss_term" for d in item.decorator_list) else "function"
-    filled = ("logp",) if kind == "loss" else ("rng",)
-    columns = tuple(p for p in positional if p.arg not in filled)
-    return Signature(
+    fills = tuple(p.arg for p in positional if kind == "loss" and _filled(p.arg, names))
+    columns = tuple(p for p in positional if p.arg not in fills and (p.arg != "rng" or kind == "loss" or a.vararg))
+    signature = Signature(
         name=item.name,
         kind=kind,
         columns=tuple(p.arg for p in columns),
-        optional=frozenset(p.arg for p in columns) & with_default,
+        # Python gives what stands before `*columns` by order, so none of it can be missing.
+        optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
         text=frozenset(p.arg for p in columns if isinstance(p.annotation, ast.Name) and p.annotation.id == "str"),
-        options=tuple(
-            Option(p.arg, default is None, _words(p.annotation), _plain(p.annotation))
-            for p, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            if p.arg != "rng"
-        ),
+        options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg != "rng"),
         scope=_scope(item),
-        rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)),
+        rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)) and not any(p.arg == "rng" for p in columns),
+        rest=a.vararg.arg if a.vararg else "",
     )
+    if kind != "loss":
+        return signature
+    logps = frozenset(p.arg for p in columns if "LogProbs" in _names(p.annotation))
+    return replace(signature, fills=fills, logps=logps, rows="Rows" in _names(item.returns))
+
+
+def _kind(item: ast.FunctionDef) -> Kind:
+    return next((MARKS[d.id] for d in item.decorator_list if isinstance(d, ast.Name) and d.id in MARKS), "function")
+
+
+def _filled(name: str, names: set[str]) -> bool:
+    """Whether the runtime fills a loss term's parameter."""
+    return name in FILLED or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
+
+
+def _option(parameter: ast.arg, required: bool, makers: dict[str, set[str]]) -> Option:
+    annotation, names = parameter.annotation, _names(parameter.annotation)
+    calls = tuple(maker for maker, made in makers.items() if made & names - {"None"})
+    several = isinstance(annotation, ast.Subscript) and {"Sequence", "float"} <= names
+    kind = None if calls or several else _plain(annotation)
+    return Option(parameter.arg, required, _words(annotation), kind, calls, several)
+
+
+def _names(annotation: ast.expr | None) -> set[str]:
+    """The names in an annotation, quoted ones too."""
+    parts = [*ast.walk(annotation)] if annotation else []
+    return {n for p in parts if isinstance(n := getattr(p, "id", getattr(p, "value", None)), str)}
 
 
 def _words(annotation: ast.expr | None) -> tuple[str, ...]:
-    """The words of a `Literal["a", "b"]` annotation."""
-    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal")):
-        return ()
-    return tuple(c.value for c in ast.walk(annotation.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+    """The words of a `Literal["a", "b"]` annotation, or of one that is a part of it."""
+    for part in ast.walk(annotation) if annotation else ():
+        if isinstance(part, ast.Subscript) and ast.unparse(part.value).endswith("Literal"):
+            return tuple(c.value for c in ast.walk(part.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+    return ()
 
 
 def _plain(annotation: ast.expr | None) -> Plain | None:
@@ -104,6 +156,6 @@ def _scope(item: ast.FunctionDef) -> Scope:
     for decorator in item.decorator_list:
         if isinstance(decorator, ast.Call):
             for keyword in decorator.keywords:
-                if keyword.arg == "scope" and isinstance(keyword.value, ast.Constant) and keyword.value.value == "group":
-                    return "group"
+                if keyword.arg == "scope" and isinstance(keyword.value, ast.Constant):
+                    return next((s for s in get_args(Scope) if s == keyword.value.value), "row")
     return "row"

@@ -107,8 +107,9 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, se
         value = torch.zeros((), dtype=torch.float64)
         for rows in parts:
             a, b = (starts[rows[0]], starts[rows[-1] + 1]) if len(rows) else (0, 0)
-            per_token, _ = loss.evaluate(node, logp[a:b], {c: v[a:b] for c, v in values.items()})
-            value = value + loss.reduce(node, per_token, torch.tensor([lengths[r] for r in rows], dtype=torch.long), whole)
+            sizes = torch.tensor([lengths[r] for r in rows], dtype=torch.long)
+            per_token, _ = loss.evaluate(node, logp[a:b], sizes, {c: v[a:b] for c, v in values.items()})
+            value = value + loss.reduce(node, per_token, sizes, whole)
         value.backward()
         return float(value.detach()), logp.grad
 
@@ -117,7 +118,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, se
     assert many[0] == pytest.approx(one[0], rel=1e-10, abs=1e-12)
     assert torch.allclose(many[1], one[1], rtol=1e-10, atol=1e-14)
     # The reduction written out anew.
-    per_token, _ = loss.evaluate(node, torch.linspace(-1, 0, n, dtype=torch.float64), values)
+    per_token, _ = loss.evaluate(node, torch.linspace(-1, 0, n, dtype=torch.float64), torch.tensor(lengths), values)
     pieces = [per_token[a:b] for a, b in itertools.pairwise(starts)]
     expected = {
         "tokens": per_token.mean(),

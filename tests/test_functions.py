@@ -11,7 +11,7 @@ from msrl_graph.graph import Column, Dim, Expr, Graph, Node, Worker
 from msrl_graph.plan import Deploy, Plan, Run
 from msrl_graph.runtime import columns, folder
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.functions import Function, _tokenizer
+from msrl_graph.runtime.functions import Function, _options, _tokenizer
 from msrl_graph.runtime.report import RunError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -86,6 +86,23 @@ def test_options_renamed_columns_and_a_generator_keyed_by_unit(tmp_path):
     one, two = (call(tmp_path, source, ("reward",), arguments=arguments)["reward"].values for _ in range(2))
     assert np.array_equal(one, two) and len({round(float(v % 1), 9) for v in one}) == 4
     assert [int(v) for v in one] == [3, 6, 9, 12]
+
+
+def test_all_columns_that_are_left_in_their_order(tmp_path):
+    source = "def f(score, *rest, rng, scale=2):\n    return score * scale + len(rest[0]) * 10 + len(rest[1]) * 100\n"
+    source += "def g(*rest, rng):\n    return float(len(rest)) + float(rest[2]) * 10\n"
+    assert list(call(tmp_path, source, ("reward",))["reward"].values) == [212, 114, 16, 318]
+    source = source.replace("def f", "def h").replace("def g", "def f")
+    assert list(call(tmp_path, source, ("reward",))["reward"].values) == [13, 23, 33, 43]
+    source = "def f(*rest):\n    return rest[2] / len(rest)\n"
+    assert list(call(tmp_path, source, ("reward",), "batch")["reward"].values) == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+
+
+def test_an_option_that_is_a_call_is_what_that_gives():
+    given = _options(
+        Expr("call", "resample", (Expr("call", "pow", (Expr("number", 3.0),), ("k",)), Expr("column", "reward")), ("weights", "score"))
+    )
+    assert list(given) == ["weights"] and list(given["weights"](np.array([1.0, 2.0]))) == [0.125, 1.0]
 
 
 @pytest.mark.parametrize(

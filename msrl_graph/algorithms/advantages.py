@@ -1,4 +1,8 @@
-"""Advantage estimators: what a reward is worth beside its peers."""
+"""Advantage estimators: what a reward is worth beside its peers.
+
+Each gives float64 arrays, one a row and as long as its response; a row that holds a nan or an infinite number gives one to all that it is
+compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp - ref_logp, in nats.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,135 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    Array = NDArray[np.float64]
+
 
 @function(scope="group")
-def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[NDArray[np.float32]]:
+def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
     """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses, given to every token (arXiv:2402.03300, section 4.1.2).
 
     `response` holds one array of token ids a row, `reward` one number a row. The standard deviation is the unbiased one; `std = false`
     leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0; one with a nan gets nan. Gives one array a row,
     as long as its response.
     """
+    centred = _centred(reward)
+    if std and centred.any():
+        centred = centred / (centred.std(ddof=1) + 1e-6)
+    return _each_token(response, centred)
+
+
+@function(scope="group")
+def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
+    """RLOO's advantage, s minus the mean of the others' s among a prompt's responses, given to every token (arXiv:2402.14740).
+
+    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0; one with a nan
+    gets nan. Gives one array a row, as long as its response.
+    """
+    n = len(reward)
+    return _each_token(response, _centred(reward) * (n / (n - 1) if n > 1 else 0.0))  # s - (sum - s) / (n - 1)
+
+
+@function(scope="batch")
+def discounted(
+    response: Sequence[NDArray[np.int32]],
+    reward: NDArray[np.float32],
+    old_logp: Sequence[NDArray[np.float32]],
+    ref_logp: Sequence[NDArray[np.float32]],
+    *,
+    kl: float = 0.0,
+    gamma: float = 1.0,
+) -> list[Array]:
+    """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch (arXiv:2501.03262).
+
+    A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides; `gamma` discounts
+    by token. Whitened: (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread.
+    Gives one array a row, as long as its response, empty for an empty one.
+    """
+    rewards = _token_rewards(response, reward, old_logp, ref_logp, kl)
+    return _whitened([_returns(r, gamma) for r in rewards])
+
+
+@function(scope="batch")
+def gae(
+    response: Sequence[NDArray[np.int32]],
+    score: NDArray[np.float32],
+    old_logp: Sequence[NDArray[np.float32]],
+    ref_logp: Sequence[NDArray[np.float32]],
+    value: Sequence[NDArray[np.float32]],
+    kl_coef: float,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whiten: bool = True,
+) -> tuple[list[Array], list[Array]]:
+    """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593).
+
+    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score` besides. `value` is the
+    value of the state before each token is written, 0 past the end: d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns
+    are A + V. `whiten` then makes A (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there
+    is no spread. Gives advantages and returns, one array a row each, as long as its response, empty for an empty one.
+    """
     import numpy as np
 
-    centred = np.asarray(reward, dtype=np.float64)
+    rewards = _token_rewards(response, score, old_logp, ref_logp, kl_coef)
+    values = [np.asarray(v, np.float64) for v in value]
+    deltas = [r + gamma * np.append(v[1:], 0.0)[: len(v)] - v for r, v in zip(rewards, values, strict=True)]
+    advantages = [_returns(d, gamma * lam) for d in deltas]
+    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+    return (_whitened(advantages) if whiten else advantages), returns
+
+
+def _centred(scores: NDArray[np.float32]) -> Array:
+    """Scores minus their mean; exactly 0 where they are all the same, whatever the mean was rounded to."""
+    import numpy as np
+
+    centred = np.asarray(scores, np.float64)
     centred = centred - centred.mean()
-    if len(centred) < 2 or np.all(np.abs(centred) <= 1e-12):
-        centred = np.zeros_like(centred)
-    elif std:
-        centred = centred / (centred.std(ddof=1) + 1e-6)
-    return [np.full(len(tokens), a, dtype=np.float32) for tokens, a in zip(response, centred, strict=True)]
+    return np.zeros_like(centred) if np.all(np.abs(centred) <= 1e-12) else centred
+
+
+def _each_token(response: Sequence[NDArray[np.int32]], values: Array) -> list[Array]:
+    import numpy as np
+
+    return [np.full(len(tokens), v) for tokens, v in zip(response, values, strict=True)]
+
+
+def _token_rewards(
+    response: Sequence[NDArray[np.int32]],
+    score: NDArray[np.float32],
+    old_logp: Sequence[NDArray[np.float32]],
+    ref_logp: Sequence[NDArray[np.float32]],
+    kl: float,
+) -> list[Array]:
+    """The KL penalty of each token, and on the last one the row's score besides."""
+    import numpy as np
+
+    found = []
+    for tokens, s, old, ref in zip(response, score, old_logp, ref_logp, strict=True):
+        rewards = -kl * (np.asarray(old, np.float64) - np.asarray(ref, np.float64))
+        if len(rewards) != len(tokens):
+            raise ValueError(f"a response of {len(tokens)} tokens has {len(rewards)} log-probabilities")
+        rewards[-1:] += s
+        found.append(rewards)
+    return found
+
+
+def _returns(rewards: Array, discount: float) -> Array:
+    """What the rewards from each token on add up to, discounted by token."""
+    import numpy as np
+
+    returns, total = np.empty_like(rewards), 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        total = rewards[t] + discount * total
+        returns[t] = total
+    return returns
+
+
+def _whitened(rows: list[Array]) -> list[Array]:
+    """All tokens with mean 0 and variance 1; 0 where there is no spread, and for a single token."""
+    import numpy as np
+
+    flat = _centred(np.concatenate(rows)) if rows and sum(map(len, rows)) else np.zeros(0)
+    if flat.any():
+        flat = flat / np.sqrt(flat.var(ddof=1) + 1e-8)
+    return np.split(flat, np.cumsum([len(r) for r in rows])[:-1]) if rows else []

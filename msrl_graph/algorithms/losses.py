@@ -1,8 +1,8 @@
-"""Terms of a policy loss.
+"""Terms of a loss.
 
 Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives such a tensor
-back; how tokens are reduced is the update's `reduce`, not the term's. `logp` is differentiable: the log-probability of each token
-under the weights being updated.
+back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What the update
+fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Tokens: TypeAlias = Tensor
+    LogProbs: TypeAlias = Tensor
+    Rows: TypeAlias = Tensor
 else:
-    Tokens = object  # the annotation is read by the compiler, where torch is not installed
+    Tokens = LogProbs = Rows = object  # annotations are read by the compiler, where torch is not installed
 
 
 @loss_term
-def clip(logp: Tokens, advantage: Tokens, old_logp: Tokens | None = None, *, low: float = 0.2, high: float | None = None) -> Tokens:
+def clip(
+    logp: Tokens,
+    advantage: Tokens,
+    old_logp: Tokens | None = None,
+    lengths: Rows | None = None,
+    *,
+    low: float = 0.2,
+    high: float | None = None,
+    dual: float | None = None,
+    ratio: Literal["token", "sequence"] = "token",
+) -> Tokens:
     """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp) (arXiv:1707.06347, eq. 7).
 
-    `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a batch.
+    `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a batch. `dual` bounds
+    the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
+    row) for each token of the row; its gradient is r times that of the token's `logp`, so that one advantage for the row gives GSPO's
+    (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's (eq. 14). ValueError where it has no `lengths`.
     """
     old = logp.detach() if old_logp is None else old_logp
-    ratio = (logp - old).exp()
-    clipped = ratio.clamp(1 - low, 1 + (low if high is None else high))
-    return (-advantage * ratio).maximum(-advantage * clipped)
+    log_ratio = logp - old
+    if ratio == "sequence":
+        if lengths is None:
+            raise ValueError("the ratio of a sequence needs the rows' lengths")
+        mean = _sums(log_ratio.detach(), lengths) / lengths.clamp(min=1)
+        log_ratio = mean.repeat_interleave(lengths) + (logp - logp.detach())
+    r = log_ratio.exp()
+    clipped = r.clamp(1 - low, 1 + (low if high is None else high))
+    loss = (-advantage * r).maximum(-advantage * clipped)
+    return loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
 
 
 @loss_term
@@ -47,3 +69,91 @@ def kl(logp: Tokens, ref_logp: Tokens, *, form: Literal["k1", "abs", "mse", "low
         return d.square() / 2
     d = d.clamp(-20, 20)
     return (d.exp() - d - 1).clamp(-10, 10)
+
+
+@loss_term
+def entropy(entropy: Tokens) -> Tokens:
+    """The entropy of the policy at each response token, in nats. A bonus for it has a minus: `loss = clip() - 0.001 * entropy()`."""
+    return entropy
+
+
+@loss_term
+def sft(logp: Tokens) -> Tokens:
+    """The negative log-likelihood of each response token, in nats: supervised fine-tuning on what was kept."""
+    return -logp
+
+
+@loss_term
+def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: float = 2.0) -> Tokens:
+    """A truncated importance weight, min(exp(old_logp - gen_logp), most), without gradient (as in V-trace, arXiv:1802.01561).
+
+    A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another engine.
+    """
+    return (old_logp - gen_logp).exp().clamp(max=most).detach()
+
+
+@loss_term
+def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: float = 0.5) -> Tokens:
+    """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
+
+    v are the predictions of the weights being updated (`values`), V those that the advantages were computed from (`value`), R the
+    returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.)
+    """
+    clipped = value + (values - value).clamp(-range, range)
+    return (values - returns).square().maximum((clipped - returns).square()) / 2
+
+
+@loss_term
+def dpo(
+    chosen: LogProbs,
+    rejected: LogProbs,
+    ref_chosen: Tokens,
+    ref_rejected: Tokens,
+    chosen_lengths: Rows,
+    rejected_lengths: Rows,
+    *,
+    beta: float = 0.1,
+    form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
+    smoothing: float = 0.0,
+) -> Rows:
+    """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq. 7).
+
+    z = (chosen - rejected) - (ref_chosen - ref_rejected), the log-probabilities of all of a response's tokens added up, of the weights
+    being updated and of the reference. f(z) is -log sigmoid(beta z); with `hinge` max(0, 1 - beta z) (arXiv:2305.10425); with `ipo`
+    (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0.
+    """
+    from torch.nn.functional import softplus
+
+    better, worse = _sums(chosen - ref_chosen, chosen_lengths), _sums(rejected - ref_rejected, rejected_lengths)
+    if form == "ipo":
+        better, worse = better / chosen_lengths.clamp(min=1), worse / rejected_lengths.clamp(min=1)
+    z = better - worse
+
+    def f(z: Tensor) -> Tensor:
+        if form == "sigmoid":
+            return softplus(-beta * z)
+        return (1 - beta * z).clamp(min=0) if form == "hinge" else (z - 1 / (2 * beta)).square()
+
+    return (1 - smoothing) * f(z) + smoothing * f(-z) if smoothing else f(z)
+
+
+@loss_term
+def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
+    """The KL divergence between a teacher and the policy at each response token, in nats, over the teacher's k best tokens.
+
+    `top_logp` are the teacher's log-probabilities of its k best, one row of k a response token, and `top_ids`, which binds the column of
+    their ids, receives the policy's of the same. Both are made distributions over the k, so that the divergence is 0 where they agree
+    and never below. `forward` is KL(teacher, policy), which covers what the teacher may say; `reverse` KL(policy, teacher), which seeks
+    what it says most (arXiv:2306.13649).
+    """
+    teacher, policy = top_logp.log_softmax(-1), top_ids.log_softmax(-1)
+    p, q = (teacher, policy) if form == "forward" else (policy, teacher)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def _sums(tokens: Tokens, lengths: Rows) -> Rows:
+    """The sum of each row, rows one after another in `tokens`."""
+    import torch
+
+    rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
+    return torch.stack(rows) if rows else tokens[:0]

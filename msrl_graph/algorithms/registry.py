@@ -1,4 +1,5 @@
-"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss."""
+"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss, `@option` for what
+an option takes as its value."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Any, Literal, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def function(*, scope: Literal["row", "group"] = "row") -> Callable[[F], F]:
-    """Marks a function for function nodes; `scope="group"` says that it needs all rows of a group at once."""
+def function(*, scope: Literal["row", "group", "batch"] = "row") -> Callable[[F], F]:
+    """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of the batch."""
 
     def mark(f: F) -> F:
         return f
@@ -18,5 +19,10 @@ def function(*, scope: Literal["row", "group"] = "row") -> Callable[[F], F]:
 
 
 def loss_term(f: F) -> F:
-    """Marks a term of a loss: `logp` and columns as flat float tensors of one value a response token, a tensor of that shape back."""
+    """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py)."""
+    return f
+
+
+def option(f: F) -> F:
+    """Marks a function whose result is the value of an option: of those that are annotated with what it returns."""
     return f

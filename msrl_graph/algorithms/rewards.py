@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from .registry import function
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -33,3 +35,24 @@ def math_verify(response: str, answer: str, prompt: str = "") -> float:
 def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float32]:
     """The scores of the group, dealt anew at random: a control, from which nothing can be learnt."""
     return rng.permutation(score)
+
+
+@function()
+def overlong(response: NDArray[np.int32], score: float, *, max: int, buffer: int, factor: float = 1.0) -> float:
+    """DAPO's soft punishment of long responses: score + min(-(length - (max - buffer)) / buffer * factor, 0) (arXiv:2503.14476, eq. 13).
+
+    Lengths in tokens: up to max - buffer costs nothing, `max` costs `factor`. ValueError unless `buffer` is from 1 to `max`.
+    """
+    if not 1 <= buffer <= max:
+        raise ValueError(f"buffer is from 1 to max = {max} tokens, not {buffer}")
+    over = len(response) - (max - buffer)
+    return float(score) - (over / buffer * factor if over > 0 else 0.0)
+
+
+@function()
+def weighted_sum(*scores: float, weights: Sequence[float]) -> float:
+    """The sum of all columns that the node reads, in its order, each times its weight: `weighted_sum(0.7, 0.3)`.
+
+    ValueError unless there is a weight for each.
+    """
+    return float(sum(w * float(s) for w, s in zip(weights, scores, strict=True)))

@@ -26,6 +26,8 @@ CHECKS: tuple[Check, ...] = (
     edges.bad_reshard,
     edges.no_reshard,
     scope.term_column,
+    scope.term_worker,
+    scope.token_columns,
     scope.stale_logp,
     scope.bad_scope,
     states.state_scope,

@@ -12,9 +12,11 @@ import networkx as nx
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
-from ..graph import ELEMENTS, Column, Expr, Graph, Node
+from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..plan import METRICS
 from .columns import Library
+
+WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
 
 
 def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -31,6 +33,45 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                     if node.verb == "source":
                         message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
                         help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
+                    found.append(Diagnostic("term-column", message, _span(call, node), help))
+    return found
+
+
+def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Terms of a loss that need what the weights that are updated do not give."""
+    kinds = {w.name: w.kind for w in graph.workers}
+    found = []
+    for node in graph.verb("update"):
+        kind = kinds.get(node.worker, "")
+        none = ("values",) if kind == "policy" else ("logp", "entropy")
+        for call, signature in calls(node, library) if kind in KINDS else ():
+            lacking = [f for f in none if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
+            if lacking:
+                what = {"values": "predictions of values", "entropy": "entropies"}.get(lacking[0], "log-probabilities of tokens")
+                message = f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
+                help = _others(library, none, kind != "policy")
+                found.append(Diagnostic("term-worker", message, _span(call, node), help))
+    return found
+
+
+def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
+    """The terms that need none of this."""
+    terms = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss" and (s.fills or s.logps)]
+    fitting = [f"`{s.name}`" for s in terms if not set(s.fills) & set(none) and not (no_logps and s.logps)]
+    return f"terms for it: {', '.join(fitting)}" if fitting else ""
+
+
+def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Parameters that stand for the log-probabilities of tokens, and whose column holds none."""
+    found = []
+    for node in graph.verb("update"):
+        for call, signature in calls(node, library):
+            for parameter in sorted(signature.logps):
+                name = call.columns().get(parameter, parameter)
+                column = next((c for c in graph.columns if c.name == name and name in node.reads), None)
+                if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
+                    message = f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds `{column.element}`"
+                    help = f"name one, `{signature.name}({parameter} = COLUMN)`, declared as `i32[…]`"
                     found.append(Diagnostic("term-column", message, _span(call, node), help))
     return found
 
@@ -67,7 +108,11 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 continue
             above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
             whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < graph.level(node))
-            if signature.scope == "group" and not whole:
+            if signature.scope == "batch" and node.per != "batch":
+                gets = "may get any of them" if node.per == "row" else f"gets those of one `{node.per}`"
+                message = f"`{signature.name}` needs all rows of the batch at once, and `{node.name}` {gets}"
+                found.append(Diagnostic("bad-scope", message, _span(call, node), "write `per = batch`"))
+            elif signature.scope == "group" and not whole:
                 message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
                 help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
                 found.append(Diagnostic("bad-scope", message, _span(call, node), help))

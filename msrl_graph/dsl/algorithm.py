@@ -233,7 +233,7 @@ class _Algorithm:
             self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
         writes, _ = self._known(first.writes, "source", "writes")
         states = tuple(self.states)
-        caller = Caller("source", states, states, self.library, self.folder, self.problems)
+        caller = Caller("source", states, states, self.library, self.folder, self.problems, states)
         self.callers.append(caller)
         attributes = read(first.attrs, "source", types("source", caller), self.names, self.problems)
         with self.problems.catching():
@@ -265,7 +265,7 @@ class _Algorithm:
             help = nearest(verb, KINDS[kind])
             self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
-            caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems)
+            caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems, states)
             self.callers.append(caller)
             attributes = read(node.attrs, statement, types(statement, caller, self.columns), self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
@@ -330,7 +330,9 @@ class _Algorithm:
         signature = self._signature(call, caller)
         renamed = {str(a.value) for a in call.args if a.kind == "column"}
         for name in node.reads or ():
-            if name.text in caller.reads and name.text not in renamed and (name.text not in signature.columns or name.text in call.keys):
+            rest = signature.rest and name.text not in caller.states
+            named = name.text in signature.columns and name.text not in call.keys
+            if name.text in caller.reads and name.text not in renamed and not rest and not named:
                 free = [c for c in signature.columns if c not in call.keys]
                 help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
                 message = f"`{signature.name}` does not take `{name.text}`, which the node reads"

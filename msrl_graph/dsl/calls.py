@@ -31,7 +31,8 @@ ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0
 
 @dataclass(frozen=True)
 class Caller:
-    """The node that calls: what it reads, and where its program lies. `used` gathers the functions of user files."""
+    """The node that calls: what it reads, of which `states` are states, and where its program lies. `used` gathers the functions of user
+    files."""
 
     node: str
     reads: tuple[str, ...]
@@ -39,27 +40,67 @@ class Caller:
     library: Library
     folder: Folder
     problems: Problems
+    states: tuple[str, ...] = ()
     used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
         """The call with a key for each argument; each wrong argument is told by itself."""
         args: list[Expr] = []
         keys: list[str] = []
+        numbers: list[Expr] = []  # of the option that takes all of them
         given: dict[str, Span] = {}
         failed = False
+        several = next((o.name for o in signature.options if o.several), "")
         for arg in expr.args:
             right = False
             with self.problems.catching():
                 key, value = self._argument(arg, signature, given, names)
-                given[key] = arg.span
-                keys.append(key)
-                args.append(value)
+                if key == several and value.kind != "list":
+                    numbers.append(value)
+                else:
+                    given[key] = arg.span
+                    keys.append(key)
+                    args.append(value)
                 right = True
             failed = failed or not right
+        if numbers and several in given:
+            raise mistake("duplicate-name", f"`{several}` is given twice", given[several], related=((numbers[0].span, "given here first"),))
+        if numbers:
+            given[several] = numbers[0].span
+            keys.append(several)
+            args.append(Expr("list", args=tuple(numbers), span=numbers[0].span.to(numbers[-1].span)))
         missing = [o.name for o in signature.options if o.required and o.name not in given]
         if missing and not failed:
             raise mistake("bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{signature.name}({missing[0]} = …)`")
-        return Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span)
+        call = self.bound(Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span), signature)
+        if not failed:
+            self.rest(call, signature)
+        return call
+
+    def bound(self, call: Expr, signature: Signature) -> Expr:
+        """The call, in which a function of one column names the one column that the node reads, whatever that is called; and where one
+        parameter is left without a column, the one state that no other takes."""
+        binds = {p: call.columns().get(p, p) for p in signature.columns}
+        must = [p for p in signature.columns if p not in signature.optional]
+        lacking = [p for p in must if binds[p] not in self.reads]
+        left = [c for c in self.reads if c not in binds.values()]
+        alone = len(must) == 1 and len(self.reads) - len(self.states) == 1
+        if signature.kind != "function" or len(lacking) != 1 or len(left) != 1 or not (alone or left[0] in self.states):
+            return call
+        return replace(call, args=(*call.args, Expr("column", left[0], span=call.span)), keys=(*call.keys, lacking[0]))
+
+    def rest(self, call: Expr, signature: Signature) -> None:
+        """Of a function that takes all columns that are left: whether there are any, and one number for each."""
+        if not signature.rest:
+            return
+        binds = [call.columns().get(p, p) for p in signature.columns]
+        rest = [c for c in self.reads if c not in (*binds, *self.states)]
+        if not rest:
+            raise mistake("term-column", f"`{signature.name}` needs a column, and `{self.node}` reads none for it", call.span)
+        for option, value in zip(call.keys, call.args, strict=True):
+            if value.kind == "list" and len(value.args) != len(rest):
+                message = f"`{signature.name}` has {len(value.args)} `{option}` for {len(rest)} column{'s' * (len(rest) > 1)}"
+                raise mistake("bad-value", message, value.span, f"give one for each of {', '.join(f'`{c}`' for c in rest)}, in this order")
 
     def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
         column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
@@ -98,6 +139,13 @@ class Caller:
         return Expr("column", expr.text, span=expr.span)
 
     def _option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+        if option.calls and isinstance(expr, ast.Call):
+            if expr.name.text not in option.calls:
+                help = nearest(expr.name.text, option.calls)
+                raise mistake("unknown-function", f"`{option.name}` takes no call of `{expr.name.text}`", expr.name.span, help)
+            return self.call(expr, self.library["option", expr.name.text][0], names)
+        if isinstance(expr, ast.NameExpr) and expr.text in option.calls:
+            raise mistake("bad-value", f"`{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
         if option.words:
             return self._word(expr, signature, option, names)
         if isinstance(expr, ast.NameExpr) and expr.text not in names.params and expr.text not in names.others:
@@ -105,9 +153,13 @@ class Caller:
             known = [*names.params, *words]
             raise mistake("unknown-name", f"nothing is called `{expr.text}`", expr.span, nearest(expr.text, known))
         value = evaluate(expr, names)
-        if value.kind == "quantity":
-            raise mistake("bad-unit", f"`{option.name}` takes a plain number, and this has a unit", expr.span)
-        return value if option.kind is None else _typed(option.kind, value, f"`{option.name}` of `{signature.name}`", origin(expr, names))
+        if measured := [v for v in (value, *value.args) if v.kind == "quantity"]:
+            raise mistake("bad-unit", f"`{option.name}` takes a plain number, and this has a unit", measured[0].span)
+        what = f"`{option.name}` of `{signature.name}`"
+        if option.several and value.kind == "list":
+            return replace(value, args=tuple(_typed("float", item, what, ()) for item in value.args))
+        kind = "float" if option.several else option.kind
+        return value if kind is None else _typed(kind, value, what, origin(expr, names))
 
     def _word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if isinstance(expr, ast.NameExpr) and (expr.text in option.words or expr.text not in names.params):
@@ -156,7 +208,9 @@ class FunctionCall:
         missing = [o.name for o in found[name].options if o.required]
         if missing:
             raise mistake("bad-value", f"`{name}` needs `{missing[0]}`, which a program cannot give", span, "give it a default")
-        return Expr("call", called, span=span)
+        call = self.caller.bound(Expr("call", called, span=span), found[name])
+        self.caller.rest(call, found[name])
+        return call
 
 
 @dataclass(frozen=True)

@@ -144,11 +144,15 @@ def _function_text(signature: Signature) -> str:
     """Of a function: what it reads, the words of its options, whom it needs, and its own first words."""
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
     reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
-    facts = [f"Reads {reads}." if reads else "Reads nothing."]
-    facts += [f"`{o.name}`: {_words(o.words)}." for o in signature.options if o.words]
-    facts += ["Needs whole groups or the batch: `per`."] if signature.scope != "row" else []
+    reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
+    facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind != "option" else []
+    filled = _words(tuple(f for f in signature.fills if not f.endswith("lengths")), " and ")
+    facts += [f"The update gives it {filled}."] if filled else []
+    facts += [f"{_words(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
+    facts += [f"`{o.name}`: {_words((*o.words, *(f'{c}(…)' for c in o.calls)))}." for o in signature.options if o.words or o.calls]
+    facts += {"row": [], "group": ["Needs whole groups or the batch: `per`."], "batch": ["Needs `per = batch`."]}[signature.scope]
     facts += ["Draws at random, by the run's seed."] if signature.rng else []
-    return "\n\n".join([" ".join(first.split()), " ".join(facts), *([rest] if rest else [])])
+    return "\n\n".join(part for part in (" ".join(first.split()), " ".join(facts), rest) if part)
 
 
 def _listed(kind: str) -> str:
@@ -254,6 +258,7 @@ def _elements() -> str:
 LISTS: dict[str, Callable[[], str]] = {
     "functions": lambda: _listed("function"),
     "terms": lambda: _listed("loss"),
+    "values": lambda: _listed("option"),
     "devices": _devices,
     "models": _models,
     "engines": _engines,
@@ -265,7 +270,8 @@ LISTS: dict[str, Callable[[], str]] = {
 def entries() -> Iterator[tuple[str, str]]:
     """Name and text of what is no attribute: functions, loss terms, devices, models, engines."""
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
-        yield name, f"A {'loss term' if kind == 'loss' else 'function'}: {_function(signature)}"
+        what = {"loss": "A loss term", "function": "A function", "option": "A value of an option"}[kind]
+        yield name, f"{what}: {_function(signature)}"
     for name, device in DEVICES.items():
         yield name, f"A preset of `device`.\n\n{_device(device)}"
     for of, found in (("model", _models()), ("engine", _engines())):

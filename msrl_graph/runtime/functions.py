@@ -135,9 +135,11 @@ class Function:
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         call = node.attributes["call"]
         self.call, self.signature = _find(call)
-        self.options, renamed = call.options(), call.columns()
+        self.options, renamed = _options(call), call.columns()
         # Parameter -> column, for the parameters whose column the node reads.
         self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in node.reads}
+        taken = self.columns.values()
+        self.rest = [c for c in node.reads if c not in taken] if self.signature.rest else []
 
     def _size(self, batch: Batch) -> int:
         """Rows that the function sees at once."""
@@ -159,8 +161,10 @@ class Function:
                 options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
             where = f"{self.scope} {unit}"
             try:
-                columns = {p: self._argument(batch.columns[c], c, i * size, size if grouped else 0, p) for p, c in self.columns.items()}
-                result = self.call(**columns, **options)
+                bound = [*self.columns.items(), *((self.signature.rest, c) for c in self.rest)]
+                values = [(p, self._argument(batch.columns[c], c, i * size, size if grouped else 0, p)) for p, c in bound]
+                # What comes before `*columns` is given by order, as Python wants it.
+                result = self.call(*(v for _, v in values), **options) if self.rest else self.call(**dict(values), **options)
                 rows = self._by_row(result, size) if grouped else [self._by_column(result)]
                 for j, row in enumerate(rows, i * size):
                     where = f"{self.scope} {unit}, row {batch.rows[j]}" if grouped else where
@@ -262,6 +266,12 @@ def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
         what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
         raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
     return getattr(module, function), signatures(Path(path).read_text(encoding="utf-8"))[function]
+
+
+def _options(call: Expr) -> dict[str, Any]:
+    """The options of a call; one that is a call itself is what that gives."""
+    given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind != "column"}
+    return {k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal() for k, a in given.items()}
 
 
 def _kind(value: Any) -> str:

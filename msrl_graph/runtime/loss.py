@@ -16,6 +16,7 @@ from .. import algorithms
 from ..graph import Expr, Node
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+FILLED = ("logp", "lengths")  # of the parameters of terms that the update fills (functions.py)
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,31 @@ def _bound(term: Expr, node: Node) -> dict[str, str]:
     return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in node.reads}
 
 
-def evaluate(node: Node, logp: torch.Tensor, values: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of each response token, and each term's own value by its name."""
+def unfilled(term: Expr) -> list[str]:
+    """The parameters of a term that an update fills and `evaluate` cannot."""
+    signature = algorithms.library()["loss", str(term.value)][0]
+    return [f"`{p}`" for p in (*sorted(signature.logps), *signature.fills) if p not in FILLED]
+
+
+def evaluate(
+    node: Node, logp: torch.Tensor, lengths: torch.Tensor, values: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of each response token, and each term's own value by its name. `lengths` are the response tokens of each row."""
     parts: dict[str, torch.Tensor] = {}
-    return _value(node.attributes["loss"], node, logp, values, parts), parts
+    return _value(node.attributes["loss"], node, {"logp": logp, "lengths": lengths}, values, parts), parts
 
 
-def _value(expr: Expr, node: Node, logp: torch.Tensor, values: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:
+def _value(expr: Expr, node: Node, filled: dict[str, torch.Tensor], values: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:
     """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be a cycle, which
     holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
     if expr.kind == "call":
-        function = algorithms.load("loss", str(expr.value))
-        parts[str(expr.value)] = function(logp, **{p: values[c] for p, c in _bound(expr, node).items()}, **expr.options())
+        function, fills = algorithms.load("loss", str(expr.value)), algorithms.library()["loss", str(expr.value)][0].fills
+        given = {p: filled[p] for p in fills} | {p: values[c] for p, c in _bound(expr, node).items()}
+        parts[str(expr.value)] = function(**given, **expr.options())
         return parts[str(expr.value)]
     if expr.kind == "neg" or not expr.args:
-        return expr.literal() if not expr.args else -_value(expr.args[0], node, logp, values, parts)
-    left, right = (_value(arg, node, logp, values, parts) for arg in expr.args)
+        return expr.literal() if not expr.args else -_value(expr.args[0], node, filled, values, parts)
+    left, right = (_value(arg, node, filled, values, parts) for arg in expr.args)
     return OPERATORS[expr.kind](left, right)
 
 

@@ -9,6 +9,7 @@ from ..backends import ENGINES
 from ..diagnostics import Diagnostic, Span
 from ..graph import Edge, Node
 from ..plan import Plan
+from . import loss
 
 # Attributes of nodes that the runtime does not know, and what to do meanwhile.
 NODES = {
@@ -56,6 +57,11 @@ def unready(plan: Plan) -> list[Diagnostic]:
     for node in plan.graph.nodes:
         if node.verb == "infer" and len(node.writes) > 1:
             tell(f"several columns of `{node.name}`", node.span, "write one column; state a second node with a label for the other")
+        for term in loss.terms(node.attributes["loss"]) if "loss" in node.attributes else ():
+            if lacking := loss.unfilled(term):
+                tell(
+                    f"the term `{term.value}` of `{node.name}`", term.span, f"leave it out: an update does not compute its {lacking[0]} yet"
+                )
         for key in _stated(node, NODES):
             tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
     for edge in plan.graph.reshards():

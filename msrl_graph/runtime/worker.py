@@ -254,8 +254,9 @@ class Rank(Engines):
             lengths = response.lengths[rows]
             logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
             values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
-            per_token, parts = loss.evaluate(node, logp, values)
-            total = loss.reduce(node, per_token, torch.from_numpy(lengths), whole)
+            sizes = torch.from_numpy(lengths)
+            per_token, parts = loss.evaluate(node, logp, sizes, values)
+            total = loss.reduce(node, per_token, sizes, whole)
             trainer.backward(total)
             logps.append(logp.detach())
             losses.append(per_token.detach())

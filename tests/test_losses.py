@@ -1,0 +1,122 @@
+"""Terms of a loss, against values worked out by hand; relative 1e-9, in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msrl_graph import algorithms
+
+clip, entropy, sft, truncated, value_clip, dpo, distil = (
+    algorithms.load("loss", name) for name in ("clip", "entropy", "sft", "truncated", "value_clip", "dpo", "distil")
+)
+
+
+def f64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def same(got, *expected):
+    return torch.allclose(got, f64(*expected), rtol=1e-9, atol=1e-12)
+
+
+def test_dual_clip_by_hand():
+    # A = -2 and r = 6: -A r = 12 unbounded, 2 * 3 = 6 with dual = 3; where A > 0 it changes nothing.
+    logp, advantage, old = f64(math.log(6), math.log(6), math.log(1.1)), f64(-2, 2, -2), f64(0, 0, 0)
+    assert same(clip(logp, advantage, old), 12, -2.4, 2.2)
+    assert same(clip(logp, advantage, old, dual=3.0), 6, -2.4, 2.2)
+
+
+def test_the_ratio_of_a_sequence_by_hand():
+    # Two rows of 2 and 1 tokens and an empty one: mean log-ratios (0.3 - 0.1) / 2 = 0.1 and -0.5.
+    logp, old = f64(-0.7, -1.1, -1.5).requires_grad_(), f64(-1, -1, -1)
+    advantage, lengths = f64(2, 2, 1), torch.tensor([2, 0, 1])
+    loss = clip(logp, advantage, old, lengths, low=0.9, high=0.9, ratio="sequence")
+    one, two = math.exp(0.1), math.exp(-0.5)
+    assert same(loss.detach(), -2 * one, -2 * one, -two)
+    # The mean of each row's mean has the gradient -A r / length for each of its tokens (arXiv:2507.18071, eq. 10), halved for two rows.
+    (loss[:2].mean() / 2 + loss[2] / 2).backward()
+    assert same(logp.grad, -2 * one / 4, -2 * one / 4, -two / 2)
+    # Clipped as a whole: both tokens of the first row, though one of their own ratios is below 1.
+    assert same(clip(logp.detach(), advantage, old, lengths, low=0.05, ratio="sequence"), -2.1, -2.1, -two)
+    with pytest.raises(ValueError, match="lengths"):
+        clip(logp, advantage, old, ratio="sequence")
+
+
+def test_plain_terms():
+    logp = f64(-1, -2.5)
+    assert same(sft(logp), 1, 2.5) and same(entropy(f64(0.7)), 0.7)
+    weight = truncated(f64(-1, -1, -1).requires_grad_(), f64(-1.5, -3, 0), most=2.0)
+    assert same(weight, math.exp(0.5), 2, math.exp(-1)) and not weight.requires_grad
+
+
+def test_value_clip_by_hand():
+    # v, V, R: inside the range; clipped to 0.5, which is worse for R = 0 below; clipped, where the unclipped is the worse one.
+    got = value_clip(f64(0.2, 2, 2), f64(0, 0, 0), f64(1, 3, 0), range=0.5)
+    assert same(got, 0.8**2 / 2, 2.5**2 / 2, 2)
+
+
+def test_the_gradient_of_a_clipped_value():
+    values = f64(0.2, 2, 2).requires_grad_()
+    value_clip(values, f64(0, 0, 0), f64(1, 3, 0)).sum().backward()
+    assert same(values.grad, -0.8, 0, 2)  # none where the clipped one counts
+
+
+PAIRS = {
+    "chosen": f64(-1, -1, -2),
+    "rejected": f64(-3, -2),
+    "ref_chosen": f64(-1.5, -1, -1),
+    "ref_rejected": f64(-2, -2.5),
+    "chosen_lengths": torch.tensor([2, 1]),
+    "rejected_lengths": torch.tensor([1, 1]),
+}
+# Pair 1: chosen 0.5 over its reference, rejected -1, so z = 1.5. Pair 2: -1 and 0.5, so z = -1.5.
+
+
+def test_dpo_by_hand():
+    def f(z):
+        return math.log(1 + math.exp(-0.1 * z))
+
+    assert same(dpo(**PAIRS, beta=0.1), f(1.5), f(-1.5))
+    assert same(dpo(**PAIRS, beta=0.1, smoothing=0.2), 0.8 * f(1.5) + 0.2 * f(-1.5), 0.8 * f(-1.5) + 0.2 * f(1.5))
+    assert same(dpo(**PAIRS, beta=0.1, form="hinge"), 0.85, 1.15)
+    # IPO takes the means over tokens: 0.25 + 1, -1.5; 1 / (2 beta) is 5.
+    assert same(dpo(**PAIRS, beta=0.1, form="ipo"), 3.75**2, 6.5**2)
+    assert same(dpo(**PAIRS, beta=1.0, form="hinge"), 0, 2.5)
+
+
+def test_dpo_of_large_margins_and_of_no_rows():
+    one = torch.tensor([1])
+    ends = {"ref_chosen": f64(0), "ref_rejected": f64(0), "chosen_lengths": one, "rejected_lengths": one}
+    assert same(dpo(f64(0), f64(-1e5), **ends), 0) and same(dpo(f64(-1e5), f64(0), **ends), 1e4)
+    none = {k: v[:0] for k, v in PAIRS.items()}
+    assert len(dpo(**none)) == 0
+    empty = {**PAIRS, "rejected": f64(-3), "ref_rejected": f64(-2), "rejected_lengths": torch.tensor([1, 0])}
+    assert same(dpo(**empty, form="ipo"), 3.75**2, 36)  # an empty response counts as 0: z = -1
+
+
+@given(st.integers(1, 5), st.floats(0.05, 1), st.sampled_from(["sigmoid", "hinge", "ipo"]), st.integers(0, 99))
+def test_a_policy_that_is_its_reference_has_no_margin(rows, beta, form, seed):
+    torch.manual_seed(seed)
+    sizes = torch.randint(1, 4, (2, rows))
+    chosen, rejected = (torch.randn(int(n.sum()), dtype=torch.float64) for n in sizes)
+    got = dpo(chosen, rejected, chosen, rejected, sizes[0], sizes[1], beta=beta, form=form)
+    expected = {"sigmoid": math.log(2), "hinge": 1.0, "ipo": (1 / (2 * beta)) ** 2}[form]
+    assert same(got, *[expected] * rows)
+
+
+def test_distil_by_hand():
+    # Two best of probabilities 0.6 and 0.2, the policy's 0.3 and 0.3: over the two, (3/4, 1/4) and (1/2, 1/2).
+    teacher, policy = torch.log(f64(0.6, 0.2)).reshape(1, 2), torch.log(f64(0.3, 0.3)).reshape(1, 2)
+    assert same(distil(teacher, policy), 0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+    assert same(distil(teacher, policy, form="reverse"), 0.5 * math.log(1 / 1.5) + 0.5 * math.log(2))
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.sampled_from(["forward", "reverse"]), st.integers(0, 99))
+def test_distil_is_zero_where_both_agree_and_never_below(n, k, form, seed):
+    torch.manual_seed(seed)
+    teacher, policy = torch.randn(2, n, k, dtype=torch.float64).log_softmax(-1)
+    assert same(distil(teacher, teacher, form=form), *[0.0] * n)
+    assert (distil(teacher, policy, form=form) >= -1e-12).all()
