@@ -98,8 +98,8 @@ def _nearest(plan: Plan, worst: Memory) -> str:
     if not nodes:
         return ""
     nothing = f"no other layout of {', '.join(nodes)} fits either: it takes more devices, or a smaller model"
-    if plan.search is not None and not plan.search.seconds:
-        return nothing  # the search has tried
+    if plan.search is not None and not plan.search.seconds and not plan.deploy.layouts.keys() & {*nodes}:
+        return nothing  # the search has tried; what is stated of these states it left alone
     if found := _offloaded(plan, worst.pool):
         return found
     now, devices = plan.placement(nodes[0]).layout, plan.pool(worst.pool).devices
