@@ -87,7 +87,7 @@ def _filled(kind: str, of: str, body: str) -> str:
 _HEAD = """\
 # The language
 
-What an `.rlg` file may say, complete. What the codes of messages mean stands in
+What an `.rlg` file may say, complete; for a beginning see [tutorial.md](tutorial.md). What the codes of messages mean stands in
 [codes.md](codes.md), the same in Python in [python.md](python.md). `msrl-compile --explain NAME` shows the entry of an attribute, a
 function, a preset or an engine. (Written by `make docs` from the compiler's own tables and from `msrl_graph/reference/`.)
 
