@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .architecture import Model
 from .engine import EngineSpec
 from .graph import Graph, Node
 from .layout import Layout
-from .plan import Model
 
 
 def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
@@ -47,7 +47,7 @@ def rows_in_step(graph: Graph, node: Node) -> int | None:
     stated = node.attributes.get("mini_batch")
     if node.verb != "update" or (stated is None and any(n.filters for n in graph.nodes)):
         return None
-    return int(node.number("mini_batch", graph.rows[min(graph.level(node), len(graph.rows) - 1)]))
+    return int(node.number("mini_batch", graph.rows[graph.level(node)]))
 
 
 def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:

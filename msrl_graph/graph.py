@@ -87,13 +87,15 @@ class Dim:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of a row. `level` 0 are the source's rows (prompts), 1 the rows under them (responses)."""
+    """A field of a row of a level: 0 are the source's rows (prompts), each generation makes one more under that of its prompts. `per`
+    names the column that has such a row's value, where the type says so."""
 
     name: str
     element: str
     dims: tuple[Dim, ...] = ()
     level: int = 0
     span: Span = NOWHERE
+    per: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,10 @@ class Graph(GraphViews):
     workers: tuple[Worker, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    rows: tuple[int, ...]  # rows an iteration at each level: (prompts, responses)
+    rows: tuple[int, ...]  # rows an iteration at each level: (prompts, responses), and more where there are more generations
     span: Span = NOWHERE
     states: tuple[State, ...] = ()
+    under: tuple[int, ...] = (-1, 0)  # the level above each: several may lie side by side under one
 
     @cached_property
     def _index(self) -> tuple[dict[str, Node], dict[str, Column], dict[str, Worker], dict[str, Node]]:
@@ -242,7 +245,31 @@ class Graph(GraphViews):
 
     def level(self, node: Node) -> int:
         """The level of the rows that a node works on: the deepest that it reads (the source's own is 0)."""
-        return max((self.column(c).level for c in node.reads), default=0)
+        return max((self.column(c).level for c in node.reads), key=self.depth, default=0)
+
+    def depth(self, level: int) -> int:
+        """How many levels lie above one."""
+        return 0 if level == 0 else 1 + self.depth(self.under[level])
+
+    def made(self, level: int) -> str:
+        """The column that stands for the rows of a level: the tokens that were generated, or the first of the source."""
+        makers = [n for n in self.nodes if n.verb == ("generate" if level else "source")]
+        found = [c for n in makers for c in n.writes if self.column(c).level == level]
+        return next((c for c in found if self.column(c).element == "i32"), found[0] if found else "row")
+
+    def common(self, one: int, other: int) -> int:
+        """The deepest level that is one of two, or above it, and one of the other's likewise."""
+        while one != other:
+            one, other = (self.under[one], other) if self.depth(one) >= self.depth(other) else (one, self.under[other])
+        return one
+
+    def fan(self, level: int, above: int = 0) -> int:
+        """Rows of a level under each row of one above it, before filters."""
+        return max(1, self.rows[level] // max(1, self.rows[above]))
+
+    def row_level(self, node: Node) -> int:
+        """The level of the rows that a node makes: a generation's own, else that of the rows that it works on."""
+        return max([self.level(node), *(self.column(c).level for c in node.writes)], key=self.depth)
 
     def unit_level(self, node: Node) -> int:
         """The level of what a node is handed at once: its scope's column's, else its rows'."""

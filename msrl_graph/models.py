@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .architecture import Experts, Latent, Model, Shape
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .layout import Tensor
-from .plan import Experts, Latent, Model, Shape
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 FAMILIES = {

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .architecture import Model
 from .layout import Layout
-from .plan import Model
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ FLOORS = (
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("functions", "closed_forms", "noise", "views", "stretch"),
+        *("functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences"),
     ),
     ("diagnostics",),
     ("codes",),
@@ -26,8 +26,8 @@ FLOORS = (
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.
 GROUND = (
-    *("models", "dividing", "work", "plan", "searched", "engine", "graph", "redistribute", "layout", "calibration", "cluster"),
-    *("functions", "closed_forms", "noise", "views", "stretch"),
+    *("models", "dividing", "work", "plan", "architecture", "searched", "engine", "sequences", "graph", "redistribute", "layout"),
+    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch"),
 )
 
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}

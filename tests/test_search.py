@@ -16,6 +16,7 @@ import page
 import pytest
 
 from msrl_graph import compile
+from msrl_graph.architecture import Model
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
@@ -29,7 +30,7 @@ from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes.pools import divisions
 from msrl_graph.passes.search import Search
-from msrl_graph.plan import EngineChoice, Model, Plan, Pool
+from msrl_graph.plan import EngineChoice, Plan, Pool
 
 PAGE = Path(__file__).parent / "programs" / "grpo_page.rlg"
 

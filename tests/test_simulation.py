@@ -241,8 +241,8 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
     simulator = Simulator(plan, ENGINES, read(plan, (), "", {}, 0))
     flow, done = simulator.flow, {}
     for node in plan.graph.nodes:
-        rows = flow.rows(flow.row_level(node))
-        done[node.name] = Done(flow.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
+        rows = flow.rows(plan.graph.row_level(node))
+        done[node.name] = Done(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
     lengths = {"prompt": simulator.draws.tokens("prompt", 0), "response": simulator.draws.tokens("response", 0)}
     for node in plan.graph.nodes[1:]:
         weights = simulator.states[node.name].weights(lengths) if node.name in simulator.states else None
@@ -270,7 +270,7 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
     for reader in readers(plan):
         node, done, arrivals = plan.graph.node(reader.node), {}, list[tuple[float, str, int]]()
         for edge in (e for e in plan.graph.samples() if e.dst == node.name):
-            level = flow.row_level(plan.graph.node(edge.src))
+            level = plan.graph.row_level(plan.graph.node(edge.src))
             times = list(map(float, random.sample(range(10**6), flow.rows(level))))
             done[edge.src] = Done(level, times, max(times))
         for column, level, writer in reader.reads:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..architecture import Model
 from ..engine import Act, Calls, EngineSpec, Lint, Packed, Shard, Situation
 from ..layout import Layout, shard
-from ..plan import Model
 from . import peaks, prefixes, transformer
 from .peaks import CHUNK
 

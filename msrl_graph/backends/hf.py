@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..architecture import Model
 from ..engine import Act, Calls, EngineSpec, Sampling, Shard
 from ..layout import Layout, elements, shard
-from ..plan import Model
 from . import peaks, transformer
 
 if TYPE_CHECKING:

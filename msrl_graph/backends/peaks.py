@@ -69,8 +69,8 @@ class _Sizes:
 
     @cached_property
     def logit(self) -> int:
-        """Logits of all scored tokens in float32, the whole vocabulary's."""
-        return 4 * self.scored * self.work.model.vocabulary
+        """Logits of all scored tokens in float32, the whole vocabulary's; or their values."""
+        return 4 * self.scored * self.work.model.outputs
 
     @cached_property
     def angles(self) -> int:

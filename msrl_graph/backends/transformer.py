@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..architecture import Model
 from ..engine import Shard
 from ..layout import slices
-from ..plan import Model
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, filters, limits, scope, staleness, states
+from . import columns, edges, filters, levels, limits, scope, staleness, states
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -30,6 +30,8 @@ CHECKS: tuple[Check, ...] = (
     scope.token_columns,
     scope.stale_logp,
     scope.bad_scope,
+    levels.no_common_row,
+    levels.value_of_row,
     states.state_scope,
     filters.broken_groups,
     filters.refilled_batch,

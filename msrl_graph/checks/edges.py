@@ -81,6 +81,9 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
             if len(set(models)) > 1:
                 message = f"`{edge.src}` has the model `{models[0]}` and `{edge.dst}` the model `{models[1]}`"
                 help = "weights go only between states of one model"
+            elif len(kinds := [_kind(graph, n.worker) for n in (src, dst)]) == 2 and kinds[0] != kinds[1]:
+                message = f"`{edge.src}` is of a {kinds[0]} and `{edge.dst}` of a {kinds[1]}: their heads differ"
+                help = "weights go only between workers of one kind"
         if message:
             found.append(Diagnostic("bad-reshard", message, edge.span, help))
     return found

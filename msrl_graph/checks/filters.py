@@ -19,7 +19,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.nodes:
         if not node.filters or node.per != "row" or not graph.level(node):
             continue
-        above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
+        above = next((c.name for c in graph.columns if c.level == graph.under[graph.level(node)]), "")
         for after in (graph.node(n) for n in sorted(nx.descendants(graph.flow, node.name))):
             for call, signature in calls(after, library):
                 if signature.scope == "group" and after.per not in ("row", "batch"):

@@ -38,7 +38,7 @@ def _follows(plan: Plan, placement: Placement) -> bool:
 
 def _situation(plan: Plan, placement: Placement) -> Situation:
     node, layout = plan.graph.node(placement.node), placement.layout
-    rows = plan.graph.rows[min(plan.graph.level(node), len(plan.graph.rows) - 1)]
+    rows = plan.graph.rows[plan.graph.level(node)]
     micro_batch = placement.engine.options.get("micro_batch")
     step = -(-int(node.number("mini_batch", rows)) // layout.dp)
     number = -(-step // micro_batch) if isinstance(micro_batch, int) and micro_batch > 0 else 1

@@ -14,6 +14,7 @@ from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..plan import METRICS
+from ..sequences import is_tokens
 from .columns import Library
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -80,7 +81,7 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
     """Terms that go without `old_logp` where a second optimizer step is taken on a batch, or other weights generated it."""
     found = []
     for node in graph.verb("update"):
-        rows = graph.rows[min(graph.level(node), len(graph.rows) - 1)]
+        rows = graph.rows[graph.level(node)]
         epochs, batches = int(node.number("epochs", 1)), -(-rows // max(1, int(node.number("mini_batch", rows))))
         steps = epochs * batches
         behind = max((e.staleness for e in graph.reshards() if e.src == node.name), default=0)
@@ -106,7 +107,7 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
         for call, signature in calls(node, library):
             if node.verb in ("source", "generate", "infer", "update"):
                 continue
-            above = next((c.name for c in graph.columns if c.level < graph.level(node)), "")
+            above = _above(graph, graph.level(node))
             whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < graph.level(node))
             if signature.scope == "batch" and node.per != "batch":
                 gets = "may get any of them" if node.per == "row" else f"gets those of one `{node.per}`"
@@ -126,9 +127,14 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def _above(graph: Graph, level: int) -> str:
+    """A column of the nearest rows above those of a level; nothing of the source's."""
+    return next((c.name for c in graph.columns if level and c.level == graph.under[level]), "")
+
+
 def _of_one(graph: Graph, node: Node) -> bool:
     """Whether each group that a node is handed has one row."""
-    rows, units = (graph.rows[min(level, len(graph.rows) - 1)] for level in (graph.level(node), graph.unit_level(node)))
+    rows, units = (graph.rows[level] for level in (graph.level(node), graph.unit_level(node)))
     return rows == units
 
 
@@ -143,6 +149,8 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
         columns = [graph.column(c) for c in node.writes]
         if _kind(graph, node) == "function" or any(graph.column(c).element not in ELEMENTS for c in (*node.reads, *node.writes)):
             continue  # the type of a column was told to be unknown
+        if node.verb != "source":
+            _read(graph, node, wrong)
         if node.verb == "generate":
             responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]
             if len(responses) != 1:
@@ -159,6 +167,20 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
         elif node.verb == "update" and columns:
             wrong(node, "writes nothing: it changes weights", f"remove `-> {', '.join(node.writes)}`")
     return found
+
+
+def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
+    """A model reads tokens, or text; an update reads, too, what its terms need of each token that it reads, or of each row."""
+    tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
+    for column in map(graph.column, node.reads):
+        environment = "environment" in node.attributes and column.element == "json"
+        if node.verb != "update" and column.name not in tokens and not environment:
+            wrong(node, f"reads `{column.name}`, which is neither tokens nor text", "a model reads columns as `i32[<= 1024]`, and `text`")
+        elif node.verb == "update" and column.dims and (like := column.dims[0].like) and like not in tokens:
+            tokens.add(like)  # told once
+            wrong(node, f"reads `{column.name}`, a number for each token of `{like}`, and not `{like}`", f"add `{like}` to what it reads")
+    if not tokens and node.verb != "generate":
+        wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
 
 
 def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:

@@ -35,10 +35,14 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 what = f"one for each `{state.per}`" if state.per else "one for the run"
                 message = f"`{node.name}` sets the state `{state.name}`, {what}, and has `per = {node.per}`"
                 found.append(Diagnostic("bad-scope", message, node.span, f"add `per = {state.per or 'batch'}`"))
-            elif state.name in node.states and state.per and graph.column(state.per).level > graph.level(node):
+            elif state.name in node.states and state.per and not _above(graph, graph.column(state.per).level, graph.level(node)):
                 message = f"`{node.name}` reads the state `{state.name}`, one for each `{state.per}`, and works on rows that have several"
                 found.append(Diagnostic("bad-scope", message, node.span, f"read it where there is one row for each `{state.per}`"))
     return found
+
+
+def _above(graph: Graph, level: int, other: int) -> bool:
+    return graph.common(level, other) == level
 
 
 def unread(graph: Graph, library: Library) -> list[Diagnostic]:

@@ -6,10 +6,11 @@ the writer's every token at the same number.
 
 from __future__ import annotations
 
+from ..architecture import Model
 from ..diagnostics import NOWHERE, Diagnostic
 from ..graph import Column, Graph, Node, Worker
 from ..models import tokenizer, tokens
-from ..plan import Model, Plan
+from ..plan import Plan
 
 KINDS = ("policy", "value", "reward_model")
 

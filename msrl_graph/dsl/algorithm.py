@@ -20,6 +20,7 @@ from .attributes import COUNT, TABLE, read, shown
 from .calls import Caller, Folder, Library, types
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
+from .levels import levels
 from .params import Override, evaluate_params
 
 T = TypeVar("T")
@@ -130,7 +131,8 @@ class _Algorithm:
             self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
             with self.problems.catching():
                 dims = self._dims(column)
-                self.columns[column.name.text] = Column(column.name.text, column.type.element.text, dims, span=column.name.span)
+                per = column.type.per.text if column.type.per else ""
+                self.columns[column.name.text] = Column(column.name.text, column.type.element.text, dims, span=column.name.span, per=per)
         for column in declared:
             seen = [column.name.text]
             while (dims := self.columns[seen[-1]].dims) and dims[0].like:
@@ -146,10 +148,15 @@ class _Algorithm:
         element = kind.element.text
         if element not in ELEMENTS:
             raise mistake("unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS))
-        if kind.per:
-            raise mistake("not-yet", "`per` in a column's type cannot be compiled yet", kind.per.span, "give each row its own value")
-        if element in ("text", "json") and kind.dims:
+        if kind.per and self.declared.get(kind.per.text, ("",))[0] != "column":
+            known = [n for n, (what, _) in self.declared.items() if what == "column"]
+            raise mistake("unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, known))
+        if kind.per and kind.per.text == column.name.text:
+            raise mistake("bad-value", f"`{column.name.text}` is a value per itself", kind.per.span, "leave `per` out")
+        if element == "json" and kind.dims:
             raise mistake("bad-value", f"a `{element}` has no dimensions", kind.dims[0].span)
+        if element == "text" and (len(kind.dims) > 1 or not all(d.at_most for d in kind.dims)):
+            raise mistake("bad-value", "a `text` has no dimensions but a bound in tokens", kind.dims[0].span, "as in `text[<= 1024]`")
         if len(kind.dims) > 2:
             raise mistake("bad-value", "a column has at most two dimensions", kind.dims[2].span, "use a column for each")
         if len(kind.dims) == 2 and (kind.dims[1].at_most or self._is_column(kind.dims[1].value)):
@@ -372,26 +379,21 @@ class _Algorithm:
         nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
         edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
         order = dependency_order(nodes, edges)
-        levels: dict[str, int] = {}
-        for name in order:
-            node = self.nodes[name]
-            level = max((levels.get(c, 0) for c in node.reads), default=0) + (node.verb == "generate")
-            for column in node.writes:
-                levels.setdefault(column, level)
         count = int(self.nodes["source"].number("count", 1)) if "source" in self.nodes else 1
-        samples = next((int(self.nodes[n].number("samples", 1)) for n in order if self.nodes[n].verb == "generate"), 1)
-        if count * samples > MOST_ROWS:
+        found = levels(count, (self.nodes[n] for n in order), self.columns)
+        if max(found.rows) > MOST_ROWS:
             self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)
         return Graph(
             name=self.algorithm.name.text,
             params={k: v.value for k, v in self.params.items() if v is not None},
-            columns=tuple(replace(c, level=levels.get(c.name, 0)) for c in self.columns.values()),
+            columns=tuple(replace(c, level=found.of.get(c.name, 0)) for c in self.columns.values()),
             workers=tuple(self.workers.values()),
             nodes=tuple(self.nodes[n] for n in order),
             edges=tuple(edges),
-            rows=(count, count * samples),
+            rows=tuple(found.rows),
             span=self.algorithm.name.span,
             states=tuple(self.states.values()),
+            under=tuple(found.under),
         )
 
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import calibration
+from ..architecture import Model
 from ..cluster import DEVICES, NETWORK, Cluster, Figure
 from ..diagnostics import Span, nearest
 from ..engine import EngineSpec
 from ..graph import ELEMENTS, KINDS, Expr, Graph
 from ..layout import Layout
-from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, Model, ReshardOptions, Run
+from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
 from . import ast
 from .algorithm import unknown_node
 from .attributes import COUNT, TABLE, Number, String, Type, Words, read

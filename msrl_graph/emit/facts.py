@@ -53,6 +53,8 @@ def facts(plan: Plan) -> dict[str, Section]:
 
 def _declared(graph: Graph) -> Section:
     found: Section = {"rows": {"an iteration": Fact(" x ".join(map(str, graph.rows)))}}
+    if graph.under != tuple(range(-1, len(graph.rows) - 1)):
+        found["rows"]["each under level"] = Fact(", ".join(map(str, graph.under[1:])))
     for c in graph.columns:
         found[f"column {c.name}"] = {"type": Fact(_type(c)), "level": Fact(c.level)}
     for w in graph.workers:
@@ -64,7 +66,7 @@ def _declared(graph: Graph) -> Section:
 
 def _type(column: Column) -> str:
     dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in column.dims)
-    return f"{column.element}[{dims}]" if dims else column.element
+    return (f"{column.element}[{dims}]" if dims else column.element) + (f" per {column.per}" if column.per else "")
 
 
 def _state(node: Node) -> dict[str, Fact]:

@@ -138,7 +138,8 @@ def write_graph(page: Sheet, graph: Graph) -> None:
         dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size:,}" for d in c.dims)
         most = "unbounded" if c.element in ("text", "json") else size(graph.row_bytes(c.name))
         readers = ", ".join(n.name for n in graph.nodes if c.name in n.reads)
-        rows.append((c.name, f"{c.element}[{dims}]" if dims else c.element, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
+        kind = (f"{c.element}[{dims}]" if dims else c.element) + (f" per {c.per}" if c.per else "")
+        rows.append((c.name, kind, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
     page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
     if graph.states:
         page.heading("Values that outlive an iteration")
@@ -210,9 +211,13 @@ def _head(page: Sheet, plan: Plan) -> None:
 
 
 def _rows(graph: Graph) -> str:
-    """Prompts, and responses a prompt."""
-    prompts, *more = graph.rows
-    return " x ".join([many(prompts, "prompt"), *(many(n // max(1, prompts), "response") for n in more)])
+    """Prompts, and what is generated of each, or of each of what is generated."""
+    words = [many(graph.rows[0], "prompt")]
+    for level in range(1, len(graph.rows)):
+        above = graph.under[level]
+        what = "response" if len(graph.rows) == 2 else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
+        words.append(many(graph.fan(level, above), what) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {what}")
+    return f"{' x '.join(words[:2])}{''.join(f', {w}' for w in words[2:])}"
 
 
 def _pools(page: Sheet, plan: Plan) -> None:

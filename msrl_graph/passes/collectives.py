@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ..architecture import Model
 from ..cluster import Cluster, Collective, Figure, weakest
 from ..engine import BYTES, EngineSpec
 from ..layout import Side, stage_parts
-from ..plan import Model, Placement
+from ..plan import Placement
 
 # Of what a datasheet names, what collectives of a working day reach.
 LINKS = Figure(0.6, "assumed", "60 % of a link")
@@ -110,7 +111,7 @@ class Collectives:
             return Figure(0.0, "derived", "no tensor parallelism")
         count = 1 + model.layers / layout.pp * (self.spec.sums[0] + backward * self.spec.sums[1])
         parts = [self.seconds("all_reduce", "tp", count * tokens * model.hidden * self._item * 2 * (tp - 1) / tp, count)]
-        parts.append(self.seconds("all_gather", "tp", scored * model.vocabulary * self._item * (tp - 1) / tp))
+        parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
         return total(*parts)

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..architecture import Model
 from ..cluster import Device, Figure, weakest
 from ..engine import BYTES, Act, EngineSpec
 from ..graph import Node
 from ..layout import Layout
-from ..plan import Model, Plan, Reshard, Traffic
+from ..plan import Plan, Reshard, Traffic
+from ..sequences import sequences
 from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
@@ -93,8 +95,9 @@ class Costs:
     @cached_property
     def _parameters(self) -> tuple[float, float]:
         """That every token meets in the layers, and in the head."""
-        ends = self.model.vocabulary * self.model.hidden
-        return self.model.active_parameters - ends * (1 if self.model.tied else 2), ends
+        model = self.model
+        embedding, head = (n * model.hidden for n in (model.vocabulary, model.outputs))
+        return model.active_parameters - embedding - head * (not model.tied), head
 
     @cached_property
     def _slowest(self) -> float:
@@ -125,16 +128,23 @@ class Costs:
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """So many rows at their bounds, that follow each other: those of one prompt share its tokens, where so many cut prompts in two
-        they count once for each part. An update's mini-batch has its part of the rows of each prompt."""
-        graph, written = self.plan.graph, holdings.scored_tokens(self.plan, self.node)
-        fan = graph.rows[-1] / graph.rows[0] if graph.level(self.state) else 1.0
+        """The sequences of so many rows at their bounds, that follow each other: those of one prompt share its tokens, where so many cut
+        prompts in two they count once for each part. An update's mini-batch has its part of the rows of each prompt."""
+        sequences, tokens, scored, fan = self._row
+        count *= sequences
         if self.state.verb == "update":
             rows = holdings.row_count(self.plan, self.node)
             fan = max(1.0, fan * min(1.0, self.state.number("mini_batch", rows) / rows))
         both = math.gcd(int(count), int(fan)) if count.is_integer() and fan.is_integer() else 1
         prompts = max(1.0, 1 + (count - both) / fan)
-        return Rows.alike(count, holdings.row_tokens(self.plan, self.node) - written, written, count / prompts)
+        return Rows.alike(count, (tokens - scored) / sequences, scored / sequences, count / prompts)
+
+    @cached_property
+    def _row(self) -> tuple[int, int, int, float]:
+        """Of a row: its sequences, the tokens of all, those of them that are scored, and how many sequences begin alike."""
+        plan, node = self.plan, self.node
+        count = sequences(plan.graph, self.state).count
+        return count, holdings.row_tokens(plan, node), holdings.scored_tokens(plan, node), float(holdings.fan(plan, node))
 
     # The acts of an engine.
 
@@ -299,7 +309,7 @@ class Costs:
         """Bytes of float32 logits, read or written so often; those of a draw are whole on every device."""
         if self.spec.calls is None:
             return 0.0
-        return positions * self.model.vocabulary * times * 4 * (self.layout.tp if times == DRAWING else 1)
+        return positions * self.model.outputs * times * 4 * (self.layout.tp if times == DRAWING else 1)
 
     # How often.
 
@@ -332,7 +342,7 @@ def shares(plan: Plan) -> Figure:
     number = 0.0
     for controller in plan.docks.controllers:
         node = plan.graph.node(controller.node)
-        rows = plan.graph.rows[-1]
+        rows = holdings.row_count(plan, controller.node)
         rounds = -(-rows // int(node.number("mini_batch", rows))) * int(node.number("epochs", 1)) if node.verb == "update" else 1
         number += controller.groups * rounds
     each = plan.cluster.device.overheads.share

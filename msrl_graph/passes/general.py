@@ -7,9 +7,9 @@ hold the embedding and the head, which are alike.
 
 from __future__ import annotations
 
+from ..architecture import Model
 from ..engine import BYTES, EngineSpec, Moments
 from ..layout import Side, held
-from ..plan import Model
 from ..work import Work
 
 
@@ -99,4 +99,4 @@ def _logits(verb: str, work: Work) -> int:
     """Logits of a micro-batch in the weights' type and in float32, and in an update their gradient in float32."""
     each = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)
-    return scored * -(-work.model.vocabulary // work.layout.tp) * each
+    return scored * -(-work.model.outputs // work.layout.tp) * each

@@ -14,6 +14,7 @@ from ..engine import BYTES, EngineSpec, Moments
 from ..graph import Node, Value, Worker
 from ..layout import Side, held, stage_parts
 from ..plan import Placement, Plan
+from ..sequences import bound, sequences
 from ..work import Work
 from . import general
 
@@ -88,32 +89,26 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Tokens of a row, at most: the ragged token columns that a node reads, and the response that it writes."""
-    graph, state = plan.graph, plan.graph.node(node)
-    columns = [*state.reads, *(state.writes if state.verb == "generate" else ())]
-    found = (graph.column(c) for c in columns)
-    return sum(graph.bound(c.name) for c in found if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like)
+    """Tokens of a row, at most: of each of its sequences the context and what is scored, or generated, of it."""
+    graph, found = plan.graph, sequences(plan.graph, plan.graph.node(node))
+    return found.count * sum(bound(graph, c) for c in found.context) + sum(bound(graph, c) for c in found.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
     """Tokens that a generation adds to a row, at most."""
-    graph = plan.graph
-    found = (graph.column(c) for c in graph.node(node).writes)
-    bound = sum(graph.bound(c.name) for c in found if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like)
-    return min(bound, int(graph.node(node).number("max_tokens", bound)))
+    graph, state = plan.graph, plan.graph.node(node)
+    most = sum(bound(graph, c) for c in sequences(graph, state).scored)
+    return min(most, int(state.number("max_tokens", most)))
 
 
 def row_count(plan: Plan, node: str) -> int:
     """Rows that a node works on in an iteration; for a generation, the responses that it writes."""
-    graph, state = plan.graph, plan.graph.node(node)
-    level = max([graph.level(state), *(graph.column(c).level for c in state.writes)])
-    return graph.rows[min(level, len(graph.rows) - 1)]
+    return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
 
 
 def group_rows(plan: Plan, node: str) -> int:
     """Rows of one data-parallel group; for a generation prompts, each with all its samples."""
-    graph = plan.graph
-    rows = graph.rows[min(graph.level(graph.node(node)), len(graph.rows) - 1)]
+    rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
     return -(-rows // plan.placement(node).layout.dp)
 
 
@@ -123,8 +118,17 @@ def samples(plan: Plan, node: str) -> int:
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """The most sequences of a row at once, in training or an evaluation."""
-    return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations), 1)
+    """The most sequences of a row at once, in training or an evaluation, which says how many responses a prompt of its data gets."""
+    direct = plan.graph.level(plan.graph.node(node)) == 0
+    return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations if direct), 1)
+
+
+def fan(plan: Plan, node: str) -> int:
+    """Sequences of an infer or update that begin with the same context."""
+    graph, state = plan.graph, plan.graph.node(node)
+    found = sequences(graph, state)
+    context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(state))
+    return found.count * graph.fan(graph.level(state), context)
 
 
 def micro_batch(plan: Plan, node: str) -> int:
@@ -138,8 +142,10 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
     lie together."""
     placement, state = plan.placement(node), plan.graph.node(node)
     generates = state.verb == "generate"
-    response = written_tokens(plan, node) if generates else scored_tokens(plan, node)
-    size, fan, batches = micro_batch(plan, node), most_samples(plan, node), 1
+    found = sequences(plan.graph, state)
+    response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
+    prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
+    size, alike, batches = micro_batch(plan, node), most_samples(plan, node), 1
     prompts = size
     if generates:
         size = min(size, group_rows(plan, node))
@@ -150,17 +156,17 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
             share = min(share, -(-int(state.number("mini_batch", row_count(plan, node))) // placement.layout.dp))
         batches = max(1, -(-share // size))
         size = -(-share // batches)
-        fan = plan.graph.rows[-1] // plan.graph.rows[0] if plan.graph.level(state) else 1
-        prompts = size // fan if size % fan == 0 else 1 if fan % size == 0 else min(size, -(-(size - 1) // fan) + 1)
+        size, alike = size * found.count, fan(plan, node)
+        prompts = size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
     return Work(
         model=plan.model(node),
         layout=placement.layout,
         dtype=dtype(plan, node),
         rows=size,
         prompts=prompts,
-        prompt=row_tokens(plan, node) - response,
+        prompt=prompt,
         response=response,
-        samples=fan,
+        samples=alike,
         batches=batches,
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, state.worker) is not None,
@@ -187,11 +193,9 @@ def largest(moments: Moments) -> tuple[str, dict[str, int]]:
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Tokens of a row whose log-probabilities are computed: responses that were generated; off-line, all."""
-    graph = plan.graph
-    written = {c for n in graph.verb("generate") for c in n.writes}
-    bounds = (graph.bound(c) for c in graph.node(node).reads if c in written and graph.column(c).element in ("i32", "i64"))
-    return sum(bounds) or row_tokens(plan, node)
+    """Tokens of a row that the head is asked for: those of the scored columns, or one of each sequence where none is."""
+    found = sequences(plan.graph, plan.graph.node(node))
+    return sum(bound(plan.graph, c) for c in found.scored) or found.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:

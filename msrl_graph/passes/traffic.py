@@ -31,7 +31,7 @@ class CountTraffic:
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
         epochs = int(graph.node(dst).number("epochs", 1))
         amount = sum(column_bytes(graph, c) for c in columns) * epochs
-        level = max((graph.column(c).level for c in columns), default=0)
+        level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts
         # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
         first = graph.first(src)
@@ -57,7 +57,7 @@ class CountTraffic:
             how += f", {plan.controller(dst).groups} {reader} read"
         if columns and epochs > 1:
             how += f"; once in each of {epochs} epochs"
-        return Traffic(src, dst, columns, graph.rows[min(level, len(graph.rows) - 1)], amount, seconds, central, how)
+        return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
 
 
 def column_bytes(graph: Graph, column: str) -> int:
@@ -65,4 +65,4 @@ def column_bytes(graph: Graph, column: str) -> int:
     # Text has no bound, and `row_bytes` of a scalar text column is one byte: unknown counts as nothing.
     if graph.column(column).element in ("text", "json"):
         return 0
-    return graph.row_bytes(column) * graph.rows[min(graph.column(column).level, len(graph.rows) - 1)]
+    return graph.row_bytes(column) * graph.rows[graph.column(column).level]

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ..architecture import Model
 from ..engine import Shard
 from ..layout import Box, Side, elements, overlap, shard, slices, within
-from ..plan import Model, Reshard
+from ..plan import Reshard
 from . import memory
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
+from ..architecture import Model
 from ..backends import transformer
 from ..engine import Shard
 from ..layout import Box, Side, slices, within
-from ..plan import Model, Plan, Reshard
+from ..plan import Plan, Reshard
 from ..redistribute import fetches
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from ..backends import ENGINES
 from ..diagnostics import Diagnostic, Span
 from ..graph import Edge, Node
+from ..passes.pools import FUNCTIONS
 from ..plan import Plan
+from ..sequences import sequences
 from . import loss
 
 # Attributes of nodes that the runtime does not know, and what to do meanwhile.
@@ -43,7 +45,23 @@ def unready(plan: Plan) -> list[Diagnostic]:
             tell(f"the engine `{placement.engine.name}` of `{placement.node}`", span, f"these run: {', '.join(others)}")
     for state in plan.graph.states:
         tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
+    for worker in plan.graph.workers:
+        if worker.kind in ("value", "reward_model"):
+            help = "score in a function node" if worker.kind == "reward_model" else "estimate advantages from the rewards of a group"
+            tell(f"a worker of the kind `{worker.kind}`", worker.span, help)
+    for node in plan.graph.verb("generate")[1:]:
+        tell(f"the second generation `{node.name}`", node.span, "one state generates all the responses of a prompt")
+    for node in plan.graph.nodes:
+        if plan.placement(node.name).pool == FUNCTIONS:
+            continue
+        read = sequences(plan.graph, node)
+        for text in (c for c in (*read.context, *read.scored) if plan.graph.column(c).element == "text"):
+            tell(f"`{node.name}`, whose model reads the text `{text}`,", node.span, "declare it as tokens, `i32[<= n]`")
+        if node.verb == "update" and not any(plan.graph.writer(c).verb == "generate" for c in read.scored):
+            tell(f"`{node.name}`, which trains on data alone,", node.span, "train on what a `generate` wrote")
     for column in plan.graph.columns:
+        if column.per:
+            tell(f"`per` of the column `{column.name}`", column.span, "give each row its own value")
         source = any(column.name in n.writes for n in plan.graph.verb("source"))
         tokens = column.element == "i32" and len(column.dims) == 1 and column.dims[0].ragged
         if column.element in ("json", "bool") or len(column.dims) > 1 or (source and not tokens and column.element != "text"):

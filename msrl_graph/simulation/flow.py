@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..graph import Node
 from ..passes import costs
@@ -46,16 +45,7 @@ class Flow:
     draws: Draws
 
     def rows(self, level: int) -> int:
-        return self.plan.graph.rows[min(level, len(self.plan.graph.rows) - 1)]
-
-    @cached_property
-    def fan(self) -> int:
-        return max(1, self.rows(1) // max(1, self.rows(0)))
-
-    def row_level(self, node: Node) -> int:
-        """The level of the rows that a state writes."""
-        graph = self.plan.graph
-        return min(max([graph.level(node), *(graph.column(c).level for c in node.writes)]), 1)
+        return self.plan.graph.rows[level]
 
     def units(self, node: Node) -> int:
         return 1 if node.per == "batch" else self.rows(self.plan.graph.unit_level(node))
@@ -64,12 +54,12 @@ class Flow:
         """The rows of a level that belong to units of a state, ascending."""
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
-        unit_level = min(self.plan.graph.unit_level(node), 1)
-        if level == unit_level:
-            return units
-        if level > unit_level:
-            return [u * self.fan + s for u in units for s in range(self.fan)]
-        return sorted({u // self.fan for u in units})
+        graph = self.plan.graph
+        at = graph.unit_level(node)
+        above = graph.common(at, level)
+        up, down = graph.fan(at, above), graph.fan(level, above)
+        found = units if up == 1 else sorted({u // up for u in units})
+        return found if down == 1 else [u * down + s for u in found for s in range(down)]
 
     def batches(self, node: Node, iteration: int, done: Mapping[str, Done], weight: list[float] | None) -> list[Batch]:
         """What a state gets of an iteration, in order; `weight` of each unit where it balances."""
@@ -105,9 +95,9 @@ class Flow:
         """When all rows of another state that a unit needs are there, by unit."""
         if node.per == "batch":
             return [done.last]
-        level, fan = min(self.plan.graph.unit_level(node), 1), self.fan
-        if done.level == level:
-            return done.times
-        if done.level < level:
-            return [done.times[u // fan] for u in range(self.rows(level))]
-        return [max(done.times[u * fan : (u + 1) * fan]) for u in range(self.rows(level))]
+        graph = self.plan.graph
+        level = graph.unit_level(node)
+        above = graph.common(done.level, level)
+        up, down = graph.fan(done.level, above), graph.fan(level, above)
+        times = done.times if up == 1 else [max(done.times[u * up : (u + 1) * up]) for u in range(self.rows(above))]
+        return times if down == 1 else [times[u // down] for u in range(self.rows(level))]

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ..passes import holdings
 from ..plan import Plan
+from ..sequences import bound
 from .specs import Distribution, Recorded, Specs
 
 T = TypeVar("T")
@@ -62,17 +63,17 @@ class Draws:
     def tokens(self, column: str, iteration: int) -> list[int]:
         """The length of each row of a token column; a column that nothing is stated of has its bound."""
         graph = self.plan.graph
-        rows, writer = graph.rows[min(graph.column(column).level, len(graph.rows) - 1)], graph.writer(column)
-        bound = holdings.written_tokens(self.plan, writer.name) if writer.verb == "generate" else graph.bound(column)
+        rows, writer = graph.rows[graph.column(column).level], graph.writer(column)
+        most = holdings.written_tokens(self.plan, writer.name) if writer.verb == "generate" else bound(graph, column)
         source = self.specs.lengths.get(column)
         match source:
             case None:
-                return [bound] * rows
+                return [most] * rows
             case Recorded():
                 found = (source.of(iteration, r, rows) for r in range(rows))
             case Distribution():
                 found = (source.at(share(k)) for k in keys((self.specs.seed, number(column), iteration), range(rows)))
-        return [min(bound, max(1, round(n))) for n in found]
+        return [min(most, max(1, round(n))) for n in found]
 
     def slowness(self, device: int) -> float:
         """How many times slower a device computes."""

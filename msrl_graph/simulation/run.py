@@ -17,13 +17,14 @@ from ..passes import costs, holdings
 from ..passes.costs import Costs
 from ..passes.pools import FUNCTIONS
 from ..plan import Instruction, Plan, Pool, Reshard
+from ..sequences import token_columns
 from .flow import Done, Flow
 from .generation import tail
 from .lanes import Lanes, Span
 from .result import Iteration, Simulation
 from .rollout import Group, Rollout
 from .rows import Draws
-from .specs import Specs, token_columns
+from .specs import Specs
 from .states import Lengths, Ran, State
 
 
@@ -90,7 +91,7 @@ class Simulator:
             lanes.before = [""] * len(lanes.before)
         base = end if not self.stale else min(lanes.last for name, lanes in self.lanes.items() if name != FUNCTIONS)
         streams = {s.pool: list(s.instructions) for s in self.plan.schedule if s.task == "train"}
-        lengths = {c: self._tokens(c, i) for c in token_columns(self.plan)}
+        lengths = {c: self._tokens(c, i) for c in token_columns(self.plan.graph)}
         oldest = min((r.next // r.prompts for r in self.rollouts.values()), default=i)
         self._drawn = {k: v for k, v in self._drawn.items() if k[1] >= min(i, oldest)}
         return Turn(i, streams, lengths, base)
@@ -218,7 +219,8 @@ class Simulator:
             return state.compute(batches, turn.number, turn.lengths)
         version = self.held.get(name, turn.number)
         if name not in self.rollouts:
-            turn.versions = [version] * self.flow.rows(0)
+            # Of several generations those count whose weights are sent.
+            turn.versions = [version] * self.flow.rows(0) if name in self.held or not turn.versions else turn.versions
             return state.generate(batches, turn.number, turn.lengths)
         ready, by = max((b.ready, b.by) for b in batches)
         ran, groups = state.rollout(ready, by, turn.number, version, self.rollouts[name])
@@ -243,8 +245,8 @@ class Simulator:
     def _taken(self, groups: list[Group]) -> dict[str, list[int]]:
         """The lengths of an iteration's rows, when some come from prompts of others."""
         found: dict[str, list[int]] = {}
-        for column in token_columns(self.plan):
-            rows, each = [], max(1, self.flow.rows(self.plan.graph.column(column).level) // self.flow.rows(0))
+        for column in token_columns(self.plan.graph):
+            rows, each = [], self.plan.graph.fan(self.plan.graph.column(column).level)
             for group in groups:
                 iteration, row = divmod(group.prompt, self.flow.rows(0))
                 rows += self._tokens(column, iteration)[row * each : (row + 1) * each]
@@ -254,7 +256,7 @@ class Simulator:
     def _function(self, turn: Turn, name: str) -> Ran:
         """A function on the hosts, each its share, row after row; the source has its rows at once."""
         node, lanes = self.plan.graph.node(name), self.lanes[FUNCTIONS]
-        level = self.flow.row_level(node)
+        level = self.plan.graph.row_level(node)
         if node.verb == "source":
             return Ran(Done.at(level, self.flow.rows(level), turn.base), "")
         # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Turn.taken).

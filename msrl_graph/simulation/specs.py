@@ -15,7 +15,9 @@ from pathlib import Path
 from statistics import NormalDist
 
 from ..diagnostics import Diagnostic, Fault, nearest
+from ..graph import Graph
 from ..plan import Plan
+from ..sequences import sequences, token_columns
 
 _CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NORMAL = NormalDist()
@@ -91,17 +93,13 @@ def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping
     return Specs(found, _stragglers(stragglers), {n: _function(plan, n, str(s)) for n, s in functions.items()}, seed)
 
 
-def token_columns(plan: Plan) -> list[str]:
-    return [c.name for c in plan.graph.columns if c.element in ("i32", "i64") and len(c.dims) == 1 and not c.dims[0].like]
-
-
-def generated(plan: Plan) -> list[str]:
-    return [c for n in plan.graph.verb("generate") for c in n.writes if c in token_columns(plan)]
+def generated(graph: Graph) -> list[str]:
+    return [c for n in graph.verb("generate") for c in sequences(graph, n).scored]
 
 
 def _lengths(plan: Plan, text: str) -> dict[str, Source]:
     """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts too."""
-    known, responses = token_columns(plan), generated(plan)
+    known, responses = token_columns(plan.graph), generated(plan.graph)
     column, equals, rest = text.partition("=")
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
@@ -120,8 +118,8 @@ def _lengths(plan: Plan, text: str) -> dict[str, Source]:
 
 def _of_prompts(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
     """A pair stands for a response: of the responses to one prompt, the first says how long it is."""
-    fan = max(1, plan.graph.rows[-1] // plan.graph.rows[0])
-    return prompts if by_iteration else prompts[::fan]
+    first = next(iter(plan.graph.verb("generate")), None)
+    return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]
 
 
 def distribution(text: str, flag: str) -> Distribution:

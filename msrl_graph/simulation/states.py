@@ -15,6 +15,7 @@ from ..passes import holdings
 from ..passes.costs import Costs
 from ..passes.lengths import Rows
 from ..plan import Plan
+from ..sequences import sequences
 from .flow import Batch, Done, Flow
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span
@@ -48,18 +49,22 @@ class State:
         plan, name = self.plan, self.costs.node
         graph = plan.graph
         self.node: Node = graph.node(name)
-        written = {c for n in graph.verb("generate") for c in n.writes}
-        tokens = [graph.column(c) for c in self.node.reads if graph.column(c).element in ("i32", "i64") and len(graph.column(c).dims) == 1]
-        tokens = [c for c in tokens if not c.dims[0].like]
-        scored = [c for c in tokens if c.name in written] or ([] if self.node.verb == "generate" else tokens)
-        self.context = [(c.name, c.level) for c in tokens if c not in scored or self.node.verb == "generate"]
-        self.scored = [(c.name, c.level) for c in scored if self.node.verb != "generate"]
-        self.level, self.fan = graph.level(self.node), self.flow.fan if graph.level(self.node) else 1
+        self.level, generates = graph.level(self.node), self.node.verb == "generate"
+        found = sequences(graph, self.node)
+
+        def fan(column: str) -> tuple[str, int]:
+            return column, graph.fan(self.level, graph.column(column).level)
+
+        # Each column with the rows of this state that share a value of it.
+        self.context = [fan(c) for c in found.context]
+        self.scored = [] if generates else [fan(c) for c in found.scored]
+        self.count = 1 if generates else found.count
+        self.fan = min((n for _, n in self.context), default=1)
         self.known: dict[Rows, float] = {}  # seconds of micro-batches
         self.size = holdings.micro_batch(plan, name)
         self.groups = self.lanes.groups[name]
         self.slow = [self.lanes.slowest(g) for g in self.groups]
-        self.written = next((c for c in self.node.writes if graph.column(c).element in ("i32", "i64")), "")
+        self.written = found.scored[0] if generates and found.scored else ""
         self.balanced = any("balance" in e.attributes for e in graph.samples() if e.dst == name)
 
     def weights(self, lengths: Lengths) -> list[float] | None:
@@ -68,17 +73,16 @@ class State:
             return None
         rows = list(range(self.flow.rows(self.level)))
         context, scored = self._sums(rows, lengths)
-        found = [a + b for a, b in zip(context, scored, strict=True)]
+        found = [self.count * a + b for a, b in zip(context, scored, strict=True)]
         units = self.flow.units(self.node)
         each = max(1, len(found) // units)
         return [sum(found[u * each : (u + 1) * each]) for u in range(units)]
 
     def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Tokens of context and of what is scored, of rows of the state's level."""
-        level, fan = self.level, self.flow.fan
+        """Tokens of the context and of what is scored, of rows of the state's level."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
-            return [sum(lengths[c][r if at == level else r // fan] for c, at in columns) for r in rows]
+            return [sum(lengths[c][r // fan] for c, fan in columns) for r in rows]
 
         return total(self.context), total(self.scored)
 
@@ -128,9 +132,10 @@ class State:
         return [self.slow[group] * self._seconds(some) if some else 0.0 for some in split(found, count)]
 
     def _seconds(self, rows: list[tuple[int, int, int]]) -> float:
-        """Of a micro-batch; rows are (context, scored, number), those of one prompt begin alike."""
-        found = Rows.of((context, scored) for context, scored, _ in rows)
-        if len(rows) > 1:
+        """Of a micro-batch; rows are (context, scored, number), those under one row of the context begin alike."""
+        count = self.count
+        found = Rows.of((context, scored / count) for context, scored, _ in rows for _ in range(count))
+        if found.count > 1:
             prompts = {number // self.fan: context for context, _, number in rows}
             found = replace(found, alike_prompt=found.prompt - sum(prompts.values()))
         if found not in self.known:
@@ -141,7 +146,7 @@ class State:
 
     def generate(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
         """All of an iteration's responses, whole."""
-        level = self.flow.row_level(self.node)
+        level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
         tokens, times = lengths[self.written], [0.0] * self.flow.rows(level)
         rounds = []
@@ -173,7 +178,7 @@ class State:
             cause = ran.cause if ran.cause != self.node.name else cause
         taken = rollout.take()
         times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
-        return Ran(Done(1, times, max(times)), cause, stretches), taken
+        return Ran(Done(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
 
     def _decode(self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]) -> Ran:
         """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine is continuous,
@@ -194,7 +199,7 @@ class State:
                 free = made.end
             ends.append(free)
             causes.append(cause)
-        return self._ended(ends, causes, Done(self.flow.row_level(self.node), times, max(ends)), stretches)
+        return self._ended(ends, causes, Done(self.plan.graph.row_level(self.node), times, max(ends)), stretches)
 
     def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from ..emit.text import WIDTH, Page, duration, many
 from ..passes.pools import FUNCTIONS
+from ..sequences import token_columns
 from .lanes import Span
 from .result import RESHARD, Simulation
-from .specs import generated, token_columns
+from .specs import generated
 
 
 def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False) -> str:
     page, plan = Page(width, colour), found.plan
     more = f"{many(len(found.iterations), 'iteration')}, seed {found.specs.seed}"
     page.heading(f"Simulation of {plan.graph.name} on {plan.cluster.name}", more)
-    lengths = [(c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan)]
+    lengths = [(c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan.graph)]
     page.table(("tokens of", "drawn from", "mean", "half have at most", "longest"), lengths, (2, 3, 4))
     page.line(f"stragglers: {found.specs.stragglers}")
     for name, seconds in found.specs.functions.items():
@@ -42,7 +43,7 @@ def _iterations(page: Page, found: Simulation) -> None:
     page.line(f"throughput: {rate}; {_rate(found.tokens_per_second)} in all")
     same = sum(i.path == found.path for i in found.iterations)
     page.line(f"critical path of {same} of {len(found.iterations)}: {' > '.join(found.path)}")
-    if generated(found.plan):
+    if generated(found.plan.graph):
         page.line(f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as its peak")
     stale = sum(i.staleness for i in found.iterations) / len(found.iterations)
     if most := max(i.most_stale for i in found.iterations):

@@ -39,3 +39,11 @@ def control(old_logp, ref_logp, beta):
 
 def penalised(response: str, answer: str, beta):
     return float(answer in response) - beta
+
+
+def mean(found):
+    return found.mean()
+
+
+def minus(score, chance):
+    return score - chance

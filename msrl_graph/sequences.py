@@ -1,0 +1,67 @@
+"""sequences: which columns of tokens a worker state with weights computes on.
+
+Invariant: of each row that it works on a state makes one sequence for each column that it scores: the context, then that column; where it
+scores none, the context alone. What a generation writes stands where another state has what it scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .graph import Graph, Node
+
+# Tokens of a text that nothing is known of.
+TEXT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """`context` in the order of the reads, then one of `scored`."""
+
+    context: tuple[str, ...]
+    scored: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        """Sequences of a row."""
+        return max(1, len(self.scored))
+
+
+def sequences(graph: Graph, node: Node) -> Sequences:
+    """Of a state with weights. What is scored: of an infer the columns whose length it writes; of an update those whose length a column
+    that it reads has, else what was generated, else its last column of tokens."""
+    tokens = [c for c in node.reads if _is_read(graph, node, c)]
+    if node.verb == "generate":
+        return Sequences(tuple(tokens), tuple(c for c in node.writes if is_tokens(graph, c)))
+    beside = node.reads if node.verb == "update" else node.writes
+    scored = {d.like for c in beside for d in graph.column(c).dims} & {*tokens}
+    if node.verb == "update" and not scored:
+        generated = {c for n in graph.verb("generate") for c in n.writes}
+        scored = generated & {*tokens} or {*tokens[-1:]}
+    return Sequences(tuple(c for c in tokens if c not in scored), tuple(c for c in tokens if c in scored))
+
+
+def is_tokens(graph: Graph, column: str) -> bool:
+    """Whether a column holds tokens, of a length of its own."""
+    found = graph.column(column)
+    return found.element in ("i32", "i64") and len(found.dims) == 1 and not found.dims[0].like
+
+
+def token_columns(graph: Graph) -> list[str]:
+    """All columns of tokens, and the texts that models read."""
+    kinds = {w.name: w.kind for w in graph.workers}
+    read = {c for n in graph.nodes if kinds.get(n.worker, "function") != "function" for c in sequences(graph, n).context}
+    return [c.name for c in graph.columns if is_tokens(graph, c.name) or c.name in read]
+
+
+def _is_read(graph: Graph, node: Node, column: str) -> bool:
+    """Whether a state's model reads a column: tokens, or text that is tokenised; an environment reads its own text."""
+    return is_tokens(graph, column) or (graph.column(column).element == "text" and "environment" not in node.attributes)
+
+
+def bound(graph: Graph, column: str) -> int:
+    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, TEXT_TOKENS at least."""
+    found = graph.column(column)
+    if found.element != "text" or found.dims:
+        return graph.bound(column)
+    return max(TEXT_TOKENS, sum(bound(graph, c) for c in graph.writer(column).reads if is_tokens(graph, c)))
