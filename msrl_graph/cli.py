@@ -72,7 +72,7 @@ def _compile(argv: Sequence[str]) -> int:
     if options.explain is not None:
         print(codes.shown(_page(options.explain, parser), *_screen(options)), end="")
         return 0
-    from .compile import PASSES, read, translate
+    from .compile import PASSES, decoded, read, translate
 
     names = [p.name for p in PASSES]
     if options.list_passes:
@@ -117,7 +117,7 @@ def _compile(argv: Sequence[str]) -> int:
     source = None
     try:
         # A program from stdin is named as an editor would name it.
-        source = read("<stdin>", sys.stdin.read()) if options.file == "-" else read(options.file)
+        source = read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
         result = translate(source, deploy=options.deploy, model=options.model, sets=sets, until=until, after=after)

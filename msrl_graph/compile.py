@@ -35,6 +35,7 @@ from .passes.reshard import Resharding
 from .passes.schedule import Schedule
 from .passes.search import Search
 from .passes.traffic import CountTraffic
+from .paths import is_file
 from .plan import Deploy, EngineChoice, Memory, Plan
 from .searched import Searched
 
@@ -241,13 +242,13 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
     if not isinstance(source, str | Path):
         tree = source if isinstance(source, ast.File) else source.tree()
         path = Path(tree.path)
-        return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if path.is_file() else Path(), tree)
+        return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if is_file(path) else Path(), tree)
     path = Path(source)
     if text is not None:
-        return Source(str(source), text.removeprefix("\ufeff"), path.parent if path.suffix else Path())
-    if not path.is_file() and path.suffix == "" and len(path.parts) == 1:
+        return Source(str(source), _plain(text, str(source)), path.parent if path.suffix else Path())
+    if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
-        if not path.exists():
+        if not is_file(path):
             known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
             message = f"`{source}` is neither a file nor an algorithm of the package"
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
@@ -327,7 +328,7 @@ def unstated(plan: Plan, budget: float | None = None) -> Searched | None:
 def context(source: Source, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None) -> Context:
     """What lowering may ask of the rest of the package."""
     return Context(
-        load=partial(_import, source.folder),
+        load=partial(_import, source.folder, {}),
         library=algorithms.library(),
         engines=ENGINES,
         load_model=models.load,
@@ -338,26 +339,50 @@ def context(source: Source, deploy: str | None = None, model: str | None = None,
     )
 
 
-def _import(folder: Path, target: str, is_file: bool, span: Span) -> ast.File:
-    """The tree of an imported file, relative to the file that imports it, or of an algorithm of the package."""
+def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool, span: Span) -> ast.File:
+    """The tree of an imported file, relative to the file that imports it, or of an algorithm of the package; `read` keeps those that were
+    read already."""
     importer = Path(span.file)
-    path = (importer.parent if importer.is_file() else folder) / target if is_file else algorithms.FOLDER / f"{target}.rlg"
+    path = (importer.parent if is_file(importer) else folder) / target if of_file else algorithms.FOLDER / f"{target}.rlg"
     # One file has one name, so that an import of itself is seen.
     path = Path(os.path.normpath(path))
-    if not is_file and not path.is_file():
+    if not of_file and not is_file(path):
         known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
         raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, nearest(target, known)))
-    return parse(_text(path, target, span), str(path))
+    if path not in read:
+        read[path] = parse(_text(path, target, span), str(path))
+    return read[path]
 
 
 def _text(path: Path, name: str, span: Span = NOWHERE) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise Fault(Diagnostic("missing-file", f"`{name}` is not UTF-8 text", span)) from None
+        data = path.read_bytes()
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {why.lower()}", span)) from None
+    return decoded(data, name, span)
+
+
+def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
+    """The text of a program's bytes. Raises Fault where they are not UTF-8."""
+    try:
+        return _plain(data.decode(), name)
+    except UnicodeDecodeError:
+        raise _not_text(name, span) from None
+
+
+def _plain(text: str, name: str) -> str:
+    """A text as the parser counts its lines, whatever an editor writes: without a byte order mark, each line ended by `\\n`."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which no file can hold
+            raise _not_text(name) from None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _not_text(name: str, span: Span = NOWHERE) -> Fault:
+    return Fault(Diagnostic("missing-file", f"`{name}` is not UTF-8 text", span))
 
 
 def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
@@ -369,7 +394,7 @@ def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[s
             found[name] = flag
             continue
         path = Path(name)
-        if path.is_file():
+        if is_file(path):
             found[name] = path.read_text(encoding="utf-8-sig", errors="replace")
         elif lines := linecache.getlines(name):
             found[name] = "".join(lines)  # a cell of a notebook

@@ -10,16 +10,23 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from . import codes
+
+# Of a longer line an excerpt shows this many characters.
+LONGEST = 240
+# Characters that move a terminal's cursor, or turn what follows them around, are shown by a sign of their own, one column wide.
+_SAFE = {c: 0x2400 + c for c in range(32) if c != 9} | {0x7F: 0x2421}
+_SAFE |= dict.fromkeys((*range(0x80, 0xA0), 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
 
 Severity = Literal["error", "warning", "hint"]
 
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A stretch of source text: 1-based lines and columns, the end exclusive."""
+    """A stretch of source text: 1-based lines and columns, the end exclusive. A column is a character, also a tab or a wide one."""
 
     file: str
     line: int
@@ -97,16 +104,42 @@ def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "ful
 
 def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
     lines = [f"{margin}--> {span.file}:{span.line}:{span.column}"]
-    text = sources.get(span.file, "").split("\n")
+    text = _lines(sources.get(span.file, ""))
     if span.line <= len(text) and span.file in sources:
         source = text[span.line - 1].rstrip("\r")
-        end = span.end_column if span.end_line == span.line else len(source) + 1
-        # Tabs keep their place above the carets, so that the underline meets the text in any terminal.
-        lead = "".join("\t" if c == "\t" else " " for c in source[: span.column - 1])
-        carets = "^" * max(1, end - span.column)
+        start, end = span.column - 1, span.end_column - 1 if span.end_line == span.line else len(source)
+        shown, start, end = _window(source.translate(_SAFE), start, end)
+        under = _blank(shown[:start]) + (_blank(shown[start:end], "^") or "^")
         number = str(span.line).rjust(len(margin))
-        lines += [f"{margin} |", f"{number} | {source}", f"{margin} | {lead}{carets}"]
+        lines += [f"{margin} |", f"{number} | {shown}", f"{margin} | {under}"]
     return lines
+
+
+@lru_cache(maxsize=8)
+def _lines(text: str) -> list[str]:
+    """The lines of a text, once for all that is told of it."""
+    return text.split("\n")
+
+
+def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
+    """What is shown of a line, and where its part from `start` to `end` stands there: of a long one only what is near."""
+    if len(line) <= LONGEST:
+        return line, start, end
+    first = max(0, min(start - LONGEST // 4, len(line) - LONGEST))
+    last = min(len(line), first + LONGEST)
+    before = "…" if first else ""
+    shown = before + line[first:last] + ("…" if last < len(line) else "")
+    return shown, start - first + len(before), min(end, last) - first + len(before)
+
+
+def _blank(text: str, sign: str = " ") -> str:
+    """As wide as the text: tabs keep their place, so that an underline meets the text in any terminal; wide characters take two columns,
+    combining ones none."""
+    if text.isascii():
+        return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))
+    from rich.cells import cell_len
+
+    return "\t".join(sign * cell_len(part) for part in text.split("\t"))
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from .architecture import Experts, Latent, Model, Shape
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .layout import Tensor
+from .paths import is_file, is_folder
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 FAMILIES = {
@@ -91,31 +92,23 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     if "/" not in target and target not in (".", ".."):
         if target not in PRESETS:
             help = nearest(target, PRESETS) or "a folder is written with a slash: `./my-model`"
-            if _is_folder(folder / target):
+            if is_folder(folder / target):
                 help = f'for the folder beside the program write `"./{target}"`'
             raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))
         return _model(target, "", PRESETS[target], dtype, span)
-    path = (folder / target).resolve()
-    config = path / "config.json"
-    if not config.is_file():
-        what = "has no config.json" if path.is_dir() else "does not exist"
+    config = folder / target / "config.json"
+    if not is_file(config):
+        what = "has no config.json" if is_folder(config.parent) else "does not exist"
         raise Fault(
             Diagnostic("unknown-model", f"the model folder `{target}` {what}", span, "a Hugging Face model folder holds a config.json")
         )
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Fault(Diagnostic("unknown-model", f"`{target}/config.json` cannot be read: {error}", span)) from None
     if not isinstance(content, dict):
         raise Fault(Diagnostic("unknown-model", f"`{target}/config.json` is not a JSON object", span))
-    return _model(target, str(path), content, dtype, span)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    return _model(target, str(config.parent.resolve()), content, dtype, span)
 
 
 def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:

@@ -21,7 +21,7 @@ FLOORS = (
         *("functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences"),
     ),
     ("diagnostics",),
-    ("codes",),
+    ("codes", "paths"),
 )
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.

@@ -17,6 +17,7 @@ from ..diagnostics import Span, nearest
 from ..engine import EngineSpec
 from ..graph import ELEMENTS, KINDS, Expr, Graph
 from ..layout import Layout
+from ..paths import is_file
 from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
 from . import ast
 from .algorithm import unknown_node
@@ -192,7 +193,7 @@ class _Deploy:
             raise mistake("bad-value", "data is a .jsonl file, one object a line", span)
         path = self.folder / target
         self.data[name] = Data(name, str(path), fields, span)
-        if not _is_file(path):
+        if not is_file(path):
             help = "a run needs it; the path is relative to the program's folder"
             self.problems.tell("missing-file", f"`{target}` is not on this machine", span, help, "warning")
 
@@ -362,10 +363,3 @@ def option_type(kind: str | tuple[str, ...]) -> Type:
     if isinstance(kind, tuple):
         return Words(kind)
     return COUNT if kind == "int" else Number(0, above=True)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False

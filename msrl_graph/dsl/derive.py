@@ -21,6 +21,7 @@ def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problem
     """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import failed. None where
     what it extends cannot be had."""
     line: list[ast.Algorithm] = [algorithm]
+    seen = {id(algorithm)}
     while (base := line[-1].extends) is not None:
         found = known.get(base.text)
         if found is None:
@@ -30,13 +31,14 @@ def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problem
             help = nearest(base.text, others) or f"`import {base.text}` first, or the file that has it"
             problems.tell("unknown-name", f"no algorithm is called `{base.text}`", base.span, help)
             return None
-        if found in line:
+        if id(found) in seen:
             # Told once for the cycle, at what leads back to the first of its algorithms.
             if found is algorithm and found.span == min(a.span for a in line):
                 way = " -> ".join(a.name.text for a in (*line, found))
                 problems.tell("cycle", f"`{found.name.text}` extends itself: {way}", base.span, "write one of them out")
             return None
         line.append(found)
+        seen.add(id(found))
     if len(line) == 1 and not any(isinstance(s, ast.Drop) or _patches(s) for s in algorithm.body):
         return algorithm
     written = _Written()

@@ -19,6 +19,7 @@ import msgspec
 
 from ..diagnostics import Diagnostic, Fault, Span
 from ..layout import Box, elements, overlap, slices, within
+from ..paths import is_folder
 from ..plan import Plan
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[D
     def refuse(what: str, help: str = "") -> Fault:
         return Fault(Diagnostic("bad-checkpoint", what, span, help))
 
-    if not path.is_dir():
+    if not is_folder(path):
         raise refuse(f"there is no folder {path} to resume from")
     run = path.parent.parent if path.parent.name == FOLDER else path
     if path == run:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Node
+from ..paths import is_folder
 from ..plan import Plan
 from .columns import Array, Column
 from .report import RunError
@@ -44,7 +45,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
         found.append(Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record"))
-    if replay and not (Path(replay) / FOLDER).is_dir():
+    if replay and not is_folder(Path(replay) / FOLDER):
         what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))
     elif replay:

@@ -16,6 +16,7 @@ from statistics import NormalDist
 
 from ..diagnostics import Diagnostic, Fault, nearest
 from ..graph import Graph
+from ..paths import is_folder
 from ..plan import Plan
 from ..sequences import sequences, token_columns
 
@@ -147,7 +148,7 @@ def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
     """(prompts or none, responses, whether they are means of iterations) of a file: JSON lines, each a response's length, a pair
     [prompt, response], or a line of a run's metrics."""
     path = Path(name)
-    path = path / "metrics.jsonl" if path.is_dir() else path
+    path = path / "metrics.jsonl" if is_folder(path) else path
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
