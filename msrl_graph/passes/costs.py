@@ -131,7 +131,7 @@ class Costs:
         """The sequences of so many rows at their bounds, that follow each other: those of one prompt share its tokens, where so many cut
         prompts in two they count once for each part. An update's mini-batch has its part of the rows of each prompt."""
         sequences, tokens, scored, fan = self._row
-        count *= sequences
+        count = float(count * sequences)
         if self.state.verb == "update":
             rows = holdings.row_count(self.plan, self.node)
             fan = max(1.0, fan * min(1.0, self.state.number("mini_batch", rows) / rows))

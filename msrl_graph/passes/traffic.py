@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ..cluster import Figure
 from ..graph import Graph
 from ..plan import Note, Plan, Traffic
+from ..sequences import bound, token_columns
 from .pools import FUNCTIONS
 
 
@@ -25,6 +26,9 @@ class CountTraffic:
         notes = plan.notes
         if unknown:
             notes += (Note("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
+        for text in [c for c in token_columns(graph) if c in unknown and not graph.column(c).dims]:
+            most = f"`{text}` is planned for as up to {bound(graph, text):,} tokens: `{text} : text[<= n]` states another bound"
+            notes += (Note("traffic", most),)
         return replace(plan, traffic=tuple(found), notes=notes)
 
     def _edge(self, plan: Plan, src: str, dst: str, columns: tuple[str, ...]) -> Traffic:
