@@ -30,7 +30,7 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                 column = renamed.get(parameter, parameter)
                 if column not in (*node.reads, *node.states) and parameter not in signature.optional:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
-                    help = _help(graph, node, column, signature)
+                    help = _help(graph, node, column, call, signature)
                     if node.verb == "source":
                         message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
                         help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
@@ -241,8 +241,10 @@ def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
                 stack[:0] = expr.args
 
 
-def _help(graph: Graph, node: Node, column: str, signature: Signature) -> str:
+def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signature) -> str:
     if column not in {c.name for c in graph.columns}:
+        if ":" in str(call.value):  # a file's: a program names no arguments of it
+            return f"a parameter has the name of a column that `{node.name}` reads, or a default"
         return f"read a column for it and name it: `{signature.name}({column} = COLUMN)`"
     help = f"add `{column}` to what `{node.name}` reads"
     writer = next((n.name for n in graph.nodes if column in n.writes), "")
