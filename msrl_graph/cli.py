@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
-    p.add_argument("--explain", metavar="NAME", help="show what a diagnostic's code, an attribute or a function is, and end")
+    p.add_argument("--explain", metavar="NAME", help="show what a code, a statement, an attribute or a function is, and end")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics")
     return p
@@ -156,7 +156,9 @@ def _page(name: str, parser: argparse.ArgumentParser) -> str:
     if name in reference.names():
         return reference.entry(name)
     known = nearest(name, {*codes.known(), *reference.names()})
-    parser.error(f"no code, attribute or function is called `{name}`; {known if known.startswith('did') else 'codes stand in brackets'}")
+    parser.error(
+        f"no code, statement, attribute or function is called `{name}`; {known if known.startswith('did') else 'codes stand in brackets'}"
+    )
 
 
 def _simulated(result: Compilation, options: argparse.Namespace) -> str:

@@ -141,11 +141,27 @@ def test_an_entry_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_statement_has_an_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    statements = {
+        *syntax.known()["astmt"].split(" | "),
+        *syntax.known()["dstmt"].split(" | "),
+        "import",
+        "generate",
+        "dock",
+        "reshard",
+        "run",
+    }
+    assert statements <= reference.names()
+    assert compile_main(["--explain", "apart"]) == 0
+    out = capsys.readouterr().out
+    assert '\napart = "apart" refs\n' in out and "```rlg\nplace actor.generate on nodes 0\n" in out
+
+
 def test_a_name_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compile_main(["--explain", "stalenes"])
     assert ended.value.code == 2
-    assert "no code, attribute or function is called `stalenes`; did you mean `staleness`?" in capsys.readouterr().err
+    assert "no code, statement, attribute or function is called `stalenes`; did you mean `staleness`?" in capsys.readouterr().err
 
 
 @given(st.floats(1e-5, 1e16), st.sampled_from([RATE, FLOPS, TIME]))

@@ -134,7 +134,7 @@ def test_commands_that_are_only_read_have_flags_that_exist(folder: Path) -> None
         assert list(ROOT.glob(path)), path
 
 
-@pytest.mark.parametrize(("name", "most"), [("mine.rlg", 25), ("rloo.py", 40)])
+@pytest.mark.parametrize(("name", "most"), [("mine.rlg", 25), ("ranged.py", 40), ("brief.rlg", 25)])
 def test_a_program_of_ones_own_is_short(name: str, most: int) -> None:
     (body,) = re.findall(rf"```\w+\n# {re.escape(name)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(body.splitlines()) < most

@@ -36,7 +36,7 @@ def source(page: str) -> str:
 
 def document() -> str:
     """The Markdown text of docs/language.md."""
-    pages = [_BLOCK.sub(lambda m: _filled(m[1], m[2] or "", m[3]), source(page)) for page in PAGES]
+    pages = [_whole(source(page)) for page in PAGES]
     titles = [title for page in pages for title in re.findall(r"^## (.+)$", page, re.MULTILINE)]
     contents = "\n".join(f"- [{t}](#{anchor(t)})" for t in titles)
     return "\n".join([_HEAD, contents, "", *pages])
@@ -48,7 +48,7 @@ def anchor(title: str) -> str:
 
 
 def entry(name: str) -> str:
-    """The Markdown text of all that bears a name: attribute, function, loss term, optimizer, preset, engine. KeyError without such."""
+    """The Markdown text of all that bears a name: statement, attribute, function, loss term, preset, engine … KeyError without such."""
     return "\n\n".join([f"# {name}", *_entries()[name]]) + "\n"
 
 
@@ -60,6 +60,13 @@ def names() -> frozenset[str]:
 @functools.cache
 def _entries() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
+    statements = {name for rule in ("item", "astmt", "dstmt") for name in syntax.known()[rule].split(" | ")}
+    for section in (part for page in PAGES for part in re.split(r"^(?=##)", source(page), flags=re.MULTILINE)):
+        title, _, text = section.partition("\n")
+        rules = {name for kind, _, body in _BLOCK.findall(text) if kind == "syntax" for name in body.split()}
+        # A section is the entry of the statement whose syntax it shows, and of the words that are its title.
+        for name in sorted(statements & rules | {t for t in title.lstrip("# ").split(", ") if t.islower() and " " not in t}):
+            found.setdefault(name, []).append(_whole(text).strip())
     for kind, of, body in (block for page in PAGES for block in _BLOCK.findall(source(page))):
         if kind == "attributes":
             for row in facts.attributes(of, body):
@@ -69,6 +76,11 @@ def _entries() -> dict[str, list[str]]:
     for name, text in facts.entries():
         found.setdefault(name, []).append(text)
     return found
+
+
+def _whole(text: str) -> str:
+    """A page or a part of one with its blocks filled in."""
+    return _BLOCK.sub(lambda m: _filled(m[1], m[2] or "", m[3]), text)
 
 
 def _filled(kind: str, of: str, body: str) -> str:
@@ -88,8 +100,8 @@ _HEAD = """\
 # The language
 
 What an `.rlg` file may say, complete; for a beginning see [tutorial.md](tutorial.md). What the codes of messages mean stands in
-[codes.md](codes.md), the same in Python in [python.md](python.md). `msrl-compile --explain NAME` shows the entry of an attribute, a
-function, a preset or an engine. (Written by `make docs` from the compiler's own tables and from `msrl_graph/reference/`.)
+[codes.md](codes.md), the same in Python in [python.md](python.md). `msrl-compile --explain NAME` shows the entry of a statement, an
+attribute, a function, a preset or an engine. (Written by `make docs` from the compiler's own tables and from `msrl_graph/reference/`.)
 
 A file says *what* an algorithm is, a graph of worker states joined by sample edges and resharding edges, and apart from that *where and
 how* it runs. The second half never changes the result. What the language has and this version does not compile, or does not run, is refused

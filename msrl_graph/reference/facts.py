@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,20 @@ def _function(signature: Signature) -> str:
     return f"**`{_call(signature)}`**: {_function_text(signature)}"
 
 
+def _algorithms() -> str:
+    return "\n".join(f"- `{name}`: {text}" for name, text in _files().items())
+
+
+@functools.cache
+def _files() -> dict[str, str]:
+    """The package's algorithms: what the comment at the head of each file says."""
+    found = {}
+    for path in sorted(algorithms.FOLDER.glob("*.rlg")):
+        head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        found[path.stem] = " ".join(line.removeprefix("#").strip() for line in head)
+    return found
+
+
 def options(optimizer: str, body: str) -> str:
     """An optimizer with what its options mean; ValueError where these are not its options, each once."""
     lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
@@ -256,6 +271,7 @@ def _elements() -> str:
 
 
 LISTS: dict[str, Callable[[], str]] = {
+    "algorithms": _algorithms,
     "functions": lambda: _listed("function"),
     "terms": lambda: _listed("loss"),
     "values": lambda: _listed("option"),
@@ -272,6 +288,8 @@ def entries() -> Iterator[tuple[str, str]]:
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
         what = {"loss": "A loss term", "function": "A function", "option": "A value of an option"}[kind]
         yield name, f"{what}: {_function(signature)}"
+    for name, text in _files().items():
+        yield name, f"An algorithm of the package, `import {name}`: {text}"
     for name, device in DEVICES.items():
         yield name, f"A preset of `device`.\n\n{_device(device)}"
     for of, found in (("model", _models()), ("engine", _engines())):
