@@ -21,6 +21,7 @@ from ..dsl.deploy import option_type
 from ..functions import Option, Signature
 from ..graph import ELEMENTS, KINDS
 from ..runtime import unready
+from . import syntax
 
 # What runs on a machine with another memory or clock says something else there: the document says where it comes from instead.
 MACHINES = ("cpu", "here")
@@ -266,11 +267,25 @@ def _kinds() -> str:
     return "\n".join(["| kind | verbs |", "|---|---|", *lines, "| `function` | any word |"])
 
 
+def _units() -> str:
+    decimal, binary = expressions.PREFIXES, expressions.BINARY
+    sizes = (_words(tuple(f"{p}B" for p in powers), ", ") for powers in (decimal, binary))
+    lines = [
+        f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
+        f"| work | {_words(tuple(f'{p}FLOP' for p in decimal), ', ')} |",
+        "| rates | each of these a second, as `MB/s` or `TFLOP/s` |",
+        f"| time | {_words(tuple(expressions.SECONDS), ', ')} |",
+    ]
+    return "\n".join(["| of | units |", "|---|---|", *lines])
+
+
 def _elements() -> str:
     return _words(tuple(ELEMENTS), ", ")
 
 
 LISTS: dict[str, Callable[[], str]] = {
+    "reserved": lambda: _words(tuple(syntax.reserved()), ", "),
+    "units": _units,
     "algorithms": _algorithms,
     "functions": lambda: _listed("function"),
     "terms": lambda: _listed("loss"),

@@ -38,6 +38,13 @@ def known() -> dict[str, str]:
     return rules
 
 
+def reserved() -> list[str]:
+    """The words that no name may be."""
+    found = re.search(r"^NAME: /\(\?!\(([a-z|]+)\)", GRAMMAR.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1].split("|")
+
+
 def rules(names: Iterable[str]) -> str:
     """Some rules, a line each; KeyError where there is no such."""
     chosen = {name: known()[name] for name in names}
