@@ -4,6 +4,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,7 +126,7 @@ def test_only_a_newline_ends_a_row(tmp_path):
 
 
 def test_other_files(tmp_path):
-    for name, code in (("rows.csv", "not-yet"), ("none.jsonl", "missing-file")):
+    for name, code in (("rows.csv", "bad-value"), ("none.jsonl", "missing-file"), ("none.parquet", "missing-file")):
         with pytest.raises(Fault) as fault:
             Dataset(Data("source", str(tmp_path / name), {}), plan(), tokenizer())
         assert fault.value.diagnostics[0].code == code
@@ -132,6 +134,68 @@ def test_other_files(tmp_path):
     with pytest.raises(Fault) as fault:
         Dataset(Data("source", str(tmp_path / "latin.jsonl"), {}), plan(), tokenizer())
     assert fault.value.diagnostics[0].code == "missing-file" and "cannot be read" in fault.value.diagnostics[0].message
+
+
+PAIRS = {"prompt": "question", "answer": "gold"}
+
+
+def parquet(path, rows, **options):
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+    pq.write_table(table, path, **options)
+    return Data("source", str(path), PAIRS)
+
+
+def told(data):
+    with pytest.raises(Fault) as fault:
+        Dataset(data, plan(), tokenizer())
+    (diagnostic,) = fault.value.diagnostics
+    return diagnostic.code, diagnostic.message, diagnostic.help
+
+
+@given(st.lists(st.text("0123456789+=", max_size=8), min_size=1, max_size=20), st.data(), st.integers(1, 7))
+@settings(max_examples=40)
+def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questions, data, part):
+    folder = tmp_path_factory.mktemp("d")
+    kind = data.draw(st.sampled_from([st.text(max_size=5), st.integers(-(2**40), 2**40), st.floats(allow_nan=False)]))
+    rows = [{"question": q, "gold": data.draw(kind), "other": [1, 2]} for q in ["1=", *questions]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    one = Dataset(Data("source", str(folder / "rows.jsonl"), PAIRS), plan(), tokenizer())
+    other = Dataset(parquet(folder / "rows.parquet", rows, row_group_size=part), plan(), tokenizer())
+    assert (len(one), one.too_long) == (len(other), other.too_long)
+    for iteration in range(2):
+        mine, theirs = one.rows(iteration, 4), other.rows(iteration, 4)
+        for name in PAIRS:
+            assert mine[name].lengths.tolist() == theirs[name].lengths.tolist()
+            assert mine[name].values.tobytes() == theirs[name].values.tobytes()
+
+
+def test_what_is_wrong_with_a_parquet_file(tmp_path):
+    path = tmp_path / "rows.parquet"
+    row = {"question": "1+1=", "gold": "2"}
+    assert told(parquet(path, [row, {"question": None, "gold": "2"}])) == (
+        *("bad-data", f"row 2 of {path} has NoneType in `question`, where text belongs", ""),
+    )
+    assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(f"row 3 of {path} has NoneType in `gold`")
+    chat = [{"question": [{"role": "user", "content": "1+1="}], "gold": "2"}]
+    assert told(parquet(path, chat))[1] == f"row 1 of {path} has list in `question`, where text belongs"
+    assert told(parquet(path, [{"question": b"1+1=", "gold": "2"}]))[1] == f"row 1 of {path} has bytes in `question`, where text belongs"
+    assert told(parquet(path, [{"question": "1+1=", "answer": "2", "n": 1}])) == (
+        "bad-data",
+        f"the data file {path} has no field `gold`, which the column `answer` reads",
+        "its fields are `question`, `answer`, `n`",
+    )
+    assert told(parquet(path, pa.table({"question": pa.array([], pa.string()), "gold": pa.array([], pa.string())})))[0] == "no-data"
+    twice = pa.Table.from_arrays([pa.array(["1="]), pa.array(["1"]), pa.array(["2"])], ["question", "gold", "gold"])
+    assert told(parquet(path, twice))[1] == f"the data file {path} has several fields `gold`"
+    path.write_text(json.dumps(row) + "\n")
+    code, message, _ = told(Data("source", str(path), PAIRS))
+    assert code == "bad-data" and message.startswith(f"the data file {path} is no Parquet file: ")
+
+
+def test_words_that_a_parquet_file_lists_once_are_text(tmp_path):
+    table = pa.table({"question": pa.array(["1+1=", "2+2="]), "gold": pa.array(["even", "even"]).dictionary_encode()})
+    data = Dataset(parquet(tmp_path / "rows.parquet", table), plan(), tokenizer())
+    assert [data.all()["answer"].text(i) for i in range(2)] == ["even", "even"]
 
 
 def test_the_examples_files_hold_every_pair_once():

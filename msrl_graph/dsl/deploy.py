@@ -187,10 +187,8 @@ class _Deploy:
         known = tuple(a for a in statement.attrs if a.key.text in types)
         fields |= {k: str(v.value) for k, v in self._read(known, "data", types).items()}
         span = statement.target.span
-        if target.endswith(".parquet"):
-            raise mistake("not-yet", "a .parquet file cannot be read yet", span, "write the rows to a .jsonl file, one object a line")
-        if not target.endswith(".jsonl"):
-            raise mistake("bad-value", "data is a .jsonl file, one object a line", span)
+        if not target.endswith((".jsonl", ".parquet")):
+            raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
         path = self.folder / target
         self.data[name] = Data(name, str(path), fields, span)
         if not is_file(path):
