@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import algorithms, checks, models
 from .backends import DEFAULT, ENGINES
-from .checks import layout, lints, memory, sharing, staleness, tokenizers
+from .checks import layout, lints, liveness, memory, sharing, staleness, tokenizers
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -71,7 +71,7 @@ PASSES = (
         lambda p: _covers(p, [i.node for s in p.schedule if s.task == "train" for i in s.instructions if i.op == "RUN"]),
     ),
     Pass("traffic", CountTraffic(), lambda p: len(p.traffic) == len(p.graph.samples())),
-    Pass("memory", CountMemory(ENGINES), lambda p: bool(p.memory), lambda p: memory.check(p, partial(_nearest, p))),
+    Pass("memory", CountMemory(ENGINES), lambda p: bool(p.memory), lambda p: liveness.check(p) or memory.check(p, partial(_nearest, p))),
     Pass("estimate", EstimateTime(ENGINES), lambda p: p.estimate is not None),
 )
 

@@ -23,9 +23,8 @@ FORMAT_VERSION = 1
 METRICS = frozenset(
     {
         *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
-        *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes"),
-        *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows"),
-        *("skipped", "logp_drift", "logp_drift_max", "evaluation", "after_iterations"),
+        *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
+        *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
     }
 )
 
@@ -87,6 +86,8 @@ class DockOptions:
     mode: str = "distributed"
     replicas: int = 1  # warehouses a host; rows are spread over them, each is kept once
     deadline: float = 600.0  # seconds that a wait may last
+    capacity: int = 0  # bytes of rows that a host may hold; 0: what its memory holds
+    imbalance: float = 1.0  # the most that a group's share may be, of an even one, for rows to stay on their host
     span: Span = NOWHERE
 
 
@@ -161,6 +162,8 @@ class Docks:
     controllers: tuple[Controller, ...]
     warehouses: tuple[int, ...]  # the host of each
     deadline: float
+    capacity: int = 0
+    imbalance: float = 1.0
 
     @property
     def hosts(self) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class Place:
         for old, new in changes:
             assert old in text, old
             text = text.replace(old, new)
+        # So few rows as most tests have are one mini-batch.
+        text = text.replace("mini_batch = 256", "mini_batch = prompts * group")
         if not evaluated:
             text = "\n".join(line for line in text.split("\n") if "evaluate" not in line)
         (self.folder / "p.rlg").write_text(text)

@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, filters, levels, limits, scope, staleness, states
+from . import columns, edges, filters, levels, limits, liveness, scope, staleness, states
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     filters.broken_groups,
     filters.refilled_batch,
     filters.compared,
+    liveness.starved,
     scope.written,
     scope.too_long,
     scope.own_metric,

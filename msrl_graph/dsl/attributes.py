@@ -214,8 +214,8 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
         "mode": Words(("distributed", "central")),
         "deadline": TIME,
         "replicas": COUNT,
-        "capacity": NotYet("the hosts' memory is the bound"),
-        "imbalance": NotYet("rows go to whoever is free first"),
+        "capacity": BYTES,
+        "imbalance": Number(1),
     },
     "reshard": {"mode": Words(("swap", "naive")), "order": Words(("direct", "staged")), "bucket": BYTES},
     "evaluate": {

@@ -268,7 +268,8 @@ class _Deploy:
             where = attributes["replicas"].span
             raise mistake("bad-value", "a central dock has one warehouse", where, "leave `replicas` out, or `mode = central`")
         if statement.kind == "dock":
-            self.dock = replace(self.dock, span=span, **{k: float(v) if k == "deadline" else v for k, v in values.items()})  # type: ignore
+            kinds = {"deadline": float, "imbalance": float, "capacity": int}
+            self.dock = replace(self.dock, span=span, **{k: kinds[k](v) if k in kinds else v for k, v in values.items()})  # type: ignore
         elif statement.kind == "reshard":
             self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
         else:

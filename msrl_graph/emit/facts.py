@@ -170,6 +170,8 @@ def _docks(plan: Plan) -> Section:
     docks = plan.docks
     found: Section = {"": {"mode": Fact(docks.mode), "a wait may last": Fact(docks.deadline, "s")}}
     found[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
+    found[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("what its memory holds")
+    found[""]["largest share"] = Fact(docks.imbalance, "x an even one")
     found[""]["hosts with warehouses"] = Fact(float(len(docks.hosts)), "hosts")
     for c in docks.controllers:
         found[f"controller of {c.node}"] = _leaves(c, skip=("node",))

@@ -267,9 +267,10 @@ def _layout(layout: Layout) -> str:
 def _docks(page: Sheet, plan: Plan) -> None:
     docks = plan.docks
     where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} {_range(docks.hosts)}"
-    page.heading(
-        "Transfer dock", f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
-    )
+    what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
+    what += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
+    what += f"; a share may be {docks.imbalance:g} x an even one, for rows to stay on their host" if docks.imbalance > 1 else ""
+    page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:
         chunk = f"{c.chunk} as soon as ready" if c.chunk else "all"

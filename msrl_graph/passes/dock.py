@@ -25,7 +25,7 @@ class Dock:
         controllers = tuple(self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source")
         hosts = 1 if options.mode == "central" else plan.cluster.nodes
         warehouses = tuple(host for host in range(hosts) for _ in range(options.replicas))
-        return replace(plan, docks=Docks(options.mode, controllers, warehouses, options.deadline))
+        return replace(plan, docks=Docks(options.mode, controllers, warehouses, options.deadline, options.capacity, options.imbalance))
 
     def _controller(self, plan: Plan, placement: Placement) -> Controller:
         node, layout = plan.graph.node(placement.node), placement.layout

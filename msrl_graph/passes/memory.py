@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import networkx as nx
+
 from ..engine import BYTES, EngineSpec
+from ..graph import Graph
 from ..plan import Memory, Plan
 from ..stretch import runs
 from . import holdings
@@ -108,7 +111,9 @@ class CountMemory:
         if phase in PHASES[2:]:
             # Under staleness a generation is ahead by so many iterations of rows that no update has read.
             ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
-            items["rows"] = (1 + ahead) * sum(column_bytes(plan.graph, c.name) for c in plan.graph.columns) // len(plan.docks.hosts)
+            refilled = _refilled(plan.graph)
+            rows = sum(column_bytes(plan.graph, c.name) * (1 + (c.name in refilled)) for c in plan.graph.columns)
+            items["rows"] = (1 + ahead) * rows // len(plan.docks.hosts)
         if cluster.device.backend == "cpu":
             # A pool that has no such phase is in any of its own meanwhile.
             held = [0] * cluster.nodes
@@ -119,6 +124,12 @@ class CountMemory:
             items["ranks"] = max(held)
         kept = {k: v for k, v in items.items() if v}
         return Memory("host", "hosts", phase, kept, cluster.device.host_memory)
+
+
+def _refilled(graph: Graph) -> set[str]:
+    """The columns up to a filter that refills: while a round's rows go through it, as many may lie there that survived it."""
+    before = {a for n in graph.nodes if "refill" in n.attributes for a in (n.name, *nx.ancestors(graph.flow, n.name))}
+    return {c for n in graph.nodes if n.name in before for c in n.writes}
 
 
 def over(memory: Iterable[Memory]) -> str:

@@ -37,6 +37,10 @@ def unready(plan: Plan) -> list[Diagnostic]:
 
     if plan.cluster.device.backend != "cpu":
         tell(f"devices of kind {plan.cluster.device.backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
+    if plan.docks.capacity:
+        tell("`capacity` of the dock", plan.deploy.dock.span, "leave it out: the hosts' memory is the bound")
+    if plan.docks.imbalance > 1:
+        tell("`imbalance` of the dock", plan.deploy.dock.span, "leave it out: shares are even")
     for placement in plan.placements:
         if placement.engine.name in ENGINES and not ENGINES[placement.engine.name].runs:
             others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]

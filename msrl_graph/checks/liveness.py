@@ -1,0 +1,145 @@
+"""A dock that can starve: the batch that a node waits for can never be complete.
+
+Invariant: told only where it is certain, whatever the functions do and however long rows are: rows that a filter may drop count as there;
+where `select` may repeat rows, their number is not known and nothing is told. Bytes are those at the columns' bounds, as in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import networkx as nx
+
+from ..diagnostics import Diagnostic, Span
+from ..graph import Graph, Node
+from ..plan import Memory, Plan
+from .columns import Library
+
+
+def starved(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Batches of more rows than there are, and rounds that add no token."""
+    repeated = {n for node in graph.nodes if "select" in node.attributes for n in nx.descendants(graph.flow, node.name)}
+    found: list[Diagnostic] = []
+    for node in graph.nodes:
+        if node.name not in repeated:
+            found += _mini_batch(graph, node)
+            found += _streams(graph, node)
+        found += _rounds(graph, node)
+    return found
+
+
+def _rows(graph: Graph, level: int) -> int:
+    return graph.rows[min(level, len(graph.rows) - 1)]
+
+
+def _has(graph: Graph, level: int) -> str:
+    """How many rows an iteration has, in words."""
+    prompts, rows = graph.rows[0], _rows(graph, level)
+    return f"{rows:,}" + (f" ({prompts:,} x {rows // prompts:,})" if rows > prompts > 0 else "")
+
+
+def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
+    stated = node.attributes.get("mini_batch")
+    level = graph.level(node)
+    size, rows = int(node.number("mini_batch", 0)), _rows(graph, level)
+    if node.verb == "update" and stated is not None and size > rows > 0:
+        message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
+        help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
+        yield Diagnostic("dock-starves", message, _at(stated.span, node.span), help)
+
+
+def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
+    for edge in graph.into(node.name):
+        stated = edge.attributes.get("stream")
+        size = stated.value if stated is not None else None
+        if stated is None or not isinstance(size, (int, float)):
+            continue
+        if node.per == "batch" and size > 0:
+            message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {int(size):,} of them"
+            yield Diagnostic("dock-starves", message, _at(stated.span, edge.span), "leave `stream` out")
+            continue
+        level = graph.unit_level(node)
+        units = _rows(graph, level)
+        if size > units > 0:
+            what = "rows" if level == graph.level(node) else "groups"
+            message = f"`{node.name}` waits for batches of {int(size):,} {what}, and an iteration has {_has(graph, level)}"
+            help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
+            yield Diagnostic("dock-starves", message, _at(stated.span, edge.span), help)
+
+
+def _rounds(graph: Graph, node: Node) -> Iterator[Diagnostic]:
+    """Partial rollout: in a round a response grows by its bound / n tokens."""
+    stated, rounds = node.attributes.get("partial"), int(node.number("partial", 1))
+    responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
+    if stated is None or not responses:
+        return
+    bound = min(graph.bound(responses[0].name), int(node.number("max_tokens", graph.bound(responses[0].name))))
+    if rounds > bound > 0:
+        message = f"a round of `{node.name}` adds {bound:,} / {rounds:,} = 0 tokens to a response, so none is ever whole"
+        yield Diagnostic("dock-starves", message, _at(stated.span, node.span), f"`partial = {bound}` at most; 2 to 8 is usual")
+
+
+def _at(span: Span, other: Span) -> Span:
+    return span if span.line else other
+
+
+def check(plan: Plan) -> list[Diagnostic]:
+    """What the dock of a plan, whose memory is counted, can never hold at once; and evaluations that wait for more prompts than there
+    are."""
+    return [*_refilled(plan), *_capacity(plan)]
+
+
+def _refilled(plan: Plan) -> Iterator[Diagnostic]:
+    """An evaluation runs all of its data once: no prompts come in the place of those that are dropped."""
+    graph = plan.graph
+    for evaluation in plan.deploy.evaluations:
+        for column in evaluation.report:
+            writer = graph.writer(column).name
+            for node in (graph.node(n) for n in sorted({writer, *nx.ancestors(graph.flow, writer)})):
+                if "refill" in node.attributes:
+                    message = f"`{column}` waits for the refill of `{node.name}`, and an evaluation has no prompts but its data"
+                    help = f"report a column that is written before `{node.name}`"
+                    yield Diagnostic("dock-starves", message, evaluation.span, help, related=((node.span, "refills here"),))
+
+
+def _capacity(plan: Plan) -> Iterator[Diagnostic]:
+    capacity, host = plan.docks.capacity, plan.cluster.device.host_memory.value
+    if not capacity:
+        return
+    span = plan.deploy.dock.span
+    if capacity > host:
+        message = f"`capacity` is {_size(capacity)}, and a host has {_size(host)}"
+        yield Diagnostic("bad-value", message, span, "leave it out: the hosts' memory is the bound")
+        return
+    worst = max((m for m in plan.memory if m.place == "host"), key=_held, default=None)
+    if worst is None or (need := _held(worst)) <= capacity:
+        return
+    ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
+    waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
+    level = plan.graph.level(waits)
+    rows = f"{_rows(plan.graph, level):,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")
+    message = f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and `capacity` is {_size(capacity)}"
+    help = f"`capacity = {_least(need)}`"
+    if need > host:
+        help = f"a host has {_size(host)}: more hosts share the rows, or fewer prompts an iteration"
+    elif ahead:
+        help += f"; or without `staleness`, `capacity = {_least(-(-need // (1 + ahead)))}`"
+    else:
+        help += "; or more hosts, or fewer prompts an iteration"
+    yield Diagnostic("dock-starves", message, span, help)
+
+
+def _held(memory: Memory) -> int:
+    return memory.items.get("rows", 0)
+
+
+def _least(need: float) -> str:
+    """A quantity that is not below, of three digits."""
+    unit, size = next((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)) if need >= s or s == 1)
+    step = max(1, 10 ** (len(str(int(need))) - 3))
+    return f"{-(-int(need) // step) * step / size:g} {unit}"
+
+
+def _size(number: float) -> str:
+    unit, size = next((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1)) if number >= s or s == 1)
+    return f"{number / size:.3g} {unit}"
