@@ -134,6 +134,9 @@ class _Pools:
         for found, most, what in ((hosts, self.cluster.nodes, "node"), (within, each, "device")):
             if found is not None and not found.first <= found.last < most:
                 has = f"{most} {what}{'s' * (most > 1)}{' a node' * (what == 'device')}"
+                if found.last < found.first:
+                    help = f"write the smaller first: {found.last}..{found.first}"
+                    raise mistake("bad-place", f"{what}s {found.first}..{found.last} run backwards", found.span, help)
                 those = f"{what} {found.first}" if found.first == found.last else f"{what}s {found.first}..{found.last}"
                 message = f"no {those}: cluster `{self.cluster.name}` has {has}"
                 raise mistake("bad-place", message, found.span, f"they are counted from 0 to {most - 1}")

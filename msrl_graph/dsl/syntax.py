@@ -44,6 +44,7 @@ WORDS = {
     "COLON": "`:`",
     "COMMA": "`,`",
     "DOT": "`.`",
+    "_TO": "`..`",
     "$END": "the end of the file",
 }
 SCAN = re.compile(
@@ -74,10 +75,11 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
         return _comment([p for p in pieces if p.start < at], here) or _character(text, here)
     assert isinstance(error, UnexpectedToken)
     at = error.token.start_pos if error.token.type != "$END" else len(text)
-    before = [p for p in pieces if p.start < at]
-    here = next((p for p in pieces if p.start >= at), pieces[-1])
+    here = next((p for p in pieces if p.start + len(p.text) > at), pieces[-1])
+    before = [p for p in pieces if p.start < here.start]
     expected = set(error.accepts or error.expected)
-    if start != "start":
+    # Of `nodes 0.5` the parser took the 0, and gave up within the piece: no guess is made for that.
+    if start != "start" or here.start < at:
         return _generic(here, expected, before)
     head, brackets = _brackets(before)
     guesses = (
