@@ -207,9 +207,16 @@ class Graph(GraphViews):
         return self._index[3][column]
 
     def sharing(self, worker: str) -> tuple[Node, ...]:
-        """The states that compute with the weights that a worker keeps: its update first, then its infers in the order of the text."""
-        states = (n for n in self.nodes if n.worker == worker and n.verb in ("infer", "update"))
-        return tuple(sorted(states, key=lambda n: (n.verb != "update", n.span)))
+        """The states that compute with the weights that a worker keeps: its updates first, then its infers, in the order of the text."""
+        return self._sharing.get(worker, ())
+
+    @cached_property
+    def _sharing(self) -> dict[str, tuple[Node, ...]]:
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            if node.verb in ("infer", "update"):
+                found.setdefault(node.worker, []).append(node)
+        return {w: tuple(sorted(some, key=lambda n: (n.verb != "update", n.span))) for w, some in found.items()}
 
     def verb(self, verb: str) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.verb == verb)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import networkx as nx
 
 from ..diagnostics import Diagnostic, nearest
-from ..graph import KINDS, Graph
+from ..graph import KINDS, Edge, Graph
 from .columns import Library
 
 
@@ -64,6 +64,7 @@ def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
+    into: dict[str, Edge] = {}
     for edge in graph.reshards():
         src, dst = graph.node(edge.src), graph.node(edge.dst)
         message = help = ""
@@ -86,6 +87,11 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
                 help = "weights go only between workers of one kind"
         if message:
             found.append(Diagnostic("bad-reshard", message, edge.span, help))
+        elif (first := into.setdefault(edge.dst, edge)) is not edge:
+            message = f"`{edge.dst}` has its weights from `{first.src}` already, and cannot have those of `{edge.src}` too"
+            help = "all updates of a worker change the same weights: one edge, from any of them"
+            help = help if graph.node(first.src).worker == src.worker else "leave one of the edges out"
+            found.append(Diagnostic("bad-reshard", message, edge.span, help, related=((first.span, "the first one"),)))
     return found
 
 

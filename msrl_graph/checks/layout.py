@@ -61,7 +61,7 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
     node, layout, spec = placement.node, placement.layout, engines[placement.engine.name]
     stated = plan.deploy.layouts.get(node)
     state = plan.graph.node(node)
-    if state.verb == "infer" and (update := _update(plan.graph, state.worker)):
+    if state.verb != "generate" and (update := _update(plan.graph, state.worker)) not in (None, node):
         # It has its update's layout already, whose faults are told there.
         theirs = plan.placement(update).layout
         if stated is not None and any(getattr(stated, a) != getattr(theirs, a) for a in AXES if not (a == "dp" and stated.dp == 0)):
@@ -104,7 +104,7 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
 
 
 def _update(graph: Graph, worker: str) -> str | None:
-    return next((n.name for n in graph.nodes if n.worker == worker and n.verb == "update"), None)
+    return next((n.name for n in graph.sharing(worker)[:1] if n.verb == "update"), None)
 
 
 def _others(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineSpec], bool]) -> str:

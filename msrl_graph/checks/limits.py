@@ -20,7 +20,4 @@ def not_yet(graph: Graph, library: Library) -> list[Diagnostic]:
         if node.number("partial", 1) > 1 and graph.level(node):
             span = node.attributes["partial"].span
             tell(f"`partial` of `{node.name}`, which generates from responses, cannot be compiled yet", span, "leave `partial` out")
-    for worker in graph.workers:
-        for node in [n for n in graph.verb("update") if n.worker == worker.name][1:]:
-            tell(f"a second update of `{worker.name}` cannot be compiled yet", node.span, "one update a worker: add its terms to the first")
     return found

@@ -85,17 +85,20 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
         epochs, batches = int(node.number("epochs", 1)), -(-rows // max(1, int(node.number("mini_batch", rows))))
         steps = epochs * batches
         behind = max((e.staleness for e in graph.reshards() if e.src == node.name), default=0)
-        if steps == 1 and not behind:
+        beside = [u.name for u in graph.sharing(node.worker) if u.verb == "update" and u.name != node.name]
+        if steps == 1 and not behind and not beside:
             continue
         for call, signature in calls(node, library):
             if "old_logp" not in signature.columns or "old_logp" in call.keys or "old_logp" in node.reads:
                 continue
             takes = f"one optimizer step a batch; `{node.name}` takes {steps:,}"
-            if steps == 1:
+            if steps == 1 and beside:
+                takes = f"the only update of a batch; `{beside[0]}` changes the weights of `{node.name}` too"
+            elif steps == 1:
                 takes = f"rows of the newest weights; those of `{node.name}` may be {behind} version{'s' * (behind > 1)} behind"
             message = f"`{signature.name}` without `old_logp` is right for {takes}"
             causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs), ("staleness", behind + 1)) if n > 1]
-            help = f"read `old_logp` from an `{node.worker}.infer`, or leave out {' and '.join(causes)}"
+            help = f"read `old_logp` from an `{node.worker}.infer`" + (f", or leave out {' and '.join(causes)}" if causes else "")
             found.append(Diagnostic("stale-logp", message, _span(call, node), help))
     return found
 

@@ -57,7 +57,8 @@ def dtype(plan: Plan, node: str) -> str:
 
 
 def update_of(plan: Plan, worker: str) -> Node | None:
-    return next((n for n in plan.graph.nodes if n.worker == worker and n.verb == "update"), None)
+    """The state that has the optimizer of a worker: its first update, whose weights and optimizer others of its have too."""
+    return next((n for n in plan.graph.sharing(worker)[:1] if n.verb == "update"), None)
 
 
 def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
@@ -219,10 +220,11 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
     for item, size, node, what in _at_rest(plan, engines, pool):
         if not offloads(plan, node, what):
             items[item] = size
-        elif what == "optimizer" and busy == node:
-            items[item] = -(-size // PARTS)
-        elif what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker:
-            items[item] = size
+        elif busy and plan.graph.node(busy).worker == plan.graph.node(node).worker:
+            if what == "weights":
+                items[item] = size
+            elif plan.graph.node(busy).verb == "update":
+                items[item] = -(-size // PARTS)
     return items
 
 

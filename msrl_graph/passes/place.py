@@ -52,7 +52,8 @@ class Place:
         found: dict[str, Placement] = {}
         # Updates first, since other states take their layouts.
         for verb in ("update", "generate", "infer"):
-            for node in plan.graph.verb(verb):
+            # Of a worker's updates the first has the layout of all.
+            for node in sorted(plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name):
                 if plan.graph.worker(node.worker).kind != "function":
                     placed = self._on_devices(plan, node, division, decision, found, numbered)
                     if division.beside and node.name not in division.named:
@@ -83,7 +84,7 @@ class Place:
         pool, owner = division.pool_of(node.name), owner_of(plan, division, node)
         engine = self._engine(plan, node, owner, decision, found)
         stated = plan.deploy.layouts.get(node.name)
-        if owner != node.name and owner in found and node.verb == "infer":
+        if owner != node.name and owner in found and node.verb != "generate":
             shares = plan.graph.node(owner).worker == node.worker
             layout, reason = found[owner].layout, f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
@@ -98,7 +99,7 @@ class Place:
 
     def _engine(self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)
-        update = holdings.update_of(plan, node.worker) if node.verb == "infer" else None
+        update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None
         sharing = update.name if update is not None else first_stated(plan, node, plan.deploy.engines)
         if sharing is None or sharing == node.name:
             if stated is None and owner != node.name and owner in found and found[owner].engine.name != self.defaults[node.verb]:
@@ -226,7 +227,7 @@ def _with(placement: Placement, **options: Value) -> Placement:
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
     """The state whose layout a state has: of the same weights; or for a frozen state of which nothing is stated, an update of the same
     model in its pool (micro-batches then go to the same ranks)."""
-    if node.verb != "infer":
+    if node.verb == "generate":
         return node.name
     if update := holdings.update_of(plan, node.worker):
         return update.name

@@ -51,26 +51,25 @@ def _streams(plan: Plan, task: str, order: Sequence[Node]) -> list[Stream]:
 def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
     source = {e.dst: e.src for e in plan.graph.reshards()}
     swapped = {n.name for n in order if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}}
-    last = {source[n.name]: n.name for n in order if n.name in swapped}  # an update's last generation
+    worker = {u: plan.graph.node(u).worker for u in source.values()}
+    last = {worker[source[n.name]]: n.name for n in order if n.name in swapped}  # a worker's last generation
     out: list[Instruction] = []
-    returning: list[str] = []
+    returning: dict[str, str] = {}  # by worker, the update that its weights left as
     for node in order:
         if node.name in source and pool in _pools(plan, source, node):
             out.append(Instruction("RESHARD", source[node.name], node.name))
         if plan.placement(node.name).pool != pool:
             continue
-        update = update_of(plan, node.worker)
-        if update is not None and node.verb != "generate" and update.name in returning:
-            out.append(Instruction("WAIT", update.name))
-            returning.remove(update.name)
+        if node.verb != "generate" and node.worker in returning:
+            out.append(Instruction("WAIT", returning.pop(node.worker)))
         out.append(Instruction("RUN", node.name))
         if node.name in source:
             out.append(Instruction("RELEASE", node.name))
-            if last.get(source[node.name]) == node.name:
+            if last.get(worker[source[node.name]]) == node.name:
                 out.append(Instruction("SWAP_IN", source[node.name]))
-                returning.append(source[node.name])
+                returning[worker[source[node.name]]] = source[node.name]
     # A task without an update still ends with the weights where the next one expects them.
-    return (*out, *(Instruction("WAIT", u) for u in returning))
+    return (*out, *(Instruction("WAIT", u) for u in returning.values()))
 
 
 def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:

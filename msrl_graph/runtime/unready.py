@@ -53,6 +53,9 @@ def unready(plan: Plan) -> list[Diagnostic]:
         if worker.kind in ("value", "reward_model"):
             help = "score in a function node" if worker.kind == "reward_model" else "estimate advantages from the rewards of a group"
             tell(f"a worker of the kind `{worker.kind}`", worker.span, help)
+    for worker in plan.graph.workers:
+        for node in [n for n in plan.graph.sharing(worker.name) if n.verb == "update"][1:]:
+            tell(f"the second update of `{worker.name}`, `{node.name}`,", node.span, "one update a worker: add its terms to the first")
     for node in plan.graph.verb("generate")[1:]:
         tell(f"the second generation `{node.name}`", node.span, "one state generates all the responses of a prompt")
     for node in plan.graph.nodes:
