@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .cli_shared import guarded, load_plan, natural, tell
+from .cli_shared import guarded, load_plan, natural, plan_of, tell
 from .diagnostics import Diagnostic, Fault
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ def run_plan(text: str, out: str | None) -> int:
     """Runs the JSON text of a plan as `msrl-run` would: what the script of `--emit ray` calls. The exit status."""
 
     def main(_: list[str]) -> int:
-        from .plan import from_json
-
         options = argparse.Namespace(
             diagnostics="full",
             color="auto",
@@ -91,7 +89,7 @@ def run_plan(text: str, out: str | None) -> int:
             measure_memory=False,
         )
         try:
-            return _execute(from_json(text), options)
+            return _execute(plan_of(text.encode(), "the plan of this script"), options)
         except Fault as fault:
             tell(fault.diagnostics, None, options)
             return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1

@@ -27,26 +27,35 @@ COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 def load_plan(name: str) -> Plan:
     """The plan that msrl-compile wrote into a file. Raises Fault: there is none, or none of this version."""
+    try:
+        return plan_of(Path(name).read_bytes(), name)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {why}")) from None
+
+
+def plan_of(data: bytes, name: str) -> Plan:
+    """The plan of a JSON text; `name` is what to call it. Raises Fault: it is none, or none of this version."""
     import msgspec
 
     from .compile import PASSES
     from .plan import FORMAT_VERSION, from_json
+    from .references import dangling
 
     try:
-        data = Path(name).read_bytes()
         # First of all: a plan of another format may not have the fields of this one.
         version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format_version", msgspec.Raw(b"1"))
         if bytes(version) != b"%d" % FORMAT_VERSION:
             raise msgspec.ValidationError(f"its format is {bytes(version).decode()}, this version reads {FORMAT_VERSION}")
         plan = from_json(data)
         # A plan may have been edited: what each pass promises must still hold.
+        if fault := dangling(plan):
+            raise msgspec.ValidationError(fault)
         for step in PASSES:
             if not step.holds(plan):
                 raise msgspec.ValidationError(f"what the pass `{step.name}` fills is not whole")
         return plan
-    except OSError as error:
-        raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {error.strerror}")) from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         help = "write it anew: msrl-compile FILE --format json -o plan.json"
         raise Fault(Diagnostic("bad-plan", f"{name} is not a plan of this version: {error}", help=help)) from None
 

@@ -5,17 +5,24 @@ The mutations are in broken.py. `MSRL_EXAMPLES=100` tries 100 times as many.
 
 from __future__ import annotations
 
+import copy
 import io
+import itertools
+import json
 import os
 import random
 import re
 import time
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from broken import MUTATIONS, PLANNED, ROOT, TEXTS, compiled, mutated
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from language import TESTS
 
 import msrl_graph
 from msrl_graph import cli, fmt
@@ -250,3 +257,154 @@ def test_of_a_long_line_what_is_near_is_shown(at: int) -> None:
     # What goes beyond it is underlined to its end.
     wide = render(Diagnostic("syntax", "wrong", Span("p.rlg", 1, 1, 1, 9000)), {"p.rlg": line}).split("\n")
     assert len(wide[-1]) < 260
+
+
+# Plans that were edited
+
+
+def _paths(part: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    for key, value in part.items() if isinstance(part, dict) else enumerate(part[:6]) if isinstance(part, list) else ():
+        yield from _paths(value, (*at, key))
+
+
+def _at(part: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        part = part[key]
+    return part
+
+
+def edited(plan: Any, rng: random.Random) -> Any:
+    """A plan with a part of it deleted, replaced by another, or changed."""
+    plan, depth = copy.deepcopy(plan), rng.choice((2, 3, 4, 5, 9))
+    places = [p for p in _paths(plan) if 0 < len(p) <= depth]
+    path = rng.choice(places)
+    owner, key = _at(plan, path[:-1]), path[-1]
+    match owner[key], rng.randrange(3):
+        case _, 0:
+            del owner[key]
+        case _, 1:
+            owner[key] = copy.deepcopy(_at(plan, rng.choice(places)))
+        case str(), _:
+            owner[key] = rng.choice([w for w in (_at(plan, p) for p in places) if isinstance(w, str)])
+        case bool() | None, _:
+            owner[key] = rng.choice((True, False, 0, "x", []))
+        case int() | float(), _:
+            owner[key] = rng.choice((0, -1, 1, 3, 2**53, 2**63, 1e308, -0.5, 10**30))
+        case list() as old, _:
+            owner[key] = rng.choice((old[::-1], old[:-1], old * 2, []))
+        case _:
+            owner[key] = rng.choice(({}, [], None, "x"))
+    return plan
+
+
+PLANS = ("tests/programs/grpo_page.rlg", "tests/programs/apart_two.rlg", "tests/programs/stale.rlg", "examples/arithmetic/two_ranks.rlg")
+
+
+@cache
+def plan_of(name: str) -> Any:
+    return json.loads(msrl_graph.compile(ROOT / name).to_json())
+
+
+def compared(name: str, text: str) -> int:
+    """The exit status of a comparison with a plan of this text, the same however it is shown."""
+    path = SCRATCH[0] / "plan.json"
+    path.write_text(text)
+    one, two = (cli.compile_main([str(ROOT / name), "--diff", str(path), "--format", form]) for form in ("text", "json"))
+    assert one == two and one in (0, 1)
+    return one
+
+
+@few(15)
+@given(st.sampled_from(PLANS), RNG)
+def test_a_plan_that_was_edited_is_compared_and_checked_or_refused(name: str, rng: random.Random) -> None:
+    refused = compared(name, json.dumps(edited(plan_of(name), rng)))
+    path = SCRATCH[0] / "plan.json"
+    assert cli.run_main([str(path), "--dry-run", "--out", str(SCRATCH[0] / "out")]) in ((1,) if refused else (0, 1, 3))
+
+
+def _swapped(plan: Any, *path: Any, to: Any) -> Any:
+    plan = copy.deepcopy(plan)
+    _at(plan, path[:-1])[path[-1]] = to
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "told"),
+    [
+        (("graph", "nodes", 1, "per"), "x", "it has no column `x`"),
+        (("graph", "nodes", 2, "reads", 0), "x", "it has no column `x`"),
+        (("graph", "nodes", 2, "writes"), [], "it has no writer of `old_logp`"),
+        (("graph", "nodes", 1, "worker"), "x", "it has no worker `x`"),
+        (("graph", "nodes", 1, "verb"), "source", "its first node is not the source, or another is"),
+        (("graph", "nodes", 1, "writes", 0), "advantage", "it has the writer of the column `advantage` more than once"),
+        (("graph", "columns", 0, "level"), 7, "it has no rows of the level of `prompt`"),
+        (("graph", "edges", 1, "dst"), "x", "it has no node `x`"),
+        (("graph", "edges", 1, "dst"), "actor.generate", "`actor.generate` stands before `actor.generate`, which it reads from"),
+        (("deploy", "models"), {}, "it has no model `policy`"),
+        (("placements", 1, "pool"), "x", "it has no pool `x`"),
+        (("pools", 0, "nodes", 0), "x", "it has no node `x`"),
+    ],
+)
+def test_a_name_that_a_plan_lacks_is_told(path: tuple[Any, ...], to: Any, told: str, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(_swapped(plan_of(PLANS[0]), *path, to=to)))
+    assert cli.run_main([str(file), "--dry-run"]) == 1
+    assert f"error[bad-plan]: {file} is not a plan of this version: {told}\n" in capsys.readouterr().err
+
+
+def test_a_plan_that_took_no_time_is_compared(capsys: Capture) -> None:
+    assert compared(PLANS[0], json.dumps(_swapped(plan_of(PLANS[0]), "estimate", "iteration_seconds", "value", to=0.0))) == 0
+    assert re.search(r"An iteration takes [^(]{1,30} more\.", " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"{", b"[]", b"null", b"{}", b"[" * 100_000, b'{"format_version": 1}', b'{"a": ' * 50_000])
+def test_bytes_that_are_no_plan(data: bytes, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(data)
+    assert cli.run_main([str(path), "--dry-run"]) == 1
+    assert cli.compile_main([str(ROOT / PLANS[0]), "--diff", str(path)]) == 1
+    assert capsys.readouterr().err.count("error[bad-plan]") == 2
+
+
+@pytest.mark.parametrize("name", ["\0", "x" * 5000, ".", "no/such"])
+def test_a_plan_that_cannot_be_read(name: str, capsys: Capture) -> None:
+    assert cli.compile_main([str(ROOT / PLANS[0]), "--diff", name]) == 1
+    assert "error[missing-file]" in capsys.readouterr().err
+
+
+# All mistakes at once, and none that follows from another
+
+MISTAKES = {
+    "a param": ("param kl_coef      = 0.001", "param kl_coef = 1 / 0", "division-by-zero"),
+    "a temperature": ("temperature = 1.0", "temperature = 0", "bad-value"),
+    "an attribute": ("samples = group", "samplse = group", "unknown-attribute"),
+    "a function": ("math_verify()", "math_verfy()", "unknown-function"),
+    "an optimizer's option": ("lr = 1e-6", "lr = 1 GB", "bad-unit"),
+    "a device": ('"ascend-910c"', '"ascend-910x"', "unknown-device"),
+    "a model": ('"qwen2.5-32b"', '"qwen2.5-33b"', "unknown-model"),
+    "a layout's key": ("{ tp = 8, dp = 2 }", "{ tp = 8, dq = 2 }", "unknown-attribute"),
+    "a count": ("iterations = 1000", "iterations = 0", "bad-value"),
+}
+
+
+def _mistaken(*names: str) -> list[str]:
+    text = PAGE
+    for name in names:
+        old, new, _ = MISTAKES[name]
+        assert text.count(old) == 1, name
+        text = text.replace(old, new)
+    _, told = compiled(text, folder=folder("tests/programs/grpo_page.rlg"))
+    return sorted(d.code for d in told if d.severity == "error")
+
+
+@pytest.mark.parametrize(("one", "two"), itertools.combinations(MISTAKES, 2))
+def test_two_mistakes_are_told_and_no_third(one: str, two: str) -> None:
+    assert _mistaken(one) == [MISTAKES[one][2]]
+    assert _mistaken(one, two) == sorted([MISTAKES[one][2], MISTAKES[two][2]])
+
+
+def test_more_stages_than_can_be_counted_are_refused() -> None:
+    for sizes in ("pp = 100000000", "pp = 10000, vpp = 100000"):
+        _, told = compiled(PAGE.replace("{ tp = 8, dp = 2 }", f"{{ {sizes} }}"), folder=TESTS)
+        assert [d.code for d in told if d.severity == "error"] == ["bad-value"]

@@ -18,7 +18,7 @@ FLOORS = (
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences"),
+        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences"),
     ),
     ("diagnostics",),
     ("codes", "paths"),
@@ -26,7 +26,20 @@ FLOORS = (
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.
 GROUND = (
-    *("models", "dividing", "work", "plan", "architecture", "searched", "engine", "sequences", "graph", "redistribute", "layout"),
+    *(
+        "references",
+        "models",
+        "dividing",
+        "work",
+        "plan",
+        "architecture",
+        "searched",
+        "engine",
+        "sequences",
+        "graph",
+        "redistribute",
+        "layout",
+    ),
     *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch"),
 )
 

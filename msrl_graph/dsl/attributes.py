@@ -205,7 +205,10 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
     },
     "model": {"dtype": Words(("f32", "bf16"))},
     "layout": {
-        **dict.fromkeys(("tp", "cp", "pp", "dp", "ep", "etp", "vpp"), COUNT),
+        **dict.fromkeys(("tp", "cp", "dp", "ep", "etp"), COUNT),
+        # Chunks of layers are counted one by one, before it is known whether there are as many.
+        "pp": Number(1, 10_000, whole=True),
+        "vpp": Number(1, 100, whole=True),
         "stages": Counts(),
         "zero": Number(0, 3, whole=True),
         "cp_kind": Words(("ring", "ulysses")),

@@ -113,7 +113,8 @@ def _whole(changes: tuple[Change, ...]) -> str:
     """What it comes to: the iteration."""
     for c in changes:
         if c.part == "Seconds" and c.item == "an iteration" and c.difference is not None:
-            return f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'} ({_percent(c)})."
+            percent = f" ({_percent(c)})" if c.percent is not None else ""
+            return f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'}{percent}."
     return " An iteration takes as long as before."
 
 
