@@ -6,7 +6,8 @@ Marks: `@function(scope=…)` says whether a function needs all rows of a group 
 loss; `@option` makes it a value of those options that are annotated with what it returns.
 
 Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node reads, in its order.
-Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers.
+Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers. Plain
+types are checked, and the numbers of registry.py: `Count`, `Positive`, `NotNegative`, `Share`.
 
 Filled by the runtime are `rng`, and of a loss term these, for the rows of a micro-batch one after another:
 
@@ -26,8 +27,8 @@ from typing import Literal, get_args
 
 Kind = Literal["function", "loss", "option"]
 Scope = Literal["row", "group", "batch"]
-Plain = Literal["bool", "int", "float", "str"]
-PLAIN: tuple[Plain, ...] = ("bool", "int", "float", "str")
+Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share"]
+PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, Kind] = {"loss_term": "loss", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
 

@@ -102,12 +102,13 @@ def test_gae_is_the_double_sum_of_its_definition(sizes, gamma, lam, beta, rng):
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(lambda s: sum(s) > 1), st.integers(0, 99))
 def test_whitened_tokens_have_mean_0_and_variance_1(sizes, seed):
     rng = np.random.default_rng(seed)
-    old, ref, value = (rows(*[rng.normal(size=n) for n in sizes]) for _ in range(3))
-    score = rng.normal(size=len(sizes))
+    # Large, so that the 1e-8 beside the variance is nothing to it.
+    old, ref, value = (rows(*[rng.normal(size=n) * 100 for n in sizes]) for _ in range(3))
+    score = rng.normal(size=len(sizes)) * 100
     for got in (discounted(tokens(*sizes), score, old, ref, kl=0.1), gae(tokens(*sizes), score, old, ref, value, 0.1)[0]):
         flat = np.concatenate(got)
         assert [len(g) for g in got] == sizes
-        assert flat.mean() == pytest.approx(0, abs=1e-9) and flat.var(ddof=1) == pytest.approx(1, abs=1e-3)
+        assert flat.mean() == pytest.approx(0, abs=1e-9) and flat.var(ddof=1) == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (0,), (0, 0), (3, 3)])
@@ -131,23 +132,17 @@ def test_adaptive_kl_by_hand():
     assert adaptive_kl(old, ref, 0.05, target=4, horizon=10) == near(0.05 * (1 - 0.2 * 2 / 10))
     assert adaptive_kl(rows([]), rows([]), 0.05, target=1, horizon=10) == 0.05
     assert math.isnan(adaptive_kl(rows([math.nan]), rows([0]), 0.05, target=1, horizon=10))
-    with pytest.raises(ValueError, match="above 0, not 0 and 10"):
-        adaptive_kl(old, ref, 0.05, target=0, horizon=10)
 
 
 def test_moving_mean_by_hand():
     assert moving_mean(np.array([1, 0, 0, 1]), 0.2, decay=0.9) == near(0.9 * 0.2 + 0.1 * 0.5)
     assert math.isnan(moving_mean(np.array([math.nan, 1]), 0.2))
-    with pytest.raises(ValueError, match=r"decay is from 0 to 1, not 1\.5"):
-        moving_mean(np.array([1.0]), 0.2, decay=1.5)
 
 
 def test_around_by_hand():
     assert list(around(np.array([0, 0.25, 0.5, 0.75, 1]), target=0.5)) == near([0.05, 0.5, 1, 0.5, 0.05])
     assert list(around(np.array([0, 0.2, 1]), target=0.2, floor=0)) == near([0.75, 1, 0])
     assert list(around(np.array([0.0, 1.0]), target=1, floor=0)) == near([0, 1])
-    with pytest.raises(ValueError, match="from 0 to 1, not 2 and"):
-        around(np.array([0.5]), target=2)
 
 
 def test_overlong_by_hand():
@@ -155,9 +150,12 @@ def test_overlong_by_hand():
     got = [overlong(np.zeros(n), 1.0, max=16, buffer=4, factor=2.0) for n in (0, 12, 13, 16, 17)]
     assert got == near([1, 1, 0.5, -1, -1.5])
     assert math.isnan(overlong(np.zeros(3), math.nan, max=16, buffer=4))
-    for buffer in (0, 17):
-        with pytest.raises(ValueError, match=f"buffer is from 1 to max = 16 tokens, not {buffer}"):
-            overlong(np.zeros(3), 1.0, max=16, buffer=buffer)
+
+
+def test_a_buffer_over_the_length_is_refused():
+    with pytest.raises(ValueError, match="the buffer of 17 tokens is over max = 16"):
+        overlong(np.zeros(3), 1.0, max=16, buffer=17)
+    assert overlong(np.zeros(4), 1.0, max=16, buffer=16) == near(0.75)
 
 
 def test_weighted_sum_by_hand():

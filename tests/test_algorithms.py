@@ -80,8 +80,9 @@ def call(name, **options):
     return Expr("call", name, tuple(options.values()), tuple(options))
 
 
-def update(**attributes):
-    terms = Expr("+", None, (call("clip", low=Expr("number", 0.2)), Expr("*", None, (Expr("number", 0.5), call("kl")))))
+def update(ratio="token", **attributes):
+    clipped = call("clip", low=Expr("number", 0.2), ratio=Expr("word", ratio))
+    terms = Expr("+", None, (clipped, Expr("*", None, (Expr("number", 0.5), call("kl")))))
     reads = ("prompt", "response", "old_logp", "ref_logp", "advantage")
     return Node("actor.update", "actor", "update", reads, attributes={"loss": terms, **attributes})
 
@@ -90,12 +91,13 @@ def update(**attributes):
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=9),
     cut=st.integers(1, 9),
     reduce=st.sampled_from(["tokens", "sequences", "constant"]),
+    ratio=st.sampled_from(["token", "sequence"]),
     seed=st.integers(0, 99),
 )
-def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, seed):
+def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, ratio, seed):
     how = call("constant") if reduce == "constant" else Expr("word", reduce)
     how = Expr("call", "constant", (Expr("number", 7),), ("",)) if reduce == "constant" else how
-    node = update(reduce=how)
+    node = update(ratio, reduce=how)
     torch.manual_seed(seed)
     n = sum(lengths)
     values = {c: torch.randn(n, dtype=torch.float64) * 0.1 for c in ("old_logp", "ref_logp", "advantage")}

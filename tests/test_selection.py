@@ -42,8 +42,6 @@ def test_best_of_n_by_hand():
     assert best_of_n(np.array([1, 3, 2, 3])) == [1]
     assert best_of_n(np.array([1, 3, 2, 3]), n=3) == [1, 2, 3]
     assert best_of_n(np.array([1, 1]), n=5) == [0, 1]
-    with pytest.raises(ValueError, match="not 0"):
-        best_of_n(np.array([1.0]), n=0)
 
 
 @given(scores, st.integers(1, 9))
@@ -76,8 +74,6 @@ def test_weights_of_resample():
     score = np.array([-3, 0, 1, 3], np.float64)
     assert list(power(k=2)(score)) == pytest.approx([1, 0, 1 / 9, 1], rel=1e-9)
     assert list(power(k=2)(np.array([1e200, 5e199]))) == pytest.approx([1, 0.25], rel=1e-9)
-    with pytest.raises(ValueError, match="not -1"):
-        power(k=-1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .registry import function
+from .registry import NotNegative, Share, function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,8 +51,8 @@ def discounted(
     old_logp: Sequence[NDArray[np.float32]],
     ref_logp: Sequence[NDArray[np.float32]],
     *,
-    kl: float = 0.0,
-    gamma: float = 1.0,
+    kl: NotNegative = 0.0,
+    gamma: Share = 1.0,
 ) -> list[Array]:
     """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch (arXiv:2501.03262).
 
@@ -73,8 +73,8 @@ def gae(
     value: Sequence[NDArray[np.float32]],
     kl_coef: float,
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
     whiten: bool = True,
 ) -> tuple[list[Array], list[Array]]:
     """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from .registry import function, option
+from .registry import Count, NotNegative, function, option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,12 +31,10 @@ def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
 
 
 @function(scope="group")
-def best_of_n(score: NDArray[np.float32], *, n: int = 1) -> list[int]:
+def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
     """A `select`: the `n` best of the group in their order, all where it has no more; of equal ones the first."""
     import numpy as np
 
-    if n < 1:
-        raise ValueError(f"best_of_n takes 1 or more rows of each group, not {n}")
     return sorted(int(i) for i in np.argsort(-_finite(score), kind="stable")[:n])
 
 
@@ -87,12 +85,9 @@ def resample(
 
 
 @option
-def pow(*, k: float = 2.0) -> Weights:
+def pow(*, k: NotNegative = 2.0) -> Weights:
     """Weights |score|^k, as a share of the largest, so that none is too large for a number."""
     import numpy as np
-
-    if k < 0:
-        raise ValueError(f"pow takes an exponent from 0 up, not {k:g}")
 
     def weigh(scores: NDArray[np.float64]) -> NDArray[np.float64]:
         size = np.abs(scores)

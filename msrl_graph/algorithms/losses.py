@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from .registry import loss_term
+from .registry import NotNegative, Positive, Share, loss_term
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,9 +28,9 @@ def clip(
     old_logp: Tokens | None = None,
     lengths: Rows | None = None,
     *,
-    low: float = 0.2,
-    high: float | None = None,
-    dual: float | None = None,
+    low: Share = 0.2,
+    high: NotNegative | None = None,
+    dual: Positive | None = None,
     ratio: Literal["token", "sequence"] = "token",
 ) -> Tokens:
     """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp) (arXiv:1707.06347, eq. 7).
@@ -84,7 +84,7 @@ def sft(logp: Tokens) -> Tokens:
 
 
 @loss_term
-def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: float = 2.0) -> Tokens:
+def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: Positive = 2.0) -> Tokens:
     """A truncated importance weight, min(exp(old_logp - gen_logp), most), without gradient (as in V-trace, arXiv:1802.01561).
 
     A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another engine.
@@ -93,7 +93,7 @@ def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: float = 2.0) -> Token
 
 
 @loss_term
-def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: float = 0.5) -> Tokens:
+def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> Tokens:
     """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
 
     v are the predictions of the weights being updated (`values`), V those that the advantages were computed from (`value`), R the
@@ -112,9 +112,9 @@ def dpo(
     chosen_lengths: Rows,
     rejected_lengths: Rows,
     *,
-    beta: float = 0.1,
+    beta: Positive = 0.1,
     form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
-    smoothing: float = 0.0,
+    smoothing: Share = 0.0,
 ) -> Rows:
     """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq. 7).
 

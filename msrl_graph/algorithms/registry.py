@@ -4,8 +4,13 @@ an option takes as its value."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+# What an option of a function may be told to be; the compiler knows these names.
+Count: TypeAlias = int  # from 1 up
+Positive: TypeAlias = float  # above 0
+NotNegative: TypeAlias = float
+Share: TypeAlias = float  # from 0 to 1
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .registry import function
+from .registry import Count, NotNegative, function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,13 +38,13 @@ def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.
 
 
 @function()
-def overlong(response: NDArray[np.int32], score: float, *, max: int, buffer: int, factor: float = 1.0) -> float:
+def overlong(response: NDArray[np.int32], score: float, *, max: Count, buffer: Count, factor: NotNegative = 1.0) -> float:
     """DAPO's soft punishment of long responses: score + min(-(length - (max - buffer)) / buffer * factor, 0) (arXiv:2503.14476, eq. 13).
 
-    Lengths in tokens: up to max - buffer costs nothing, `max` costs `factor`. ValueError unless `buffer` is from 1 to `max`.
+    Lengths in tokens: up to max - buffer costs nothing, `max` costs `factor`. ValueError where `buffer` is over `max`.
     """
-    if not 1 <= buffer <= max:
-        raise ValueError(f"buffer is from 1 to max = {max} tokens, not {buffer}")
+    if buffer > max:
+        raise ValueError(f"the buffer of {buffer} tokens is over max = {max}")
     over = len(response) - (max - buffer)
     return float(score) - (over / buffer * factor if over > 0 else 0.0)
 

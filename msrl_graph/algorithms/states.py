@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .registry import function
+from .registry import Positive, Share, function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,18 +15,16 @@ if TYPE_CHECKING:
 
 @function(scope="batch")
 def adaptive_kl(
-    old_logp: Sequence[NDArray[np.float32]], ref_logp: Sequence[NDArray[np.float32]], kl_coef: float, *, target: float, horizon: float
+    old_logp: Sequence[NDArray[np.float32]], ref_logp: Sequence[NDArray[np.float32]], kl_coef: float, *, target: Positive, horizon: Positive
 ) -> float:
     """The next coefficient of a KL penalty: kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (arXiv:1909.08593, section 2.2).
 
     kl is the mean over responses of the mean of old_logp - ref_logp over a response's tokens, in nats a token, as is `target`; n is how
     many responses there are, `horizon` a number of responses. Empty responses do not count; with no other the coefficient stays. A nan
-    in a response gives nan. ValueError unless `target` and `horizon` are above 0.
+    in a response gives nan.
     """
     import numpy as np
 
-    if not (target > 0 and horizon > 0):
-        raise ValueError(f"target and horizon are above 0, not {target:g} and {horizon:g}")
     pairs = zip(old_logp, ref_logp, strict=True)
     means = [float(np.mean(np.asarray(old, np.float64) - np.asarray(ref, np.float64))) for old, ref in pairs if len(old)]
     if not means:
@@ -36,28 +34,24 @@ def adaptive_kl(
 
 
 @function(scope="group")
-def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: float = 0.9) -> float:
+def moving_mean(reward: NDArray[np.float32], mean: float, *, decay: Share = 0.9) -> float:
     """The next value of an exponential moving mean: decay times its value, and (1 - decay) times the mean of the group's rewards.
 
-    ValueError unless `decay` is from 0 to 1. A nan among the rewards gives nan.
+    A nan among the rewards gives nan.
     """
     import numpy as np
 
-    if not 0 <= decay <= 1:
-        raise ValueError(f"decay is from 0 to 1, not {decay:g}")
     return decay * float(mean) + (1 - decay) * float(np.mean(np.asarray(reward, np.float64)))
 
 
 @function()
-def around(state: NDArray[np.float32], *, target: float = 0.5, floor: float = 0.05) -> NDArray[np.float64]:
+def around(state: NDArray[np.float32], *, target: Share = 0.5, floor: Share = 0.05) -> NDArray[np.float64]:
     """For the source's `weights`: 1 where a state from 0 to 1 is at `target`, falling in a straight line to 0 at the end that is farther.
 
     `floor` is the least weight, so that no prompt is out of reach for good. Prompts that are always or never solved teach nothing
-    where advantages are relative. `state` holds one number a prompt; gives as many. ValueError unless `target` and `floor` are from 0 to 1.
+    where advantages are relative. `state` holds one number a prompt; gives as many.
     """
     import numpy as np
 
-    if not (0 <= target <= 1 and 0 <= floor <= 1):
-        raise ValueError(f"target and floor are from 0 to 1, not {target:g} and {floor:g}")
     away = np.abs(np.asarray(state, np.float64) - target) / max(target, 1 - target)
     return np.maximum(1 - away, floor)

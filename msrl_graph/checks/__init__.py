@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     scope.term_column,
     scope.term_worker,
     scope.token_columns,
+    scope.of_rows,
     scope.stale_logp,
     scope.bad_scope,
     levels.no_common_row,

@@ -77,6 +77,24 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Terms that give one number a row, beside such as give one a token, and where tokens are to be reduced."""
+    found = []
+    for node in graph.verb("update"):
+        terms = list(calls(node, library))
+        rows, tokens = ([(c, s) for c, s in terms if s.rows == how] for how in (True, False))
+        if rows and tokens:
+            (call, signature), (_, other) = rows[0], tokens[0]
+            message = f"`{signature.name}` gives one number a row, and `{other.name}` one a token: they cannot be joined"
+            found.append(Diagnostic("bad-value", message, _span(call, node), "leave one of them out"))
+        elif rows and "reduce" in node.attributes:
+            message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
+            span = node.attributes["reduce"].span
+            help = "leave it out: the loss is the mean over rows"
+            found.append(Diagnostic("bad-value", message, span if span.line else node.span, help))
+    return found
+
+
 def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
     """Terms that go without `old_logp` where a second optimizer step is taken on a batch, or other weights generated it."""
     found = []

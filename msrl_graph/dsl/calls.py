@@ -25,6 +25,7 @@ _ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), O
 OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
 # What an option of each plain type takes, in words.
 TYPES = {"bool": "`true` or `false`", "int": "a whole number", "float": "a number", "str": "a string between double quotes"}
+BOUNDED = {"Count": COUNT, "Positive": Number(0, above=True), "NotNegative": Number(0), "Share": Number(0, 1)}
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0), "warmup": COUNT}
 
@@ -175,6 +176,8 @@ class Caller:
 
 def _typed(kind: Plain, value: Expr, what: str, related: tuple[tuple[Span, str], ...]) -> Expr:
     """The value if it is of an option's type; a number without a fraction is a whole number however it is written."""
+    if kind in BOUNDED:
+        return BOUNDED[kind].fit(what, value, related)
     number = value.value if value.kind == "number" else None
     if kind == "int" and isinstance(number, int | float) and float(number).is_integer():
         return Expr("number", int(number), span=value.span)
