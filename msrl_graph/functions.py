@@ -50,6 +50,7 @@ class Option:
 class Signature:
     """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that receive decoded
     text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one that takes all other columns.
+    Of the parameters in `together`, options too, a call gives all or none.
     `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what a function must see
     at once."""
 
@@ -62,6 +63,7 @@ class Signature:
     scope: Scope = "row"
     rng: bool = False
     rest: str = ""
+    together: tuple[str, ...] = ()
     fills: tuple[str, ...] = ()
     logps: frozenset[str] = frozenset()
     rows: bool = False
@@ -102,6 +104,7 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]]) -> Signature:
         scope=_scope(item),
         rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)) and not any(p.arg == "rng" for p in columns),
         rest=a.vararg.arg if a.vararg else "",
+        together=_together(item),
     )
     if kind != "loss":
         return signature
@@ -153,10 +156,20 @@ def _plain(annotation: ast.expr | None) -> Plain | None:
     return found.pop() if len(found) == 1 and not others else None
 
 
+def _mark(item: ast.FunctionDef, key: str) -> object:
+    """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no plain value."""
+    given = [k.value for d in item.decorator_list if isinstance(d, ast.Call) for k in d.keywords if k.arg == key]
+    try:
+        return ast.literal_eval(given[0]) if given else None
+    except ValueError:
+        return None
+
+
 def _scope(item: ast.FunctionDef) -> Scope:
-    for decorator in item.decorator_list:
-        if isinstance(decorator, ast.Call):
-            for keyword in decorator.keywords:
-                if keyword.arg == "scope" and isinstance(keyword.value, ast.Constant):
-                    return next((s for s in get_args(Scope) if s == keyword.value.value), "row")
-    return "row"
+    stated = _mark(item, "scope")
+    return next((s for s in get_args(Scope) if s == stated), "row")
+
+
+def _together(item: ast.FunctionDef) -> tuple[str, ...]:
+    stated = _mark(item, "together")
+    return tuple(map(str, stated)) if isinstance(stated, tuple) else ()

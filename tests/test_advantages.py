@@ -54,7 +54,7 @@ def test_what_is_no_number_goes_on_to_all_that_is_compared_with_it(bad):
         assert not np.isfinite(np.concatenate(leave_one_out(tokens(1, 2), np.array([bad, 1])))).any()
         zero = rows([0, 0], [0])
         assert not np.isfinite(np.concatenate(discounted(tokens(2, 1), np.array([1, bad]), zero, zero))).any()
-        advantage, returns = gae(tokens(2, 1), np.array([1, 0]), zero, zero, rows([0, 0], [bad]), 0.1)
+        advantage, returns = gae(tokens(2, 1), np.array([1, 0]), rows([0, 0], [bad]), zero, zero, 0.1)
     assert not np.isfinite(np.concatenate(advantage)).any()
     assert np.isfinite(returns[0]).all() and not np.isfinite(returns[1]).any()
 
@@ -72,7 +72,7 @@ def test_gae_by_hand():
     d2 = 0.8 - 0.25
     d1 = -0.1 + 0.9 * 0.25 - 0.5
     a1, a2 = d1 + 0.45 * d2, d2
-    args = (tokens(2), np.array([1.0]), rows([-1, -1]), rows([-2, -3]), rows([0.5, 0.25]), 0.1)
+    args = (tokens(2), np.array([1.0]), rows([0.5, 0.25]), rows([-1, -1]), rows([-2, -3]), 0.1)
     advantage, returns = gae(*args, gamma=0.9, lam=0.5, whiten=False)
     assert list(advantage[0]) == near([-0.1275, 0.55]) and [a1, a2] == near([-0.1275, 0.55])
     assert list(returns[0]) == near([-0.1275 + 0.5, 0.8])
@@ -88,7 +88,7 @@ def test_gae_is_the_double_sum_of_its_definition(sizes, gamma, lam, beta, rng):
         return rows(*[[rng.uniform(-2, 2) for _ in range(n)] for n in sizes])
 
     old, ref, value, score = draw(), draw(), draw(), np.array([rng.uniform(-2, 2) for _ in sizes])
-    advantage, returns = gae(tokens(*sizes), score, old, ref, value, beta, gamma=gamma, lam=lam, whiten=False)
+    advantage, returns = gae(tokens(*sizes), score, value, old, ref, beta, gamma=gamma, lam=lam, whiten=False)
     for i, n in enumerate(sizes):
         assert len(advantage[i]) == len(returns[i]) == n
         reward = [-beta * (old[i][t] - ref[i][t]) + (score[i] if t == n - 1 else 0) for t in range(n)]
@@ -105,7 +105,7 @@ def test_whitened_tokens_have_mean_0_and_variance_1(sizes, seed):
     # Large, so that the 1e-8 beside the variance is nothing to it.
     old, ref, value = (rows(*[rng.normal(size=n) * 100 for n in sizes]) for _ in range(3))
     score = rng.normal(size=len(sizes)) * 100
-    for got in (discounted(tokens(*sizes), score, old, ref, kl=0.1), gae(tokens(*sizes), score, old, ref, value, 0.1)[0]):
+    for got in (discounted(tokens(*sizes), score, old, ref, kl=0.1), gae(tokens(*sizes), score, value, old, ref, 0.1)[0]):
         flat = np.concatenate(got)
         assert [len(g) for g in got] == sizes
         assert flat.mean() == pytest.approx(0, abs=1e-9) and flat.var(ddof=1) == pytest.approx(1, rel=1e-6)
@@ -117,6 +117,14 @@ def test_a_batch_without_spread_is_whitened_to_zero(sizes):
     ends = np.array([0.0] * len(sizes))
     for got in (discounted(tokens(*sizes), ends, zero, zero), gae(tokens(*sizes), ends, zero, zero, zero, 0.1)[0]):
         assert [len(g) for g in got] == list(sizes) and all((g == 0).all() for g in got)
+
+
+def test_without_log_probabilities_there_is_no_penalty():
+    score, value, ones, zeros = np.array([2.0, -1.0]), rows([0.1, 0.2], [0.3]), rows([1, 1], [1]), rows([0, 0], [0])
+    plain, none = gae(tokens(2, 1), score, value), gae(tokens(2, 1), score, value, ones, zeros, 0.0)
+    assert [list(a) for part in plain for a in part] == [list(a) for part in none for a in part]
+    plain, none = discounted(tokens(2, 1), score), discounted(tokens(2, 1), score, ones, zeros, kl=0.0)
+    assert [list(a) for a in plain] == [list(a) for a in none]
 
 
 def test_log_probabilities_of_another_length_are_refused():

@@ -44,12 +44,12 @@ def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.floa
     return _each_token(response, _centred(reward) * (n / (n - 1) if n > 1 else 0.0))  # s - (sum - s) / (n - 1)
 
 
-@function(scope="batch")
+@function(scope="batch", together=("old_logp", "ref_logp", "kl"))
 def discounted(
     response: Sequence[NDArray[np.int32]],
     reward: NDArray[np.float32],
-    old_logp: Sequence[NDArray[np.float32]],
-    ref_logp: Sequence[NDArray[np.float32]],
+    old_logp: Sequence[NDArray[np.float32]] | None = None,
+    ref_logp: Sequence[NDArray[np.float32]] | None = None,
     *,
     kl: NotNegative = 0.0,
     gamma: Share = 1.0,
@@ -57,21 +57,21 @@ def discounted(
     """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch (arXiv:2501.03262).
 
     A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides; `gamma` discounts
-    by token. Whitened: (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread.
-    Gives one array a row, as long as its response, empty for an empty one.
+    by token. Without log-probabilities there is no penalty. Whitened: (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch,
+    the variance unbiased; 0 where there is no spread. Gives one array a row, as long as its response, empty for an empty one.
     """
     rewards = _token_rewards(response, reward, old_logp, ref_logp, kl)
     return _whitened([_returns(r, gamma) for r in rewards])
 
 
-@function(scope="batch")
+@function(scope="batch", together=("old_logp", "ref_logp", "kl_coef"))
 def gae(
     response: Sequence[NDArray[np.int32]],
     score: NDArray[np.float32],
-    old_logp: Sequence[NDArray[np.float32]],
-    ref_logp: Sequence[NDArray[np.float32]],
     value: Sequence[NDArray[np.float32]],
-    kl_coef: float,
+    old_logp: Sequence[NDArray[np.float32]] | None = None,
+    ref_logp: Sequence[NDArray[np.float32]] | None = None,
+    kl_coef: float = 0.0,
     *,
     gamma: Share = 1.0,
     lam: Share = 0.95,
@@ -79,10 +79,11 @@ def gae(
 ) -> tuple[list[Array], list[Array]]:
     """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593).
 
-    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score` besides. `value` is the
-    value of the state before each token is written, 0 past the end: d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns
-    are A + V. `whiten` then makes A (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there
-    is no spread. Gives advantages and returns, one array a row each, as long as its response, empty for an empty one.
+    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score` besides; without
+    log-probabilities there is no penalty. `value` is the value of the state before each token is written, 0 past the end:
+    d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns are A + V. `whiten` then makes A into
+    (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. Gives advantages
+    and returns, one array a row each, as long as its response, empty for an empty one.
     """
     import numpy as np
 
@@ -112,16 +113,18 @@ def _each_token(response: Sequence[NDArray[np.int32]], values: Array) -> list[Ar
 def _token_rewards(
     response: Sequence[NDArray[np.int32]],
     score: NDArray[np.float32],
-    old_logp: Sequence[NDArray[np.float32]],
-    ref_logp: Sequence[NDArray[np.float32]],
+    old_logp: Sequence[NDArray[np.float32]] | None,
+    ref_logp: Sequence[NDArray[np.float32]] | None,
     kl: float,
 ) -> list[Array]:
     """The KL penalty of each token, and on the last one the row's score besides."""
     import numpy as np
 
     found = []
-    for tokens, s, old, ref in zip(response, score, old_logp, ref_logp, strict=True):
-        rewards = -kl * (np.asarray(old, np.float64) - np.asarray(ref, np.float64))
+    for i, (tokens, s) in enumerate(zip(response, score, strict=True)):
+        rewards = np.zeros(len(tokens))
+        if old_logp is not None and ref_logp is not None:
+            rewards = -kl * (np.asarray(old_logp[i], np.float64) - np.asarray(ref_logp[i], np.float64))
         if len(rewards) != len(tokens):
             raise ValueError(f"a response of {len(tokens)} tokens has {len(rewards)} log-probabilities")
         rewards[-1:] += s

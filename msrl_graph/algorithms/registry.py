@@ -14,8 +14,9 @@ Share: TypeAlias = float  # from 0 to 1
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def function(*, scope: Literal["row", "group", "batch"] = "row") -> Callable[[F], F]:
-    """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of the batch."""
+def function(*, scope: Literal["row", "group", "batch"] = "row", together: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of the batch; of the
+    parameters named in `together` a call gives all or none."""
 
     def mark(f: F) -> F:
         return f

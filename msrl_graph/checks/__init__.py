@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, filters, levels, limits, liveness, scope, staleness, states
+from . import columns, edges, filters, levels, limits, liveness, scope, staleness, states, terms
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -26,9 +26,10 @@ CHECKS: tuple[Check, ...] = (
     edges.bad_reshard,
     edges.no_reshard,
     scope.term_column,
-    scope.term_worker,
-    scope.token_columns,
-    scope.of_rows,
+    terms.term_worker,
+    terms.token_columns,
+    terms.of_rows,
+    terms.one_column,
     scope.stale_logp,
     scope.bad_scope,
     levels.no_common_row,

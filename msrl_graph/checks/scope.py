@@ -12,12 +12,10 @@ import networkx as nx
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
-from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
+from ..graph import ELEMENTS, Column, Expr, Graph, Node
 from ..plan import METRICS
 from ..sequences import is_tokens
 from .columns import Library
-
-WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
 
 
 def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -34,65 +32,22 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                     if node.verb == "source":
                         message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
                         help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
-                    found.append(Diagnostic("term-column", message, _span(call, node), help))
+                    found.append(Diagnostic("term-column", message, span(call, node), help))
+            found += _apart(node, call, signature)
     return found
 
 
-def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms of a loss that need what the weights that are updated do not give."""
-    kinds = {w.name: w.kind for w in graph.workers}
-    found = []
-    for node in graph.verb("update"):
-        kind = kinds.get(node.worker, "")
-        none = ("values",) if kind == "policy" else ("logp", "entropy")
-        for call, signature in calls(node, library) if kind in KINDS else ():
-            lacking = [f for f in none if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
-            if lacking:
-                what = {"values": "predictions of values", "entropy": "entropies"}.get(lacking[0], "log-probabilities of tokens")
-                message = f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
-                help = _others(library, none, kind != "policy")
-                found.append(Diagnostic("term-worker", message, _span(call, node), help))
-    return found
-
-
-def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
-    """The terms that need none of this."""
-    terms = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss" and (s.fills or s.logps)]
-    fitting = [f"`{s.name}`" for s in terms if not set(s.fills) & set(none) and not (no_logps and s.logps)]
-    return f"terms for it: {', '.join(fitting)}" if fitting else ""
-
-
-def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Parameters that stand for the log-probabilities of tokens, and whose column holds none."""
-    found = []
-    for node in graph.verb("update"):
-        for call, signature in calls(node, library):
-            for parameter in sorted(signature.logps):
-                name = call.columns().get(parameter, parameter)
-                column = next((c for c in graph.columns if c.name == name and name in node.reads), None)
-                if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
-                    message = f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds `{column.element}`"
-                    help = f"name one, `{signature.name}({parameter} = COLUMN)`, declared as `i32[…]`"
-                    found.append(Diagnostic("term-column", message, _span(call, node), help))
-    return found
-
-
-def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms that give one number a row, beside such as give one a token, and where tokens are to be reduced."""
-    found = []
-    for node in graph.verb("update"):
-        terms = list(calls(node, library))
-        rows, tokens = ([(c, s) for c, s in terms if s.rows == how] for how in (True, False))
-        if rows and tokens:
-            (call, signature), (_, other) = rows[0], tokens[0]
-            message = f"`{signature.name}` gives one number a row, and `{other.name}` one a token: they cannot be joined"
-            found.append(Diagnostic("bad-value", message, _span(call, node), "leave one of them out"))
-        elif rows and "reduce" in node.attributes:
-            message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
-            span = node.attributes["reduce"].span
-            help = "leave it out: the loss is the mean over rows"
-            found.append(Diagnostic("bad-value", message, span if span.line else node.span, help))
-    return found
+def _apart(node: Node, call: Expr, signature: Signature) -> list[Diagnostic]:
+    """Parameters that a call gives all or none of, and of which it gives some."""
+    read, binds = (*node.reads, *node.states), call.columns()
+    given = [p for p in signature.together if p in call.options() or (p in signature.columns and binds.get(p, p) in read)]
+    lacking = [p for p in signature.together if p not in given]
+    if not given or not lacking:
+        return []
+    names = [f"`{p}`" for p in signature.together]
+    message = f"`{signature.name}` takes {', '.join(names[:-1])} and {names[-1]} together, and `{node.name}` gives it no `{lacking[0]}`"
+    help = f"read `{lacking[0]}`, or a column for it" if lacking[0] in signature.columns else f"write `{signature.name}({lacking[0]} = …)`"
+    return [Diagnostic("term-column", message, span(call, node), f"{help}; or give none of them")]
 
 
 def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -117,7 +72,7 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`{signature.name}` without `old_logp` is right for {takes}"
             causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs), ("staleness", behind + 1)) if n > 1]
             help = f"read `old_logp` from an `{node.worker}.infer`" + (f", or leave out {' and '.join(causes)}" if causes else "")
-            found.append(Diagnostic("stale-logp", message, _span(call, node), help))
+            found.append(Diagnostic("stale-logp", message, span(call, node), help))
     return found
 
 
@@ -133,18 +88,18 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
             if signature.scope == "batch" and node.per != "batch":
                 gets = "may get any of them" if node.per == "row" else f"gets those of one `{node.per}`"
                 message = f"`{signature.name}` needs all rows of the batch at once, and `{node.name}` {gets}"
-                found.append(Diagnostic("bad-scope", message, _span(call, node), "write `per = batch`"))
+                found.append(Diagnostic("bad-scope", message, span(call, node), "write `per = batch`"))
             elif signature.scope == "group" and not whole:
                 message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
                 help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
-                found.append(Diagnostic("bad-scope", message, _span(call, node), help))
+                found.append(Diagnostic("bad-scope", message, span(call, node), help))
             elif signature.scope == "group" and node.per != "batch" and _of_one(graph, node):
                 message = f"`{signature.name}` is over the rows of each `{node.per}`, and that is one row"
-                found.append(Diagnostic("bad-scope", message, _span(call, node), "generate `samples` of 2 or more", "warning"))
+                found.append(Diagnostic("bad-scope", message, span(call, node), "generate `samples` of 2 or more", "warning"))
             elif signature.scope == "row" and node.per != "row" and ":" not in str(call.value):
                 # A function of a user's file says nothing of its scope unless it is marked.
                 message = f"`{signature.name}` is of one row, and `{node.name}` has `per = {node.per}`"
-                found.append(Diagnostic("bad-scope", message, _span(call, node), f"leave `per = {node.per}` out"))
+                found.append(Diagnostic("bad-scope", message, span(call, node), f"leave `per = {node.per}` out"))
     return found
 
 
@@ -274,7 +229,7 @@ def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signatur
     return help
 
 
-def _span(call: Expr, node: Node) -> Span:
+def span(call: Expr, node: Node) -> Span:
     return call.span if call.span != NOWHERE else node.span
 
 

@@ -148,6 +148,7 @@ def _function_text(signature: Signature) -> str:
     reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
     reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
     facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind != "option" else []
+    facts += [f"All or none of {_words(signature.together, ' and ')}."] if signature.together else []
     filled = _words(tuple(f for f in signature.fills if not f.endswith("lengths")), " and ")
     facts += [f"The update gives it {filled}."] if filled else []
     facts += [f"{_words(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
