@@ -2,14 +2,12 @@
 
 
 class Shop:
-    def __init__(self, task):
-        self.task, self.found = task, 0.0
+    def reset(self, task):
+        """What the policy reads first."""
+        self.thing = task["thing"]
+        return "what do you look for?"
 
     def step(self, action: str):
-        """What the shop answers, and whether that was the last turn."""
-        self.found = float(self.task["thing"] in action)
-        return "bought" if self.found else "there is no such thing", bool(self.found)
-
-    def end(self):
-        """What the generation writes beside the response."""
-        return {"reward": self.found}
+        """What the shop answers, the reward so far, and whether that was the last turn."""
+        found = self.thing in action
+        return ("bought" if found else "there is no such thing"), float(found), found
