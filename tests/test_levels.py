@@ -53,7 +53,7 @@ def planned(name: str, deploy: str | None = None) -> Plan:
 
 @pytest.mark.parametrize(("name", "deploy"), [a for n in NAMES for a in algorithms(n)])
 def test_the_programs_compile_to_plans(name: str, deploy: str | None, golden: Callable[[str, str], None]) -> None:
-    golden(f"programs/{name}.txt", plan_text(planned(name, deploy)))
+    golden(f"programs/{name}.txt", plan_text(planned(name, deploy)).replace(f"{PROGRAMS}/", ""))
 
 
 @pytest.fixture
