@@ -1,0 +1,52 @@
+"""A dock that can starve: told exactly where a batch is larger than what there is, and what the help says is enough."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from language import TESTS, told
+
+PAGE = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace("qwen2.5-32b", "tiny")
+PAGE = "\n".join(line for line in PAGE.split("\n") if "layout actor" not in line)
+
+
+def starved(prompts: int, group: int, update: str = "", deploy: str = "", edge: str = "") -> list[tuple[str, str]]:
+    """The message and help of each dock-starves."""
+    text = PAGE.replace("optimizer = adamw(lr = 1e-6)", f"optimizer = adamw(lr = 1e-6){update}").replace(
+        "=> actor.generate", f"=> actor.generate{edge}"
+    )
+    text = text.replace("  run {", f"  set prompts = {prompts}\n  set group = {group}\n  {deploy}\n  run {{")
+    return [(d.message, d.help) for d in told(text, Path()) if d.code == "dock-starves"]
+
+
+NEAR = st.integers(-1, 1)
+
+
+@given(st.integers(2, 9), st.integers(2, 5), NEAR, NEAR, NEAR)
+@settings(max_examples=15, deadline=None)
+def test_a_batch_starves_where_it_is_larger_than_an_iteration(prompts: int, group: int, one: int, two: int, three: int) -> None:
+    every = prompts * group
+    mini, rows, groups = every + one, every + two, prompts + three
+    streams = f"actor.generate -> actor.infer {{ stream = {rows} }}\n  host.reward -> host.advantage {{ stream = {groups} }}"
+    found = [message.split("`")[1] for message, _ in starved(prompts, group, f"\n    mini_batch = {mini}", streams)]
+    expected = {"actor.update": mini > every, "actor.infer": rows > every, "host.advantage": groups > prompts}
+    assert sorted(found) == sorted(name for name, wrong in expected.items() if wrong)
+
+
+@given(st.integers(1, 3000), st.integers(2, 20), st.integers(0, 3), st.sampled_from(["distributed", "central"]))
+@settings(max_examples=8, deadline=None)
+def test_the_capacity_that_the_help_names_is_enough_and_little_less_is_not(prompts: int, group: int, stale: int, mode: str) -> None:
+    edge, apart = (f" {{ staleness = {stale} }}", "place actor.generate on nodes 0\n  ") if stale else ("", "")
+
+    def told_of(capacity: str) -> list[tuple[str, str]]:
+        return starved(prompts, group, deploy=f"{apart}dock {{ mode = {mode}, capacity = {capacity} }}", edge=edge)
+
+    ((message, help),) = told_of("1 B")
+    assert ("of each of" in message) == (stale > 0)
+    least = re.match(r"`capacity = ([\d.]+) (\w+)`", help)
+    assert least, help
+    assert told_of(f"{least[1]} {least[2]}") == []
+    assert told_of(f"{float(least[1]) * 0.98:.6f} {least[2]}") != []
