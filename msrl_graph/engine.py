@@ -59,10 +59,11 @@ Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a p
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "float", or the words
-    that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never), `vocabulary_multiple`
-    that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What does not run yet can be
-    planned. `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
+    """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "share" of 1, or the
+    words that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never),
+    `vocabulary_multiple` that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What
+    does not run yet can be planned.
+    `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
     rest; without it general formulas stand in, in which a gradient takes `gradient_bytes` (0: as much as a weight), and tp divides what
     norms see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `continuous`: a sequence that ends leaves its
     place to the next, and is handed on at once.

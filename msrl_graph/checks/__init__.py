@@ -10,7 +10,7 @@ from functools import partial
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
-from . import columns, edges, filters, levels, limits, liveness, scope, staleness, states, terms
+from . import columns, edges, filters, levels, liveness, scope, staleness, states, terms
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -42,7 +42,6 @@ CHECKS: tuple[Check, ...] = (
     scope.written,
     scope.too_long,
     scope.own_metric,
-    limits.not_yet,
     staleness.unread_logp,
     states.unread,
     columns.unused,

@@ -128,6 +128,9 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
         if node.verb != "source":
             _read(graph, node, wrong)
         if node.verb == "generate":
+            if node.number("partial", 1) > 1 and graph.level(node):
+                help = "leave `partial` out: each row is generated whole"
+                wrong(node, "generates from responses; `partial` goes on until as many prompts are whole as the source begins", help)
             responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]
             if len(responses) != 1:
                 wrong(node, "writes one column of tokens, the response", "declare it as `i32[<= n]`, n the most tokens of a response")

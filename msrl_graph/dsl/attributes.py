@@ -1,6 +1,6 @@
 """The attributes of every statement: one table, from statement and name to type.
 
-Invariant: what is not in the table is refused as unknown, what is in it as `NotYet` is refused by name; nothing is ignored.
+Invariant: what is not in the table is refused as unknown; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -152,15 +152,8 @@ class AnyName:
         return Expr("word", expr.text, span=expr.span)
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """An attribute of the language that this version cannot compile."""
-
-    help: str = ""
-
-
 # Those that need the node have types of their own (`types` of calls.py). What each means stands in the pages of ../reference.
-TABLE: dict[str, dict[str, Type | NotYet]] = {
+TABLE: dict[str, dict[str, Type]] = {
     "worker": {"model": AnyName()},
     "source": {},
     "generate": {
@@ -240,9 +233,7 @@ TABLE: dict[str, dict[str, Type | NotYet]] = {
 }
 
 
-def read(
-    attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type | NotYet], names: Names, problems: Problems
-) -> dict[str, Expr]:
+def read(attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type], names: Names, problems: Problems) -> dict[str, Expr]:
     """The attributes of a statement by name; what is wrong with each goes to `problems`."""
     values: dict[str, Expr] = {}
     seen: dict[str, Span] = {}
@@ -255,10 +246,7 @@ def read(
             if key not in types:
                 help = nearest(key, types) or ("" if types else "it has none")
                 raise mistake("unknown-attribute", f"{_article(statement)} has no attribute `{key}`", attr.key.span, help)
-            kind = types[key]
-            if isinstance(kind, NotYet):
-                raise mistake("not-yet", f"`{key}` cannot be compiled yet", attr.key.span, kind.help)
-            values[key] = kind.read(key, attr.value, names)
+            values[key] = types[key].read(key, attr.value, names)
     return values
 
 

@@ -15,7 +15,7 @@ from ..diagnostics import Span, nearest
 from ..functions import Kind, Option, Plain, Signature, classes, signatures
 from ..graph import Expr
 from . import ast
-from .attributes import COUNT, TABLE, NotYet, Number, Type, Words, origin, shown
+from .attributes import COUNT, TABLE, Number, Type, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class Environment:
         return Expr("call", f"{path}:{name}", span=expr.span)
 
 
-def types(statement: str, caller: Caller, columns: Collection[str] = ()) -> dict[str, Type | NotYet]:
+def types(statement: str, caller: Caller, columns: Collection[str] = ()) -> dict[str, Type]:
     """The attributes of a source or a node by its verb (a function's is `function`): those of the table, and those that need the node."""
     call = FunctionCall(caller)
     own: dict[str, dict[str, Type]] = {

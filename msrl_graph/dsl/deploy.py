@@ -361,4 +361,4 @@ def _constant(value: object) -> Expr:
 def option_type(kind: str | tuple[str, ...]) -> Type:
     if isinstance(kind, tuple):
         return Words(kind)
-    return COUNT if kind == "int" else Number(0, above=True)
+    return COUNT if kind == "int" else Number(0, 1, above=True)

@@ -92,11 +92,8 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         return context.folder if span.file == file.path else Path(span.file).parent
 
     for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
-        # What is not there yet matters only where it would run.
-        others = Problems()
-        if (whole := derive(item, algorithms, others, broken)) is not None:
-            lower_algorithm(whole, (), context.library, folder, others)
-        problems.found += [d for d in others.found if d.code != "not-yet"]
+        if (whole := derive(item, algorithms, problems, broken)) is not None:
+            lower_algorithm(whole, (), context.library, folder, problems)
     if chosen is not None and (whole := derive(chosen, algorithms, problems, broken)) is not None:
         before = len(problems.found)
         lowering = lower_algorithm(whole, overrides, context.library, folder, problems)

@@ -57,7 +57,7 @@ class Row:
         return f"An attribute of `{of}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
 
-def types(statement: str) -> dict[str, kinds.Type | kinds.NotYet]:
+def types(statement: str) -> dict[str, kinds.Type]:
     """The attributes of a statement with their types; for `engine` all that some engine has."""
     if statement == "engine":
         found = {name: kind for engine in ENGINES.values() for name, kind in engine.options.items()}
@@ -73,7 +73,7 @@ def attributes(of: str, body: str) -> list[Row]:
     if sorted(described) != sorted(known):
         wrong = sorted({*described} ^ {*known}) or sorted(n for n in described if described.count(n) > 1)
         raise ValueError(f"`{of}`: attributes without one description, or descriptions without an attribute: {', '.join(wrong)}")
-    return [Row(name, takes(known[name]), default, meaning, _note(of, name, known[name])) for name, default, meaning in lines]
+    return [Row(name, takes(known[name]), default, meaning, _note(of, name)) for name, default, meaning in lines]
 
 
 def table(rows: list[Row]) -> str:
@@ -83,7 +83,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(["| attribute | takes | default | meaning |", "|---|---|---|---|", *lines])
 
 
-def takes(kind: kinds.Type | kinds.NotYet) -> str:
+def takes(kind: kinds.Type) -> str:
     """What an attribute of a type may be, in words."""
     match kind:
         case kinds.Number():
@@ -98,14 +98,10 @@ def takes(kind: kinds.Type | kinds.NotYet) -> str:
             return "a list of whole numbers of 1 or more"
         case kinds.AnyName(several):
             return "a name, or a list of names" if several else "a name"
-        case kinds.NotYet():
-            return ""
     return _BY_ATTRIBUTE[type(kind)]
 
 
-def _note(of: str, name: str, kind: kinds.Type | kinds.NotYet) -> str:
-    if isinstance(kind, kinds.NotYet):
-        return f"*Not compiled yet: {kind.help}.*"
+def _note(of: str, name: str) -> str:
     refused = unready.EDGES if of == "resharding edge" else unready.NODES if of in ("source", *_VERBS) else {}
     return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
 
