@@ -206,20 +206,38 @@ class Graph(GraphViews):
         """The node that writes a column."""
         return self._index[3][column]
 
+    @cached_property
+    def writers(self) -> dict[str, list[Node]]:
+        """The nodes that write each column, in the order of the text: one, as a check sees to."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for column in node.writes:
+                found.setdefault(column, []).append(node)
+        return {column: sorted(nodes, key=lambda n: n.span) if len(nodes) > 1 else nodes for column, nodes in found.items()}
+
     def sharing(self, worker: str) -> tuple[Node, ...]:
         """The states that compute with the weights that a worker keeps: its updates first, then its infers, in the order of the text."""
         return self._sharing.get(worker, ())
 
     @cached_property
     def _sharing(self) -> dict[str, tuple[Node, ...]]:
-        found: dict[str, list[Node]] = {}
-        for node in self.nodes:
-            if node.verb in ("infer", "update"):
-                found.setdefault(node.worker, []).append(node)
+        found = {w: [n for n in nodes if n.verb in ("infer", "update")] for w, nodes in self._groups[1].items()}
         return {w: tuple(sorted(some, key=lambda n: (n.verb != "update", n.span))) for w, some in found.items()}
 
+    @cached_property
+    def _groups(self) -> tuple[dict[str, tuple[Node, ...]], dict[str, tuple[Node, ...]]]:
+        verbs, workers = dict[str, list[Node]](), dict[str, list[Node]]()
+        for node in self.nodes:
+            verbs.setdefault(node.verb, []).append(node)
+            workers.setdefault(node.worker, []).append(node)
+        return {k: tuple(v) for k, v in verbs.items()}, {k: tuple(v) for k, v in workers.items()}
+
     def verb(self, verb: str) -> tuple[Node, ...]:
-        return tuple(n for n in self.nodes if n.verb == verb)
+        return self._groups[0].get(verb, ())
+
+    def of(self, worker: str) -> tuple[Node, ...]:
+        """The nodes of a worker."""
+        return self._groups[1].get(worker, ())
 
     @cached_property
     def _kinds(self) -> dict[str, tuple[Edge, ...]]:
@@ -233,8 +251,11 @@ class Graph(GraphViews):
         return found
 
     @cached_property
-    def _first(self) -> dict[str, Edge]:
-        return {edge.src: edge for edge in reversed(self.samples())}
+    def _out(self) -> dict[str, list[Edge]]:
+        found: dict[str, list[Edge]] = {}
+        for edge in self.samples():
+            found.setdefault(edge.src, []).append(edge)
+        return found
 
     def samples(self) -> tuple[Edge, ...]:
         return self._kinds["sample"]
@@ -243,16 +264,22 @@ class Graph(GraphViews):
         """The sample edges that lead to a node."""
         return self._into.get(node, ())
 
-    def first(self, node: str) -> Edge:
-        """The first of the sample edges that begin at a node."""
-        return self._first[node]
+    def out_of(self, node: str) -> Sequence[Edge]:
+        """The sample edges that begin at a node."""
+        return self._out.get(node, ())
 
     def reshards(self) -> tuple[Edge, ...]:
         return self._kinds["reshard"]
 
+    @cached_property
+    def _levels(self) -> dict[str, int]:
+        levels = {c.name: c.level for c in self.columns}
+        # There are few levels, however many columns.
+        return {n.name: max(dict.fromkeys(levels[c] for c in n.reads), key=self.depth, default=0) for n in self.nodes}
+
     def level(self, node: Node) -> int:
         """The level of the rows that a node works on: the deepest that it reads (the source's own is 0)."""
-        return max((self.column(c).level for c in node.reads), key=self.depth, default=0)
+        return self._levels[node.name]
 
     def depth(self, level: int) -> int:
         """How many levels lie above one."""
@@ -260,8 +287,7 @@ class Graph(GraphViews):
 
     def made(self, level: int) -> str:
         """The column that stands for the rows of a level: the tokens that were generated, or the first of the source."""
-        makers = [n for n in self.nodes if n.verb == ("generate" if level else "source")]
-        found = [c for n in makers for c in n.writes if self.column(c).level == level]
+        found = [c for n in self.verb("generate" if level else "source") for c in n.writes if self.column(c).level == level]
         return next((c for c in found if self.column(c).element == "i32"), found[0] if found else "row")
 
     def common(self, one: int, other: int) -> int:
@@ -292,6 +318,13 @@ class Graph(GraphViews):
     def row_bytes(self, column: str) -> int:
         """The most bytes that a row of the column can hold."""
         return self.bound(column) * ELEMENTS[self.column(column).element]
+
+    @cached_property
+    def column_bytes(self) -> dict[str, int]:
+        """The bytes of each column in an iteration, at its bound."""
+        # Text has no bound, and `row_bytes` of a scalar text column is one byte: unknown counts as nothing.
+        sized = (c for c in self.columns if c.element not in ("text", "json"))
+        return {c.name: 0 for c in self.columns} | {c.name: self.row_bytes(c.name) * self.rows[c.level] for c in sized}
 
     @cached_property
     def flow(self) -> nx.DiGraph[str]:

@@ -9,7 +9,6 @@ import pytest
 
 from msrl_graph.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes, request_bytes, throughput, warehouse_bytes
 from msrl_graph.layout import Layout, Side, Tensor, kinds
-from msrl_graph.passes.traffic import column_bytes
 from msrl_graph.redistribute import left_behind
 
 K = 1024
@@ -46,7 +45,7 @@ def test_throughput() -> None:
 def test_equation_1_is_what_the_compiler_counts_on_the_graph() -> None:
     # The graph counts a prompt once, the equation once a response; the update reads 4 items as long as a response and no scalar.
     plan = page.plan(page.start())
-    counted = sum(column_bytes(plan.graph, c) for c in plan.graph.node("actor.update").reads)
+    counted = sum(plan.graph.column_bytes[c] for c in plan.graph.node("actor.update").reads)
     assert counted == request_bytes(256, 16, 4, 2048 / 16, 4, 8192, 0)
     assert counted == sum(t.bytes for t in plan.traffic if t.dst == "actor.update")
 

@@ -19,11 +19,10 @@ Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 
 def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that are read and that nobody writes, each told once, at its first reader."""
-    written = set(_writers(graph))
     found: dict[str, Diagnostic] = {}
     for node in graph.nodes:
         for column in node.reads:
-            if column not in written and column not in found:
+            if column not in graph.writers and column not in found:
                 help = f"write it in a node, or let the source give it: `source(…) -> …, {column}`"
                 message = f"`{node.name}` reads `{column}`, which nobody writes"
                 found[column] = Diagnostic("never-written", message, node.span, help)
@@ -32,7 +31,7 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
-    for column, writers in _writers(graph).items():
+    for column, writers in graph.writers.items():
         for other in writers[1:]:
             message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
             help = f"let one of them write another column, as in `raw_{column}`"
@@ -55,13 +54,13 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
     """Reads of a column whose rows would never arrive."""
-    reached, writing = _reached(graph), _writers(graph)
+    reached = _reached(graph)
     found = []
     for node in graph.nodes:
         if node.name not in reached:
             continue
         for column in node.reads:
-            writers = writing.get(column, [])
+            writers = graph.writers.get(column, [])
             if len(writers) != 1 or graph.arrives(column, node.name):
                 continue
             writer = writers[0].name
@@ -78,7 +77,7 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
 def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
     """Columns that nobody reads, unless an evaluation reports them."""
     read = {c for n in graph.nodes for c in n.reads} | {d.like for c in graph.columns for d in c.dims} | set(reported)
-    writers = _writers(graph)
+    writers = graph.writers
     found = []
     for column in graph.columns:
         if column.name not in read:
@@ -88,20 +87,17 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     return found
 
 
-def _writers(graph: Graph) -> dict[str, list[Node]]:
-    writers: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for column in node.writes:
-            writers.setdefault(column, []).append(node)
-    return {column: sorted(nodes, key=lambda n: n.span) for column, nodes in writers.items()}
-
-
 def _reached(graph: Graph) -> set[str]:
-    sources = [n.name for n in graph.nodes if n.verb == "source"]
-    return {r for s in sources for r in (s, *nx.descendants(graph.flow, s))}
+    reached = dict.fromkeys(n.name for n in graph.verb("source"))
+    left = list(reached)
+    while left:
+        after = [e.dst for e in graph.out_of(left.pop()) if e.dst not in reached]
+        reached |= dict.fromkeys(after)
+        left += after
+    return set(reached)
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
     """The writers of what a node reads, without those that another of them comes after."""
-    writers = sorted({w.name for c in node.reads for w in _writers(graph).get(c, [])[:1]} - {node.name})
+    writers = sorted({w.name for c in node.reads for w in graph.writers.get(c, [])[:1]} - {node.name})
     return [w for w in writers if not any(o != w and nx.has_path(graph.flow, w, o) for o in writers)]

@@ -40,7 +40,10 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
         for column in map(graph.column, node.writes):
             if column.element not in ELEMENTS or twice[column.name] > 1:
                 continue  # told already
-            level, row = column.level, graph.made(column.level)
+            level = column.level
+            if not column.dims and not column.per and level == graph.unit_level(node) == graph.row_level(node):
+                continue  # as for nearly all columns
+            row = graph.made(level)
             if column.per and graph.column(column.per).level != level:
                 continue  # its own mistake: written nowhere, or in a circle
             if column.per and node.verb == "generate":

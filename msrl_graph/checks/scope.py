@@ -80,16 +80,17 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     """Functions over a group that would get rows, and the other way round."""
     found = []
     for node in graph.nodes:
+        if node.verb in ("source", "generate", "infer", "update"):
+            continue
         for call, signature in calls(node, library):
-            if node.verb in ("source", "generate", "infer", "update"):
-                continue
-            above = _above(graph, graph.level(node))
-            whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < graph.level(node))
+            level = graph.level(node)
+            whole = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < level)
             if signature.scope == "batch" and node.per != "batch":
                 gets = "may get any of them" if node.per == "row" else f"gets those of one `{node.per}`"
                 message = f"`{signature.name}` needs all rows of the batch at once, and `{node.name}` {gets}"
                 found.append(Diagnostic("bad-scope", message, span(call, node), "write `per = batch`"))
             elif signature.scope == "group" and not whole:
+                above = _above(graph, level)
                 message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
                 help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
                 found.append(Diagnostic("bad-scope", message, span(call, node), help))

@@ -61,7 +61,7 @@ class _Algorithm:
     def lower(self, overrides: Sequence[Override]) -> Lowering:
         self._declare()
         defaults = {s.name.text: s.value for s in self._statements(ast.Param) if self._is(s.name, "param")}
-        self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self.names.others, self.problems)
+        self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self._others, self.problems)
         self._lower_columns()
         for state in self._statements(ast.State):
             with self.problems.catching():
@@ -84,8 +84,9 @@ class _Algorithm:
     def _others(self) -> dict[str, str]:
         return {name: what for name, (what, _) in self.declared.items() if what != "param"}
 
-    @property
+    @cached_property
     def names(self) -> Names:
+        """From when the params are known."""
         return Names(self.params, self._others)
 
     @cached_property
@@ -254,15 +255,14 @@ class _Algorithm:
     def _lower_node(self, node: ast.Node) -> None:
         worker, verb = node.worker.text, node.verb.text
         name = node_name(node)
-        title = (node.label or node.worker).span.to(node.verb.span)
         if name in self.nodes:
             if not node.label:  # two equal labels were told as names
                 help = f"give this one a label: `node second: {name}(…)`"
                 note = ((self.nodes[name].span, "the first one"),)
-                self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", title, help, note).diagnostics
+                self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", node.title, help, note).diagnostics
             return
         (reads, states), (writes, sets) = self._known(node.reads or (), name, "reads"), self._known(node.writes, name, "writes")
-        if worker not in self.workers and self.declared.get(worker, ("", title))[0] != "worker":
+        if worker not in self.workers and self.declared.get(worker, ("",))[0] != "worker":
             self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
@@ -276,7 +276,7 @@ class _Algorithm:
             self.callers.append(caller)
             attributes = read(node.attrs, statement, types(statement, caller, self.columns), self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
-            self._need(node, statement, title)
+            self._need(node, statement)
             calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
             # Of several each may take some of the columns.
             if statement == "function" and [c.kind for c in calls] == ["call"]:
@@ -312,25 +312,27 @@ class _Algorithm:
                 self.problems.tell("unknown-column", message, name.span, nearest(name.text, known))
         return tuple(columns), tuple(states)
 
-    def _need(self, node: ast.Node, statement: str, title: Span) -> None:
+    def _need(self, node: ast.Node, statement: str) -> None:
         """Attributes that a node cannot be without."""
         given = {a.key.text for a in node.attrs}
         if statement == "function" and not given & {"call", "keep", "select"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
-            self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", title, help)
+            self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", node.title, help)
         elif statement == "function" and node.writes and "call" not in given:
             help = f"add `call`, or leave out `-> {', '.join(n.text for n in node.writes)}`: a filter writes nothing"
-            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", title, help)
+            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", node.title, help)
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
-            self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", title, help)
+            self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
         if lonely := sorted(given & {"turns", "timeout"}) if statement == "generate" and "environment" not in given else []:
             help = 'add `environment = "file.py:Name"`, or leave it out'
-            self.problems.tell("bad-value", f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none", title, help)
+            self.problems.tell(
+                "bad-value", f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none", node.title, help
+            )
         if statement == "update":
             for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
                 if key not in given:
-                    self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", title, f"add `{help}`")
+                    self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", node.title, f"add `{help}`")
 
     def _taken(self, node: ast.Node, call: Expr, caller: Caller) -> None:
         """Whether the function has a parameter for each column that the node reads."""

@@ -164,6 +164,11 @@ class Node:
     span: Span
     head: Span
 
+    @property
+    def title(self) -> Span:
+        """Where its label or worker, and its verb stand."""
+        return (self.label or self.worker).span.to(self.verb.span)
+
 
 @dataclass(frozen=True)
 class Edge:

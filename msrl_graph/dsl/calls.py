@@ -81,12 +81,15 @@ class Caller:
     def bound(self, call: Expr, signature: Signature) -> Expr:
         """The call, in which a function of one column names the one column that the node reads, whatever that is called; and where one
         parameter is left without a column, the one state that no other takes."""
-        binds = {p: call.columns().get(p, p) for p in signature.columns}
+        columns = call.columns()
+        binds = {p: columns.get(p, p) for p in signature.columns}
         must = [p for p in signature.columns if p not in signature.optional]
         lacking = [p for p in must if binds[p] not in self.reads]
+        if signature.kind != "function" or len(lacking) != 1:
+            return call
         left = [c for c in self.reads if c not in binds.values()]
         alone = len(must) == 1 and len(self.reads) - len(self.states) == 1
-        if signature.kind != "function" or len(lacking) != 1 or len(left) != 1 or not (alone or left[0] in self.states):
+        if len(left) != 1 or not (alone or left[0] in self.states):
             return call
         return replace(call, args=(*call.args, Expr("column", left[0], span=call.span)), keys=(*call.keys, lacking[0]))
 

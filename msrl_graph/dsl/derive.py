@@ -112,10 +112,9 @@ class _Written:
             return
         old = self.declared.get(key)
         if not isinstance(old, ast.Node):
-            title = (node.label or node.worker).span.to(node.verb.span)
             nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
             help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
-            raise mistake("unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", title, help)
+            raise mistake("unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", node.title, help)
         new = {a.key.text: a for a in node.attrs}
         kept = [new.pop(a.key.text, a) for a in old.attrs]
         # What is stated twice in one patch is told as in any statement.
@@ -174,7 +173,7 @@ def node_name(node: ast.Node) -> str:
 def _single(edge: ast.Edge) -> list[ast.Edge]:
     """An edge for each pair of states."""
     return [
-        replace(edge, groups=((src,), (dst,)), span=src.span.to(dst.span))
+        ast.Edge(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))
         for sources, targets in pairwise(edge.groups)
         for src in sources
         for dst in targets

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from ..diagnostics import Diagnostic, Fault, Severity, Span, nearest
 from ..graph import Expr
@@ -65,13 +65,18 @@ class Problems:
     def tell(self, code: str, message: str, span: Span, help: str = "", severity: Severity = "error") -> None:
         self.found.append(Diagnostic(code, message, span, help, severity))
 
-    @contextmanager
-    def catching(self) -> Iterator[None]:
-        """Keeps what the body raises, so that the next statement is looked at too."""
-        try:
-            yield
-        except Fault as fault:
-            self.found.extend(fault.diagnostics)
+    def catching(self) -> Self:
+        """For `with`: keeps what the body raises, so that the next statement is looked at too."""
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if not isinstance(error, Fault):
+            return False
+        self.found.extend(error.diagnostics)
+        return True
 
 
 TOLD = Fault()

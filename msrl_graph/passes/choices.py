@@ -149,7 +149,7 @@ class Choices:
 
     def _alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
         if other.node not in owner.nodes:
-            return replace(other, pool=FUNCTIONS)
+            return other if other.pool == FUNCTIONS else replace(other, pool=FUNCTIONS)
         stated = plan.deploy.engines.get(other.node)
         options = {} if stated is None else stated.options
         engine = EngineChoice(placement.engine.name, {**placement.engine.shared(), **options})

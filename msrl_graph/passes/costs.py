@@ -361,7 +361,7 @@ def around(plan: Plan) -> Figure:
 def function(plan: Plan, rows: float) -> Figure:
     """A Python function on so many rows, what it does itself left out."""
     each = plan.cluster.device.overheads.function
-    return replace(each, value=each.value * rows / plan.cluster.nodes)
+    return Figure(each.value * rows / plan.cluster.nodes, each.source, each.basis)
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:

@@ -55,7 +55,7 @@ class EstimateTime:
             if exchange.value:
                 phases.append(Phase(f"{EXCHANGE} of {node.name}", pool, exchange))
                 seconds["RUN", node.name] = Figure(figure.value + exchange.value, weakest(figure, exchange), "compute, then exchange")
-        dispatch = [costs.dispatch(t) for t in plan.traffic if t.bytes]
+        dispatch = [t.seconds for t in plan.traffic if t.bytes]
         if dispatch:
             total = sum(f.value for f in dispatch)
             phases.append(Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges")))
@@ -141,26 +141,30 @@ def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[floa
     cause: dict[str, str] = {}
     streams = {s.pool: list(s.instructions) for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
     edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
-    order = {n.name: n for n in plan.graph.nodes}
     shared = plan.cluster.device.backend == "cpu"
-    functions = {n: seconds.get(("RUN", n), 0.0) for n in order if plan.placement(n).pool == FUNCTIONS}
+    functions = {p.node: seconds.get(("RUN", p.node), 0.0) for p in plan.placements if p.pool == FUNCTIONS}
     handover = costs.handover(plan).value
+    waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}  # by node: what its rows come from and is not done
 
     def arrival(name: str) -> tuple[float, str]:
-        into = [(finish(e.src) + edges.get((e.src, name), 0.0) + handover, e.src) for e in plan.graph.into(name)]
+        into = [(done[e.src] + edges.get((e.src, name), 0.0) + handover, e.src) for e in plan.graph.into(name)]
         return max(into, default=(0.0, ""))
 
-    def finish(name: str) -> float:
-        # A function starts when its rows are there; a state on devices has its turn in the stream, which is walked in order.
-        if name not in done and name in functions:
+    def start(name: str) -> None:
+        """A function starts when its rows are there; a state on devices has its turn in the stream, which is walked in order."""
+        ready = [name]
+        while ready:
+            name = ready.pop()
             done[name], cause[name] = arrival(name)
             done[name] += 0.0 if shared else functions[name]
-        return done.get(name, 0.0)
+            ready += follow(name)
 
-    def known(name: str) -> bool:
-        """Whether all that a state's rows come from is done."""
-        sources = [e.src for e in plan.graph.into(name)]
-        return all(s in done or (plan.placement(s).pool == FUNCTIONS and known(s)) for s in sources)
+    def follow(name: str) -> list[str]:
+        """The functions for which a node that is done was the last to wait for."""
+        after = [e.dst for e in plan.graph.out_of(name)]
+        for other in after:
+            waits[other] -= 1
+        return [other for other in after if not waits[other] and other in functions]
 
     clock, before, back = dict.fromkeys(streams, 0.0), dict.fromkeys(streams, ""), dict[str, float]()
 
@@ -183,19 +187,21 @@ def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[floa
         elif step.op == "WAIT":
             clock[pool] = max(clock[pool], back.get(step.node, 0.0))
         elif step.op == "RUN":
-            if not known(step.node):
+            if waits[step.node]:
                 return False
             ready, by = arrival(step.node)
             cause[step.node] = by if ready > clock[pool] else before[pool]
             clock[pool] = max(clock[pool], ready) + seconds.get((step.op, step.node), 0.0)
             done[step.node], before[pool] = clock[pool], step.node
+            for name in follow(step.node):
+                start(name)
         streams[pool].pop(0)
         return True
 
+    for name in [n for n in functions if not waits[n]]:
+        start(name)
     while any(advance(pool) for pool in streams):
         pass
-    for name in order:
-        finish(name)
     last = max(done, key=lambda n: (done[n], n), default="")
     length, chain = done.get(last, 0.0) + shared * sum(functions.values()), []
     while last:

@@ -269,8 +269,8 @@ def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
     """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first state that uses it."""
     fed = {e.dst for e in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
-    for node in plan.graph.nodes:
-        if node.worker == worker.name and node.name not in fed and plan.placement(node.name).pool == pool:
+    for node in plan.graph.of(worker.name):
+        if node.name not in fed and plan.placement(node.name).pool == pool:
             seen.setdefault((str(plan.placement(node.name).layout), dtype(plan, node.name)), f"{node.name} weights")
     return list(seen.values())
 

@@ -15,7 +15,6 @@ from ..graph import Graph
 from ..plan import Memory, Plan
 from ..stretch import runs
 from . import holdings
-from .traffic import column_bytes
 
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
@@ -32,7 +31,9 @@ class CountMemory:
         for pool in plan.pools:
             for item, size in holdings.offloaded(plan, self.engines, pool.name).items():
                 away[item] = away.get(item, 0) + size * max(_on_hosts(plan, pool.name))
-        hosts = [self._host(plan, phase, devices, away) for phase in PHASES if any(m.phase == phase for m in devices)]
+        refilled = _refilled(plan.graph)
+        rows = sum(size * (1 + (column in refilled)) for column, size in plan.graph.column_bytes.items())
+        hosts = [self._host(plan, phase, devices, away, rows) for phase in PHASES if any(m.phase == phase for m in devices)]
         return replace(plan, memory=(*devices, *hosts))
 
     def devices(self, plan: Plan) -> list[Memory]:
@@ -98,8 +99,8 @@ class CountMemory:
         size, tokens = holdings.micro_batch(plan, node), holdings.row_tokens(plan, node)
         return self._entry(plan, pool, verb, items, f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}")
 
-    def _host(self, plan: Plan, phase: str, devices: list[Memory], away: Mapping[str, int]) -> Memory:
-        """`away` is what is offloaded, by item."""
+    def _host(self, plan: Plan, phase: str, devices: list[Memory], away: Mapping[str, int], rows: int) -> Memory:
+        """`away` is what is offloaded, by item, `rows` the bytes of an iteration's."""
         cluster = plan.cluster
         items = dict(away)
         # Frozen states infer while the weights are on their way back.
@@ -111,8 +112,6 @@ class CountMemory:
         if phase in PHASES[2:]:
             # Under staleness a generation is ahead by so many iterations of rows that no update has read.
             ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
-            refilled = _refilled(plan.graph)
-            rows = sum(column_bytes(plan.graph, c.name) * (1 + (c.name in refilled)) for c in plan.graph.columns)
             items["rows"] = (1 + ahead) * rows // len(plan.docks.hosts)
         if cluster.device.backend == "cpu":
             # A pool that has no such phase is in any of its own meanwhile.

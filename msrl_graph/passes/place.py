@@ -25,6 +25,7 @@ from .pools import FUNCTIONS, Division, divide
 MICRO_BATCH_TOKENS = 16384
 # Prompts generated at once where memory holds more than an iteration has: an evaluation may bring more.
 PROMPTS_AT_ONCE = 1024
+PYTHON = EngineChoice("python", chosen="default")
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,9 @@ class Place:
                     if division.beside and node.name not in division.named:
                         placed = replace(placed, reason=f"{placed.reason}; unnamed, so beside {division.beside}")
                     found[node.name] = placed
-        for node in plan.graph.nodes:
-            if node.name not in found:
-                found[node.name] = self._on_hosts(plan, node)
-        whole = replace(plan, placements=tuple(found[n.name] for n in plan.graph.nodes))
+        everywhere = Layout(dp=plan.cluster.nodes)
+        placements = tuple(found.get(n.name) or self._on_hosts(n, everywhere) for n in plan.graph.nodes)
+        whole = replace(plan, placements=placements)
         idle = plan.cluster.devices - sum(p.devices for p in division.pools)
         notes = (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),) if idle > 0 else ()
         whole = replace(whole, notes=(*plan.notes, *notes))
@@ -71,12 +71,11 @@ class Place:
     def _completed(self, plan: Plan) -> Plan:
         return replace(plan, placements=tuple(self.complete(plan, p) for p in plan.placements))
 
-    def _on_hosts(self, plan: Plan, node: Node) -> Placement:
-        reason = (
-            "the source runs once a run, beside the first host's functions" if node.verb == "source" else "functions run on the hosts' CPUs"
-        )
-        layout = Layout(dp=1 if node.verb == "source" else plan.cluster.nodes)
-        return Placement(node.name, FUNCTIONS, layout, 0, EngineChoice("python", chosen="default"), reason)
+    def _on_hosts(self, node: Node, everywhere: Layout) -> Placement:
+        if node.verb == "source":
+            reason = "the source runs once a run, beside the first host's functions"
+            return Placement(node.name, FUNCTIONS, Layout(dp=1), 0, PYTHON, reason)
+        return Placement(node.name, FUNCTIONS, everywhere, 0, PYTHON, "functions run on the hosts' CPUs")
 
     def _on_devices(
         self, plan: Plan, node: Node, division: Division, decision: Decision, found: Mapping[str, Placement], numbered: bool

@@ -33,7 +33,8 @@ class Division:
 
 def states_of(plan: Plan) -> list[Node]:
     """The states with weights, in the order of the graph."""
-    return [n for n in plan.graph.nodes if n.verb != "source" and plan.graph.worker(n.worker).kind != "function"]
+    kept = {w.name for w in plan.graph.workers if w.kind != "function"}
+    return [n for n in plan.graph.nodes if n.worker in kept]
 
 
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:

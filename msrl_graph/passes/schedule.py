@@ -89,11 +89,7 @@ def _order(plan: Plan) -> list[Node]:
             return 0
         return 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
-    waits = {n.name: {e.src for e in graph.into(n.name)} for n in graph.nodes}
-    after: dict[str, list[Node]] = {n.name: [] for n in graph.nodes}
-    for node in graph.nodes:
-        for before in waits[node.name]:
-            after[before].append(node)
+    waits = {n.name: len(graph.into(n.name)) for n in graph.nodes}
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     ready = [(rank(n), place[n.name]) for n in graph.nodes if not waits[n.name]]
     heapq.heapify(ready)
@@ -101,9 +97,9 @@ def _order(plan: Plan) -> list[Node]:
     while ready:
         node = graph.nodes[heapq.heappop(ready)[1]]
         order.append(node)
-        for other in after[node.name]:
-            waits[other.name].discard(node.name)
-            if not waits[other.name]:
-                heapq.heappush(ready, (rank(other), place[other.name]))
+        for edge in graph.out_of(node.name):
+            waits[edge.dst] -= 1
+            if not waits[edge.dst]:
+                heapq.heappush(ready, (rank(graph.node(edge.dst)), place[edge.dst]))
     assert len(order) == len(graph.nodes), "the sample edges form a cycle"
     return order

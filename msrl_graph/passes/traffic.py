@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..cluster import Figure
-from ..graph import Graph
+from ..graph import Edge
 from ..plan import Note, Plan, Traffic
 from ..sequences import bound, token_columns
 from .pools import FUNCTIONS
@@ -21,7 +21,8 @@ class CountTraffic:
 
     def __call__(self, plan: Plan) -> Plan:
         graph = plan.graph
-        found = [self._edge(plan, e.src, e.dst, graph.carried[e.src, e.dst]) for e in graph.samples()]
+        spread = len(plan.docks.hosts)
+        found = [self._edge(plan, e, graph.carried[e.src, e.dst], spread) for e in graph.samples()]
         unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
         notes = plan.notes
         if unknown:
@@ -31,18 +32,19 @@ class CountTraffic:
             notes += (Note("traffic", most),)
         return replace(plan, traffic=tuple(found), notes=notes)
 
-    def _edge(self, plan: Plan, src: str, dst: str, columns: tuple[str, ...]) -> Traffic:
+    def _edge(self, plan: Plan, edge: Edge, columns: tuple[str, ...], spread: int) -> Traffic:
+        """`spread` are the hosts with warehouses."""
+        src, dst = edge.src, edge.dst
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
+        sizes = graph.column_bytes
         epochs = int(graph.node(dst).number("epochs", 1))
-        amount = sum(column_bytes(graph, c) for c in columns) * epochs
+        amount = sum(sizes[c] for c in columns) * epochs
         level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts
         # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
-        first = graph.first(src)
-        puts = sum(column_bytes(graph, c) for c in graph.node(src).writes) if first.dst == dst else 0
+        puts = sum(sizes[c] for c in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
         through = f"through one host, puts and gets; {network.basis}"
         central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
-        spread = len(plan.docks.hosts)
         seconds = central
         if hosts == 1:
             seconds = central = Figure(0.0, "derived", "on one host nothing crosses the network")
@@ -62,11 +64,3 @@ class CountTraffic:
         if columns and epochs > 1:
             how += f"; once in each of {epochs} epochs"
         return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
-
-
-def column_bytes(graph: Graph, column: str) -> int:
-    """Bytes of a column in an iteration, at its bound."""
-    # Text has no bound, and `row_bytes` of a scalar text column is one byte: unknown counts as nothing.
-    if graph.column(column).element in ("text", "json"):
-        return 0
-    return graph.row_bytes(column) * graph.rows[graph.column(column).level]
