@@ -104,6 +104,6 @@ What an `.rlg` file may say, complete; for a beginning see [tutorial.md](tutoria
 attribute, a function, a preset or an engine. (Written by `make docs` from the compiler's own tables and from `msrl_graph/reference/`.)
 
 A file says *what* an algorithm is, a graph of worker states joined by sample edges and resharding edges, and apart from that *where and
-how* it runs. The second half never changes the result. What the language has and this version does not compile, or does not run, is refused
-by name (`not-yet`); nothing is ignored.
+how* it runs. The second half never changes the result. What the language has and this version does not run is refused by name when a
+run begins (`not-yet`); nothing is ignored.
 """
