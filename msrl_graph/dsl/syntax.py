@@ -54,6 +54,8 @@ SCAN = re.compile(
 )
 # What someone may write without quotes where a string belongs.
 BARE = re.compile(r"\.{0,2}/?[A-Za-z_][\w./-]*")
+# How a network's speed is written: `25 Gb/s`, `400 Gbit`, `300 mbps`.
+BITS = re.compile(r"(?P<prefix>[KMGTPkmgtp]i?)b(?P<bit>its?)?(?P<rate>ps|/s)?")
 COMMENTS = "comments begin with `#`"
 CLOSES = {"}": "{", ")": "(", "]": "["}
 
@@ -190,8 +192,22 @@ def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     for number, word in ((row[-2], row[-1]),) if len(row) == 2 else tuple(zip(row[-3:-1], row[-2:], strict=True)) if len(row) > 2 else ():
         between = text[number.start + len(number.text) : word.start]
         if number.kind == "number" and word.kind == "name" and not between.strip(" \t") and word.text not in RESERVED:
-            return Diagnostic("unknown-unit", f"`{word.text}` is no unit", word.span, unit_help(word.text))
+            rate = re.match(r"/s\b", text[word.start + len(word.text) :])
+            help = _of_bits(number.text, word.text + (rate[0] if rate else "")) or unit_help(word.text)
+            return Diagnostic("unknown-unit", f"`{word.text}` is no unit", word.span, help)
     return None
+
+
+def _of_bits(number: str, word: str) -> str:
+    """What a network's number of bits is in bytes; nothing where the word means no bits (`mb` may be either)."""
+    found = BITS.fullmatch(word)
+    if found is None or not (found["bit"] or found["rate"] == "ps" or found["prefix"][0].isupper()):
+        return ""
+    rate = "/s" if found["rate"] else ""
+    amount = float(number) / 8
+    shown = f"{amount:.0f}" if amount.is_integer() else f"{amount:.12g}"
+    help = f"bits are not bytes: {number} {word} are `{shown} {found['prefix'].capitalize()}B{rate}`"
+    return help if rate else f"{help}, and a rate ends with `/s`"
 
 
 def unit_help(word: str) -> str:
@@ -200,8 +216,7 @@ def unit_help(word: str) -> str:
     if rate := re.fullmatch(r"([kmgtp]?i?)(b|flop)(?:ps|s|/s|psec)", word, re.IGNORECASE):
         base = "B" if rate[2].lower() == "b" else "FLOP"
         prefix = rate[1].upper().replace("I", "i")
-        bits = " (8 bits are a byte)" if word[len(prefix)] == "b" else ""
-        return f"did you mean `{prefix}{base}/s`?{bits}"
+        return f"did you mean `{prefix}{base}/s`?"
     same = [u for u in UNITS if u.lower() == word.lower()]
     known = "units are B KB MB GB TB KiB MiB GiB TiB and FLOP, each with `/s` for a rate, and us ms s min h"
     return f"did you mean `{same[0]}`?" if same else nearest(word, UNITS) or known
