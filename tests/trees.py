@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -50,13 +51,18 @@ NO_NAME = st.none()
 def expressions(pool: tuple[str, ...]) -> st.SearchStrategy[Any]:
     words = st.lists(st.sampled_from(pool), min_size=1, max_size=2).map(lambda w: ast.NameExpr(".".join(w), NOWHERE))
 
+    def in_file(call: ast.Call, path: str) -> ast.Call:
+        return replace(call, name=ast.Name(path, NOWHERE), quoted=True)
+
     def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         ops = st.sampled_from(("+", "-", "*", "/", "//", "%", "==", "!=", "<=", ">=", "<", ">"))
+        call = made(ast.Call, name(pool), several(made(ast.Arg, NO_NAME | name(pool), inner)))
         return st.one_of(
             made(ast.Binary, ops, inner, inner),
             made(ast.Neg, inner),
             made(ast.List, several(inner)),
-            made(ast.Call, name(pool), several(made(ast.Arg, NO_NAME | name(pool), inner))),
+            call,
+            st.builds(in_file, call, st.text()),
         )
 
     return st.recursive(LITERALS | words, larger, max_leaves=8)

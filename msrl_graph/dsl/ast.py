@@ -48,9 +48,12 @@ class NameExpr:
 
 @dataclass(frozen=True)
 class Call:
+    """A call of a name, or with `quoted` of a function of a file, `"file.py:function"(…)`."""
+
     name: Name
     args: tuple[Arg, ...]
     span: Span
+    quoted: bool = False
 
 
 @dataclass(frozen=True)

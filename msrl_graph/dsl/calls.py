@@ -72,7 +72,8 @@ class Caller:
             args.append(Expr("list", args=tuple(numbers), span=numbers[0].span.to(numbers[-1].span)))
         missing = [o.name for o in signature.options if o.required and o.name not in given]
         if missing and not failed:
-            raise mistake("bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{signature.name}({missing[0]} = …)`")
+            name = f'"{expr.name.text}"' if expr.quoted else signature.name
+            raise mistake("bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{name}({missing[0]} = …)`")
         call = self.bound(Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span), signature)
         if not failed:
             self.rest(call, signature)
@@ -198,7 +199,12 @@ class FunctionCall:
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
         if isinstance(expr, ast.Literal_) and expr.kind == "string":
-            return self._file(str(expr.value), expr.span)
+            expr = ast.Call(ast.Name(str(expr.value), expr.span), (), expr.span, quoted=True)
+        if isinstance(expr, ast.Call) and expr.quoted:
+            path, name, found = _in_file(caller, expr.name.text, expr.name.span, "function", signatures)
+            called = f"{path}:{name}"
+            caller.used["function", called] = (found[name], str(path))
+            return replace(caller.call(expr, found[name], names), value=called)
         if not isinstance(expr, ast.Call):
             help = f"write `{expr.text}()`" if isinstance(expr, ast.NameExpr) else ""
             raise mistake(
@@ -206,17 +212,6 @@ class FunctionCall:
             )
         signature = _find(caller.library, "function", expr.name)
         return caller.call(expr, signature, names)
-
-    def _file(self, target: str, span: Span) -> Expr:
-        path, name, found = _in_file(self.caller, target, span, "function", signatures)
-        called = f"{path}:{name}"
-        self.caller.used["function", called] = (found[name], str(path))
-        missing = [o.name for o in found[name].options if o.required]
-        if missing:
-            raise mistake("bad-value", f"`{name}` needs `{missing[0]}`, which a program cannot give", span, "give it a default")
-        call = self.caller.bound(Expr("call", called, span=span), found[name])
-        self.caller.rest(call, found[name])
-        return call
 
 
 @dataclass(frozen=True)

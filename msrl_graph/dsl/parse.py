@@ -279,7 +279,9 @@ class _Builder:
         if part.data == "name_expr":
             return ast.NameExpr(".".join(_tokens(part)), span)
         name, *args = children
-        return ast.Call(self.name(name), tuple(self.arg(a, depth + 1) for a in args if a is not None), span)
+        quoted = name.type == "STRING"
+        called = ast.Name(self.string(name), self.span(name)) if quoted else self.name(name)
+        return ast.Call(called, tuple(self.arg(a, depth + 1) for a in args if a is not None), span, quoted)
 
     def arg(self, tree: Any, depth: int) -> ast.Arg:
         key, value = tree.children

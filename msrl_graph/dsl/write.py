@@ -143,7 +143,7 @@ def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
             return f"[{', '.join(map(_expr, expr.items))}]"
         case ast.Call():
             args = (f"{f'{a.key.text} = ' if a.key else ''}{_expr(a.value)}" for a in expr.args)
-            return f"{expr.name.text}({', '.join(args)})"
+            return f"{_string(expr.name.text) if expr.quoted else expr.name.text}({', '.join(args)})"
         case ast.Neg():
             text, level = f"-{_expr(expr.operand, FACTOR)}", FACTOR
         case ast.Binary():

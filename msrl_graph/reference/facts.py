@@ -27,7 +27,7 @@ from . import syntax
 MACHINES = ("cpu", "here")
 _CALLER = calls.Caller("", (), (), {}, lambda span: Path(), expressions.Problems())
 _BY_ATTRIBUTE = {
-    calls.FunctionCall: 'a call, `NAME(…)`, or `"file.py:function"`',
+    calls.FunctionCall: 'a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`',
     calls.Keep: "a comparison of a column or state with a number, or a call",
     calls.Per: "`row`, `batch` or a column",
     calls.Environment: '`"file.py:Class"`',

@@ -61,6 +61,10 @@ def verdicts(verdict):
     return verdict
 
 
+def taxed(response, answer: str, *, rate: float, kind: str = "flat"):
+    return rate * len(response)
+
+
 def voted(verdict, value, grade):
     return len(verdict) + grade
 
