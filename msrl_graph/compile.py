@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import algorithms, checks, models
+from . import algorithms, checks, models, unready
 from .backends import DEFAULT, ENGINES
 from .checks import layout, lints, liveness, memory, sharing, staleness, tokenizers
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, render
@@ -314,6 +314,7 @@ def translate(
         warnings = (*warnings, *told)
         assert step.holds(plan), f"the pass `{step.name}` broke its promise"
         placed = plan if step.stage == "placed" else placed
+    plan = replace(plan, notes=(*plan.notes, *unready.notes(plan)))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import page
 import pytest
-from language import diagnose, lowered
+from language import TESTS, diagnose, lowered
 
 from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
+from msrl_graph.compile import Source, translate
 from msrl_graph.functions import Option, signatures
 from msrl_graph.graph import Expr, Worker
-from msrl_graph.runtime.loss import terms, unfilled
+from msrl_graph.unready import unfilled, unready
 
 
 @pytest.mark.parametrize("path", sorted(algorithms.FOLDER.glob("*.rlg")), ids=lambda p: p.stem)
@@ -111,9 +112,27 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
 
 
 def test_what_a_run_cannot_fill_is_known() -> None:
-    names = sorted(n for k, n in algorithms.library() if k == "loss" and unfilled(Expr("call", n)))
-    assert names == ["distil", "dpo", "entropy", "value_clip"]
-    assert [unfilled(t) for t in terms(Expr("+", args=(Expr("call", "dpo"), Expr("call", "clip"))))] == [
-        ["`chosen`", "`rejected`", "`chosen_lengths`", "`rejected_lengths`"],
-        [],
-    ]
+    terms = {name: unfilled(signature) for (kind, name), (signature, _) in algorithms.library().items() if kind == "loss"}
+    assert sorted(n for n, lacking in terms.items() if lacking) == ["distil", "dpo", "entropy", "value_clip"]
+    assert terms["dpo"] == ["chosen", "rejected", "chosen_lengths", "rejected_lengths"]
+
+
+@pytest.mark.parametrize(
+    ("body", "note"),
+    [
+        ("", []),
+        (
+            "state rate : f32 per prompt = 0.5\n node host.track(reward, rate) -> rate { call = moving_mean(0.8), per = prompt }"
+            "\n node host.pick(reward) { keep = reward > 0 }\n host.reward -> host.track, host.pick",
+            ["this version plans for and does not run: the state `rate`, `keep` of `host.pick`"],
+        ),
+    ],
+)
+def test_a_plan_notes_what_a_run_would_refuse(body: str, note: list[str]) -> None:
+    head = f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "cpu", devices_per_node = 2 }}\n'
+    deploy = 'deploy mine on one { model policy = "./model"\n data source = "train.jsonl"\n set prompts = 8\n set group = 2 }'
+    source = Source("program.rlg", head + deploy, TESTS.parent / "examples" / "arithmetic")
+    plan = translate(source).plan
+    assert plan is not None
+    assert [n.text for n in plan.notes if n.about == "run"] == note
+    assert [d.message.split(" can be")[0] in "".join(note) for d in unready(plan)] == [True] * (2 if note else 0)

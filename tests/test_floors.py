@@ -14,6 +14,7 @@ FLOORS = (
     ("cli_shared",),
     ("reference",),
     ("compile", "runtime"),
+    ("unready",),
     ("simulation", "builder"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import algorithms, models
+from .. import algorithms, models, unready
 from ..backends import DEFAULT, ENGINES
 from ..cluster import DEVICES, Device, Figure
 from ..dsl import attributes as kinds
@@ -20,7 +20,6 @@ from ..dsl import calls, expressions
 from ..dsl.deploy import option_type
 from ..functions import Option, Signature
 from ..graph import ELEMENTS, KINDS
-from ..runtime import unready
 from . import syntax
 
 # What runs on a machine with another memory or clock says something else there: the document says where it comes from instead.

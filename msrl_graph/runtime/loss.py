@@ -14,9 +14,9 @@ import torch
 
 from .. import algorithms
 from ..graph import Expr, Node
+from ..unready import FILLED
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-FILLED = ("logp", "lengths")  # of the parameters of terms that the update fills (functions.py)
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,12 @@ def _bound(term: Expr, node: Node) -> dict[str, str]:
     return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in node.reads}
 
 
-def unfilled(term: Expr) -> list[str]:
-    """The parameters of a term that an update fills and `evaluate` cannot."""
-    signature = algorithms.library()["loss", str(term.value)][0]
-    return [f"`{p}`" for p in (*sorted(signature.logps), *signature.fills) if p not in FILLED]
-
-
 def evaluate(
     node: Node, logp: torch.Tensor, lengths: torch.Tensor, values: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of each response token, and each term's own value by its name. `lengths` are the response tokens of each row."""
     parts: dict[str, torch.Tensor] = {}
-    return _value(node.attributes["loss"], node, {"logp": logp, "lengths": lengths}, values, parts), parts
+    return _value(node.attributes["loss"], node, dict(zip(FILLED, (logp, lengths), strict=True)), values, parts), parts
 
 
 def _value(expr: Expr, node: Node, filled: dict[str, torch.Tensor], values: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:

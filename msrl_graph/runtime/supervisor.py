@@ -27,13 +27,13 @@ from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
+from ..unready import unready
 from . import checkpoint, data, rows
 from .display import Screen
 from .folder import choose, lock, make
 from .pool import NoResources, check_machine
 from .processes import MARK, Temporary, sweep
 from .record import read
-from .unready import unready
 
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,17 +1,21 @@
 """What can be planned for and not run, in this version.
 
-Invariant: all of it is refused by name before anything starts; nothing is ignored.
+Invariant: all of it is refused by name before a run starts anything, and a plan has a note of it; nothing is ignored.
 """
 
 from __future__ import annotations
 
-from ..backends import ENGINES
-from ..diagnostics import Diagnostic, Span
-from ..graph import Edge, Node
-from ..passes.pools import FUNCTIONS
-from ..plan import Plan
-from ..sequences import sequences
-from . import loss
+from typing import NamedTuple
+
+from . import algorithms
+from .backends import ENGINES
+from .checks.scope import calls
+from .diagnostics import Diagnostic, Span
+from .functions import Signature
+from .graph import Edge, Node
+from .passes.pools import FUNCTIONS
+from .plan import Note, Plan
+from .sequences import sequences
 
 # Attributes of nodes that the runtime does not know, and what to do meanwhile.
 NODES = {
@@ -27,13 +31,38 @@ NODES = {
 EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
 # The values that mean nothing: what the runtime does anyway.
 NOTHING = {"partial": 1, "after": 0, "every": 1, "staleness": 0}
+# Of the parameters of loss terms that an update fills (functions.py), those that this version computes.
+FILLED = ("logp", "lengths")
+NAMED = 6  # things that a note names
 
 
 def unready(plan: Plan) -> list[Diagnostic]:
-    found: list[Diagnostic] = []
+    """What a run refuses of a plan."""
+    return [Diagnostic("not-yet", f"{x.what} can be planned for, not {x.how}, in this version", x.span, x.help) for x in _refused(plan)]
 
-    def tell(what: str, span: Span, help: str, how: str = "run") -> None:
-        found.append(Diagnostic("not-yet", f"{what} can be planned for, not {how}, in this version", span, help))
+
+def notes(plan: Plan) -> tuple[Note, ...]:
+    """The note on what a run would refuse, if there is such."""
+    refused = list(dict.fromkeys(x.brief for x in _refused(plan)))
+    more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
+    return (Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}"),) if refused else ()
+
+
+class _Refusal(NamedTuple):
+    """`what` as the subject of a sentence, `brief` in a list."""
+
+    what: str
+    brief: str
+    span: Span
+    help: str
+    how: str
+
+
+def _refused(plan: Plan) -> list[_Refusal]:
+    found: list[_Refusal] = []
+
+    def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
+        found.append(_Refusal(what, brief or what.rstrip(","), span, help, how))
 
     if plan.cluster.device.backend != "cpu":
         tell(f"devices of kind {plan.cluster.device.backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
@@ -46,7 +75,8 @@ def unready(plan: Plan) -> list[Diagnostic]:
             others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
-            tell(f"the engine `{placement.engine.name}` of `{placement.node}`", span, f"these run: {', '.join(others)}")
+            engine = f"the engine `{placement.engine.name}`"
+            tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine)
     for state in plan.graph.states:
         tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
     for worker in plan.graph.workers:
@@ -82,17 +112,21 @@ def unready(plan: Plan) -> list[Diagnostic]:
     for node in plan.graph.nodes:
         if node.verb == "infer" and len(node.writes) > 1:
             tell(f"several columns of `{node.name}`", node.span, "write one column; state a second node with a label for the other")
-        for term in loss.terms(node.attributes["loss"]) if "loss" in node.attributes else ():
-            if lacking := loss.unfilled(term):
-                tell(
-                    f"the term `{term.value}` of `{node.name}`", term.span, f"leave it out: an update does not compute its {lacking[0]} yet"
-                )
+        for term, signature in calls(node, algorithms.library()) if node.verb == "update" else ():
+            if lacking := unfilled(signature):
+                help = f"leave it out: an update does not compute its `{lacking[0]}` yet"
+                tell(f"the term `{term.value}` of `{node.name}`", term.span, help)
         for key in _stated(node, NODES):
             tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
     for edge in plan.graph.reshards():
         for key in _stated(edge, EDGES):
             tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])
     return found
+
+
+def unfilled(signature: Signature) -> list[str]:
+    """The parameters of a loss term that a run does not fill."""
+    return [p for p in (*sorted(signature.logps), *signature.fills) if p not in FILLED]
 
 
 def _stated(part: Node | Edge, known: dict[str, str]) -> list[str]:
