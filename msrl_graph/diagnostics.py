@@ -78,6 +78,10 @@ def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"{lead} `{close[0]}`?"
+    # `910c` of `ascend-910c`, where no other has it but those that begin so too.
+    whole = [n for n in names if len(name) > 2 and name.lower() in n.lower()]
+    if whole and all(n.startswith(whole[0]) for n in whole):
+        return f"{lead} `{whole[0]}`?"
     if names and len(names) <= 12:
         return "known here: " + ", ".join(f"`{n}`" for n in names)
     return ""

@@ -12,7 +12,7 @@ import networkx as nx
 
 from ..diagnostics import Diagnostic
 from ..functions import Kind, Signature
-from ..graph import Graph, Node
+from ..graph import ELEMENTS, Graph, Node
 
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 
@@ -20,22 +20,43 @@ Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that are read and that nobody writes, each told once, at its first reader."""
     found: dict[str, Diagnostic] = {}
+    instead = {empty for _, empty in _swapped(graph).values()}
     for node in graph.nodes:
         for column in node.reads:
-            if column not in graph.writers and column not in found:
-                help = f"write it in a node, or let the source give it: `source(…) -> …, {column}`"
+            if column not in graph.writers and column not in found and column not in instead:
+                kind = graph.column(column)
+                data = kind.element in ("text", "json") or kind.element not in ELEMENTS or (kind.element == "i32" and kind.dims)
+                help = f"write it in a node, or let the source give it: `source(…) -> …, {column}`" if data else "add a node that writes it"
                 message = f"`{node.name}` reads `{column}`, which nobody writes"
                 found[column] = Diagnostic("never-written", message, node.span, help)
     return list(found.values())
 
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
-    found = []
+    found, swapped = [], _swapped(graph)
     for column, writers in graph.writers.items():
         for other in writers[1:]:
             message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
             help = f"let one of them write another column, as in `raw_{column}`"
+            if column in swapped:
+                help = "let `{}` write `{}`, which is read and nobody writes".format(*swapped[column])
             found.append(Diagnostic("two-writers", message, other.span, help, related=((writers[0].span, f"`{column}` is written here"),)))
+    return found
+
+
+def _swapped(graph: Graph) -> dict[str, tuple[str, str]]:
+    """Of a column with two writers, the one that is likely meant to write another of the same type, which is read and nobody writes."""
+    found: dict[str, tuple[str, str]] = {}
+    doubled = {c: w for c, w in graph.writers.items() if len(w) == 2}
+    read = {c for n in graph.nodes for c in n.reads} if doubled else ()
+    empty = [c for c in graph.columns if c.name in read and c.name not in graph.writers]
+    for name, writers in doubled.items():
+        column = graph.column(name)
+        same = [c.name for c in empty if (c.element, c.dims) == (column.element, column.dims)]
+        # The one that reads the other column comes after it.
+        first = [w.name for w in writers if len(same) == 1 and same[0] not in w.reads]
+        if first:
+            found[name] = first[-1], same[0]
     return found
 
 

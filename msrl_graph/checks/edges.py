@@ -16,11 +16,24 @@ from .columns import Library
 
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """One cycle of each knot of sample edges, the shortest through its first node."""
-    edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())} if graph.knots else {}
-    found = []
-    for knot in graph.knots:
+    if not graph.knots:
+        return []
+    edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())}
+    found, weights = [], _weights_as_rows(graph)
+    for edge in weights:
+        there = any((e.src, e.dst) == (edge.src, edge.dst) for e in graph.reshards())
+        help = f"leave it out: there is `{edge.src} => {edge.dst}`" if there else f"write `{edge.src} => {edge.dst}`"
+        message = f"`{edge.src} -> {edge.dst}` hands rows on, in a circle: weights go along `=>`"
+        found.append(Diagnostic("cycle", message, edge.span, help))
+    flow, knots = graph.flow, graph.knots
+    if weights:
+        flow = nx.DiGraph(graph.flow)
+        flow.remove_edges_from([(e.src, e.dst) for e in weights])
+        parts = (sorted(part) for part in nx.strongly_connected_components(flow))
+        knots = sorted(part for part in parts if len(part) > 1 or flow.has_edge(part[0], part[0]))
+    for knot in knots:
         start = knot[0]
-        inside = graph.flow.subgraph(knot)
+        inside = flow.subgraph(knot)
         ways = [nx.shortest_path(inside, after, start) for after in sorted(inside.successors(start))]
         path = [start, *min(ways, key=len)]
         message = f"the sample edges form a cycle: {' -> '.join(path)}"
@@ -28,6 +41,19 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
         _, span = max(edges[edge] for edge in pairwise(path))
         found.append(Diagnostic("cycle", message, span, "remove one of these edges"))
     return found
+
+
+def _weights_as_rows(graph: Graph) -> list[Edge]:
+    """Sample edges that lead back from an update to a state that generates with its weights."""
+    knot = {name: place for place, names in enumerate(graph.knots) for name in names}
+    verbs = {n.name: (n.worker, n.verb) for n in graph.nodes}
+    return [
+        e
+        for e in graph.samples()
+        if knot.get(e.src, -1) == knot.get(e.dst, -2)
+        and (verbs[e.src][1], verbs[e.dst][1]) == ("update", "generate")
+        and verbs[e.src][0] == verbs[e.dst][0]
+    ]
 
 
 def unknown_verb(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -53,7 +79,8 @@ def frozen_update(graph: Graph, library: Library) -> list[Diagnostic]:
 def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
     """States that generate and would do so with the first weights for ever."""
     found = []
-    receives = {e.dst for e in graph.reshards()}
+    # Where the edge is there the wrong way round, or is of the wrong kind, that is told.
+    receives = {e.dst for e in graph.reshards()} | {e.src for e in graph.reshards()} | {e.dst for e in _weights_as_rows(graph)}
     for node in graph.verb("generate"):
         updates = [u.name for u in graph.verb("update") if u.worker == node.worker]
         if updates and node.name not in receives:
@@ -74,6 +101,8 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`{edge.src}` changes no weights, so there is nothing to send"
             updates = [u.name for u in graph.verb("update") if u.worker == src.worker]
             help = f"start the edge at `{updates[0]}`" if updates else ""
+            if (src.verb, dst.verb) == ("generate", "update"):
+                help = f"turn it round: `{edge.dst} => {edge.src}`"
         elif dst.verb != "generate":
             message = f"a resharding edge leads to a state that generates, and `{edge.dst}` does not"
             help = f"leave it out: `{edge.dst}` has the update's weights" if src.worker == dst.worker else ""

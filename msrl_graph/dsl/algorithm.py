@@ -274,7 +274,8 @@ class _Algorithm:
         if statement:
             caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems, states)
             self.callers.append(caller)
-            attributes = read(node.attrs, statement, types(statement, caller, self.columns), self.names, self.problems)
+            above = next(iter(self.nodes["source"].writes), "") if "source" in self.nodes else ""
+            attributes = read(node.attrs, statement, types(statement, caller, self.columns, above), self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
             self._need(node, statement)
             calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
@@ -315,7 +316,7 @@ class _Algorithm:
     def _need(self, node: ast.Node, statement: str) -> None:
         """Attributes that a node cannot be without."""
         given = {a.key.text for a in node.attrs}
-        if statement == "function" and not given & {"call", "keep", "select"}:
+        if statement == "function" and not given & {"call", "keep", "select", "refill"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
             self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", node.title, help)
         elif statement == "function" and node.writes and "call" not in given:

@@ -14,7 +14,7 @@ from typing import Protocol
 from ..cluster import DEVICES
 from ..diagnostics import Span, nearest
 from ..graph import Expr
-from . import ast
+from . import ast, guesses
 from .expressions import UNIT_NAMES, Names, Problems, evaluate, mistake
 
 # Beyond this no count means anything, and products of two still fit the integers of every format.
@@ -152,6 +152,30 @@ class AnyName:
         return Expr("word", expr.text, span=expr.span)
 
 
+@dataclass(frozen=True)
+class Reduce:
+    """`tokens`, `sequences` or `constant(n)`."""
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call):
+            return Words(("tokens", "sequences", "constant")).read(key, expr, names) if not _bare(expr) else _no_constant(expr)
+        if expr.name.text != "constant":
+            help = nearest(expr.name.text, ("tokens", "sequences", "constant"))
+            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
+        if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
+            return _no_constant(expr)
+        n = COUNT.read("constant", expr.args[0].value, names)
+        return Expr("call", "constant", (n,), ("n",), span=expr.span)
+
+
+def _bare(expr: ast.Expr) -> bool:
+    return isinstance(expr, ast.NameExpr) and expr.text == "constant"
+
+
+def _no_constant(expr: ast.Expr) -> Expr:
+    raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
+
+
 # Those that need the node have types of their own (`types` of calls.py). What each means stands in the pages of ../reference.
 TABLE: dict[str, dict[str, Type]] = {
     "worker": {"model": AnyName()},
@@ -244,7 +268,7 @@ def read(attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type],
                 raise mistake("duplicate-name", f"`{key}` is given twice", attr.key.span, related=((seen[key], "given here first"),))
             seen[key] = attr.key.span
             if key not in types:
-                help = nearest(key, types) or ("" if types else "it has none")
+                help = guesses.attribute(statement, key) or nearest(key, types) or ("" if types else "it has none")
                 raise mistake("unknown-attribute", f"{_article(statement)} has no attribute `{key}`", attr.key.span, help)
             values[key] = types[key].read(key, attr.value, names)
     return values

@@ -14,8 +14,8 @@ from typing import TypeVar
 from ..diagnostics import Span, nearest
 from ..functions import Kind, Option, Plain, Signature, classes, signatures
 from ..graph import Expr
-from . import ast
-from .attributes import COUNT, TABLE, Number, Type, Words, origin, shown
+from . import ast, guesses
+from .attributes import COUNT, TABLE, Number, Reduce, Type, Words, origin, shown
 from .expressions import TOLD, Names, Problems, evaluate, fold, mistake, negate
 
 T = TypeVar("T")
@@ -116,7 +116,8 @@ class Caller:
             key = arg.key.text
             if key not in known:
                 close = nearest(key, known)
-                help = close if close.startswith("did") else nearest(key, fitting) or ("" if fitting else f"it takes no {what}")
+                close = close if close.startswith("did") else guesses.option(key, known)
+                help = close or nearest(key, fitting) or ("" if fitting else f"it takes no {what}")
                 raise mistake("unknown-option", f"`{signature.name}` has no parameter `{key}`", arg.key.span, help)
             if key in given:
                 note = ((given[key], "given here first"),)
@@ -206,10 +207,10 @@ class FunctionCall:
             caller.used["function", called] = (found[name], str(path))
             return replace(caller.call(expr, found[name], names), value=called)
         if not isinstance(expr, ast.Call):
-            help = f"write `{expr.text}()`" if isinstance(expr, ast.NameExpr) else ""
-            raise mistake(
-                "bad-value", f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`', expr.span, help
-            )
+            text = expr.text if isinstance(expr, ast.NameExpr) else ""
+            help = guesses.called(text, _functions(caller.library)) or (f"write `{text}()`" if text else "")
+            message = f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`'
+            raise mistake("bad-value", message, expr.span, help)
         signature = _find(caller.library, "function", expr.name)
         return caller.call(expr, signature, names)
 
@@ -219,12 +220,13 @@ class Per:
     """`per`: `row`, `batch` or a column."""
 
     columns: Collection[str]
+    above: str = ""  # a column of the source's rows
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if isinstance(expr, ast.NameExpr) and (expr.text in self.columns or expr.text in ("row", "batch")):
             return Expr("word", expr.text, span=expr.span)
         text = expr.text if isinstance(expr, ast.NameExpr) else ""
-        help = nearest(text, (*self.columns, "row", "batch"))
+        help = guesses.groups(text, self.above) or nearest(text, (*self.columns, "row", "batch"))
         raise mistake("unknown-column", f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}", expr.span, help)
 
 
@@ -241,14 +243,14 @@ class Environment:
         return Expr("call", f"{path}:{name}", span=expr.span)
 
 
-def types(statement: str, caller: Caller, columns: Collection[str] = ()) -> dict[str, Type]:
+def types(statement: str, caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[str, Type]:
     """The attributes of a source or a node by its verb (a function's is `function`): those of the table, and those that need the node."""
     call = FunctionCall(caller)
     own: dict[str, dict[str, Type]] = {
         "source": {"weights": call},
         "generate": {"environment": Environment(caller)},
         "update": {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()},
-        "function": {"call": call, "keep": Keep(caller), "select": call, "per": Per(columns)},
+        "function": {"call": call, "keep": Keep(caller), "select": call, "per": Per(columns, above)},
     }
     return {**TABLE[statement], **own.get(statement, {})}
 
@@ -257,7 +259,8 @@ def _in_file(caller: Caller, target: str, span: Span, what: str, read: Callable[
     """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there."""
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise mistake("bad-value", f'`"{target}"` names no {what}', span, f'write `"file.py:{what}"`')
+        help = guesses.called(target, _functions(caller.library) if what == "function" else ()) or f'write `"file.py:{what}"`'
+        raise mistake("bad-value", f'`"{target}"` names no {what}', span, help)
     path = caller.folder(span) / file
     try:
         found = read(path.read_text(encoding="utf-8-sig"))
@@ -322,6 +325,9 @@ class Loss:
         if not isinstance(expr, ast.Binary):
             if isinstance(expr, ast.NameExpr) and expr.text not in names.params and ("loss", expr.text) in self.caller.library:
                 raise mistake("bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
+            if isinstance(expr, ast.NameExpr) and names.others.get(expr.text) == "state":
+                help = "a coefficient that adapts goes into the advantage or the reward, as `kl_coef` of `ppo` does"
+                raise mistake("bad-value", f"a loss takes params, and `{expr.text}` is a state", expr.span, help)
             value = evaluate(expr, names)
             if value.kind == "quantity":
                 raise mistake("bad-unit", "a loss takes plain numbers, and this has a unit", expr.span)
@@ -374,30 +380,6 @@ class Optimizer:
         return replace(call, args=tuple(args) if len(args) == len(call.args) else call.args)
 
 
-@dataclass(frozen=True)
-class Reduce:
-    """`tokens`, `sequences` or `constant(n)`."""
-
-    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        if not isinstance(expr, ast.Call):
-            return Words(("tokens", "sequences", "constant")).read(key, expr, names) if not _bare(expr) else _no_constant(expr)
-        if expr.name.text != "constant":
-            help = nearest(expr.name.text, ("tokens", "sequences", "constant"))
-            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
-        if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
-            return _no_constant(expr)
-        n = COUNT.read("constant", expr.args[0].value, names)
-        return Expr("call", "constant", (n,), ("n",), span=expr.span)
-
-
-def _bare(expr: ast.Expr) -> bool:
-    return isinstance(expr, ast.NameExpr) and expr.text == "constant"
-
-
-def _no_constant(expr: ast.Expr) -> Expr:
-    raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
-
-
 def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:
     if (kind, name.text) in library:
         return library[kind, name.text][0]
@@ -408,6 +390,10 @@ def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:
         help = nearest(name.text, (n for k, n in library if k == kind))
     what = "loss term" if kind == "loss" else "function"
     raise mistake("unknown-function", f"no {what} is called `{name.text}`", name.span, help)
+
+
+def _functions(library: Library) -> list[str]:
+    return [n for k, n in library if k == "function"]
 
 
 def _terms(library: Library) -> str:

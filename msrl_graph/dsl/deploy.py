@@ -32,7 +32,7 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
     """The cluster, its device's figures overridden where the file states them."""
     attributes = read(cluster.attrs, "cluster", TABLE["cluster"], Names({}), problems)
     if "device" not in attributes:
-        if not any(a.key.text == "device" for a in cluster.attrs):
+        if not any(a.key.text in ("device", "devices") for a in cluster.attrs):  # told as misspelt
             help = 'add `device = "cpu"`; devices are ' + ", ".join(f"`{d}`" for d in sorted(DEVICES))
             problems.tell("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
         return None

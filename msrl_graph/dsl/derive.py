@@ -162,6 +162,8 @@ class _Written:
             arrow = "->" if edge.kind == "sample" else "=>"
             there = [f"`{s} {arrow} {d}`" for kind, s, d in self.edges if kind == edge.kind and (s == src or d == dst)]
             help = f"there is {', '.join(there)}" if 0 < len(there) <= 6 else ""
+            other, sign = ("reshard", "=>") if edge.kind == "sample" else ("sample", "->")
+            help = f"did you mean `{src} {sign} {dst}`?" if (other, src, dst) in self.edges else help
             raise mistake("unknown-name", f"there is no edge `{src} {arrow} {dst}` to drop", edge.span, help)
         del self.edges[_ends(edge)]
 

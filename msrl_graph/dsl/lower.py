@@ -5,8 +5,8 @@ Invariant: the result is whole, or a Fault holds every mistake of the file, none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,7 +80,9 @@ def _lower(file: ast.File, context: Context) -> Lowered:
             overrides.append(Override(*parse_set(name, text)))
     chosen: ast.Algorithm | None = None
     if deploy:
-        chosen = _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
+        # Of two that have the name, which is told, the file's own is meant.
+        own = [i for i in file.items if isinstance(i, ast.Algorithm) and i.name.text == deploy.algorithm.text]
+        chosen = own[0] if own else _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
     elif algorithms:
         own = [i for i in file.items if isinstance(i, ast.Algorithm)]
         chosen = own[-1] if own else list(algorithms.values())[-1]
@@ -97,7 +99,7 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     if chosen is not None and (whole := derive(chosen, algorithms, problems, broken)) is not None:
         before = len(problems.found)
         lowering = lower_algorithm(whole, overrides, context.library, folder, problems)
-        problems.found[before:] = [missed(chosen, d) for d in problems.found[before:]]
+        problems.found[before:] = [_turned(missed(chosen, d), overrides) for d in problems.found[before:]]
     lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
     cluster: Cluster | None = None
     deployed: Deploy | None = None
@@ -119,6 +121,16 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         raise Refused(*_sorted(errors, file.path), graph=graph, library=library)
     warnings = tuple(d for d in problems.found if d.severity != "error")
     return Lowered(graph, cluster, deployed, library, warnings)
+
+
+def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
+    """What is wrong with the value of a param, told where a `set` gives that value; where it is used is a note."""
+    given = {o.value.span for o in overrides}
+    for place, (span, _) in enumerate(told.related):
+        if span in given and told.code in ("bad-value", "bad-unit"):
+            others = (*told.related[:place], *told.related[place + 1 :])
+            return replace(told, span=span, related=((told.span, "it is used here"), *others))
+    return told
 
 
 def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[str, ast.Algorithm], dict[str, ast.Cluster], bool]:
@@ -147,7 +159,7 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[
                     if item.name.text in known:
                         note = ((known[item.name.text].name.span, "the first one"),)
                         problems.found += mistake(
-                            "duplicate-name", f"a second {what} `{item.name.text}`", item.name.span, related=note
+                            "duplicate-name", f"a second {what} `{item.name.text}`", item.name.span, "give it another name", note
                         ).diagnostics
                     else:
                         known[item.name.text] = item  # type: ignore[assignment]

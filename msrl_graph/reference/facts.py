@@ -32,7 +32,7 @@ _BY_ATTRIBUTE = {
     calls.Environment: '`"file.py:Class"`',
     calls.Loss: "an expression of loss terms",
     calls.Optimizer: "a call of an optimizer",
-    calls.Reduce: "`tokens`, `sequences` or `constant(n)`",
+    kinds.Reduce: "`tokens`, `sequences` or `constant(n)`",
 }
 _UNITS = {"B": "bytes", "B/s": "bytes a second", "FLOP/s": "FLOP a second", "s": "a time"}
 
