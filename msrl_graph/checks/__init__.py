@@ -44,6 +44,8 @@ CHECKS: tuple[Check, ...] = (
     scope.own_metric,
     staleness.unread_logp,
     states.unread,
+    states.unset,
+    terms.unused_reads,
     columns.unused,
 )
 # These stay true of a graph of which some statements could not be read; the others might follow from what is missing.

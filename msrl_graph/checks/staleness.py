@@ -32,6 +32,12 @@ def unread_logp(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def sampled(graph: Graph, node: Node) -> set[str]:
+    """The log-probabilities as they were sampled by older weights than those that an update changes, which make `unread_logp` silent."""
+    older = [n for n in graph.verb("generate") if n.worker == node.worker and _cause(graph, n) is not None]
+    return {c for n in older for c in n.writes if graph.column(c).element == "f32"}
+
+
 def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     """What makes a generation off-policy, and where it stands."""
     edge = next((e for e in graph.reshards() if e.dst == node.name and e.staleness), None)

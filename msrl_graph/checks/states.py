@@ -50,3 +50,15 @@ def unread(graph: Graph, library: Library) -> list[Diagnostic]:
     read = {s for n in graph.nodes for s in n.states}
     unread = [s for s in graph.states if s.name not in read]
     return [Diagnostic("unused-column", f"nobody reads the state `{s.name}`", s.span, "remove it", "warning") for s in unread]
+
+
+def unset(graph: Graph, library: Library) -> list[Diagnostic]:
+    """States that keep their first value, since nobody sets them; of those that nobody reads either that is told already."""
+    read = {s for n in graph.nodes for s in n.states}
+    kept = read - {s for n in graph.nodes for s in n.sets}
+    help = "make it a `param`, or let a function node write it"
+    return [
+        Diagnostic("unused-column", f"nobody sets the state `{s.name}`: it stays {s.initial}", s.span, help, "warning")
+        for s in graph.states
+        if s.name in kept
+    ]

@@ -5,12 +5,15 @@ Invariant: what a term needs stands in its signature (functions.py); what an upd
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..diagnostics import Diagnostic
 from ..functions import FILLED
-from ..graph import ELEMENTS, KINDS, Graph
+from ..graph import ELEMENTS, KINDS, Expr, Graph, Node
 from ..sequences import sequences
 from .columns import Library
 from .scope import calls, span
+from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
 
@@ -87,3 +90,43 @@ def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
                 help = "take a term that names its columns, as `dpo` does, or read one of them"
                 found.append(Diagnostic("term-column", message, span(call, node), help))
     return found
+
+
+def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
+    found = []
+    for node in graph.verb("update"):
+        if any(graph.column(c).element not in ELEMENTS for c in node.reads):
+            continue  # told where the column is declared
+        used = {*(_named(node.attributes["loss"]) if "loss" in node.attributes else ()), *sampled(graph, node)}
+        for call, signature in calls(node, library):
+            used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
+        read = sequences(graph, node)
+        used |= {*read.context, *read.scored}
+        idle = [c for c in node.reads if c not in used and graph.column(c).element != "bool"]
+        # One of them may be what says which tokens are scored.
+        idle = [c for c in idle if sequences(graph, replace(node, reads=tuple(r for r in node.reads if r != c))) == read]
+        loss = node.attributes["loss"].span if "loss" in node.attributes else node.span
+        for column in idle:
+            message = f"`{node.name}` reads `{column}`, which no term of its loss uses"
+            where = ((node.span, f"`{column}` is read here"),) if loss.line and loss.file != node.span.file else ()
+            at = loss if loss.line else node.span
+            found.append(Diagnostic("unused-column", message, at, _without(graph, node, column), "warning", where))
+    return found
+
+
+def _named(expr: Expr) -> set[str]:
+    return {str(expr.value)} if expr.kind == "column" else {c for a in expr.args for c in _named(a)}
+
+
+def _without(graph: Graph, node: Node, column: str) -> str:
+    """How to do without a column, and without what computes it for this node alone."""
+    help = "leave it out of what it reads"
+    writer = graph.writer(column)
+    if writer.verb == "source" or any(column in n.reads for n in graph.nodes if n != node):
+        return help
+    help += f", or `drop {column}`"
+    if writer.writes != (column,) or writer.sets:
+        return help
+    alone = len(graph.sharing(writer.worker)) == 1
+    return f"{help} and `drop {writer.worker if alone else writer.name}`, which gives nothing else"
