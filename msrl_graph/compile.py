@@ -240,7 +240,7 @@ def no_deploy() -> Fault:
 def read(source: str | Path | Program | ast.File, text: str | None = None) -> Source:
     """The source that a path or the name of a package's algorithm stands for, or that a program was built in."""
     if not isinstance(source, str | Path):
-        tree = source if isinstance(source, ast.File) else source.tree()
+        tree = source if isinstance(source, ast.File) else _built(source)
         path = Path(tree.path)
         return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if is_file(path) else Path(), tree)
     path = Path(source)
@@ -254,6 +254,15 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
         return Source(path.name, _text(path, path.name), path.parent)
     return Source(str(source), _text(path, str(source)), path.parent)
+
+
+def _built(source: object) -> ast.File:
+    from .builder import Program
+
+    if not isinstance(source, Program):
+        found = "None" if source is None else f"`{type(source).__name__}`"
+        raise Fault(Diagnostic("bad-value", f"a program is a path, or what was built in Python, not {found}"))
+    return source.tree()
 
 
 @contextmanager

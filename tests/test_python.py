@@ -18,9 +18,9 @@ from language import TESTS
 
 import msrl_graph
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, parse, to_rlg
-from msrl_graph.diagnostics import Span
+from msrl_graph.diagnostics import NOWHERE, Span
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.ast import same
+from msrl_graph.dsl.ast import moved, same
 from msrl_graph.emit.text import plan_text
 from msrl_graph.plan import Plan
 
@@ -145,6 +145,23 @@ def test_the_example_of_the_page_on_python_is_planned(tmp_path: Path) -> None:
     assert done.stdout.startswith("Plan of median_grpo on pod  128 prompts x 16 responses an iteration\n")
 
 
+def test_the_table_of_the_page_on_python_is_true() -> None:
+    rows = [line.split(" | ") for line in DOC.read_text(encoding="utf-8").splitlines() if line.startswith("| `")][1:]
+    checked = 0
+    for left, right in rows:
+        head = "deploy grpo on pod" if "`d" in right else "algorithm mine"
+        said = [m for m in re.findall("`(.*?)`", left) if " " in m and "…" not in m]
+        statements = [moved(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said]  # type: ignore[union-attr]
+        for call in re.findall(r"`([ad]\..*?)`", right):
+            if "…" not in call:
+                a, d = Algorithm("mine"), Deploy("grpo", on=Imported("pod", "p.rlg"))
+                eval(call, {"a": a, "d": d})
+                (built,) = (a if call[0] == "a" else d)._body
+                assert moved(built, lambda _: NOWHERE) in statements, call
+                checked += 1
+    assert len(rows) > 20 and checked > len(rows)
+
+
 def test_the_mistake_of_the_page_on_python_is_told_so() -> None:
     text = DOC.read_text(encoding="utf-8")
     code, shown = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1], re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0]
@@ -187,8 +204,14 @@ def test_every_statement_has_its_place() -> None:
     a.node("actor.update", epochs=2, optimizer="adamw(lr = 1e-6, betas = [0.9, 0.95])")
     a.node("actor.generate", stop=["</answer>", "\n\n"], temperature=0.7)
     a.edge("source", hinter, ["host.a", "host.b"], balance="tokens")
+    a.edge("host.a, host.b -> host.c -> host.d { stream = 8 }", balance="tokens")
     a.reshard("actor.update", "actor.generate", staleness=1)
+    a.reshard("actor.update => judge.infer { every = 2 }", staleness=1)
     a.drop("judge.infer")
+    a.drop("host.a -> host.b")
+    a.drop("actor.update => actor.generate")
+    a.drop_edge("source -> host.a")
+    a.drop_reshard("actor.update => judge.infer")
     a.drop_edge("source", hinter)
     a.drop_reshard("actor.update", "actor.generate")
     d = Deploy(a, on=Imported("pod", "base.rlg"), name="try")
@@ -201,7 +224,7 @@ def test_every_statement_has_its_place() -> None:
     d.apart("actor", "reference")
     d.dock(mode="central", deadline="5 min")
     d.reshard(bucket="64 MiB")
-    d.edge("source", "actor.generate", stream=8)
+    d.edge("source -> actor.generate", stream=8)
     d.evaluate("test", report=["reward", "length"], label="held out")
     d.run(resume="runs/a b")
     written = """import "base.rlg"
@@ -225,9 +248,15 @@ algorithm mine extends base {
   node actor.generate { stop = ["</answer>", "\\n\\n"], temperature = 0.7 }
 
   source -> hinter -> host.a, host.b { balance = tokens }
+  host.a, host.b -> host.c -> host.d { stream = 8, balance = tokens }
   actor.update => actor.generate { staleness = 1 }
+  actor.update => judge.infer { every = 2, staleness = 1 }
 
   drop judge.infer
+  drop host.a -> host.b
+  drop actor.update => actor.generate
+  drop source -> host.a
+  drop actor.update => judge.infer
   drop source -> hinter
   drop actor.update => actor.generate
 }

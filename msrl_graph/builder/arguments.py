@@ -1,23 +1,28 @@
 """The arguments of a statement that is said in Python, to parts of a syntax tree.
 
-Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not take is a Fault.
+Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not take is a Fault,
+and so is any object whatever that has no place in a program.
 """
 
 from __future__ import annotations
 
 import linecache
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
+from types import CodeType
 from typing import NoReturn, SupportsIndex, TypeVar
 
 from ..diagnostics import Diagnostic, Fault, Span, render
 from ..dsl import ast
 from ..dsl.attributes import TABLE, String
-from ..dsl.parse import parse_expr, parse_type
+from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax import RESERVED
+from ..paths import is_file
 from .callsite import Part, Site, caller
 
 Value = bool | SupportsIndex | float | str | Callable[..., object] | Sequence["Value"]
@@ -41,8 +46,24 @@ class Arguments:
     def key(self, name: str) -> ast.Name:
         return self.word(name, self.site.key(name))
 
+    def string(self, value: object, wants: str, span: Span) -> str:
+        """A str that a file can hold."""
+        if not isinstance(value, str):
+            self.refuse(value, wants, span)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.fail("the str is no UTF-8 text: it holds half of a surrogate pair", span, code="bad-value")
+        return value
+
+    def flag(self, parameter: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            self.refuse(value, f"`{parameter}` is True or False", self.argument(parameter).span)
+        return value
+
     def word(self, text: str, span: Span) -> ast.Name:
         """A name, if it can be one."""
+        self.string(text, "a name is a str", span)
         if text in RESERVED:
             self.fail(f"`{text}` is a reserved word", span, "choose another name")
         if not NAME.fullmatch(text):
@@ -51,11 +72,16 @@ class Arguments:
 
     def name(self, parameter: str, text: str) -> ast.Name:
         part = self.argument(parameter)
+        self.string(text, f"`{parameter}` is a str", part.span)
         return self.word(text, at(part, text, 0, len(text)))
 
     def _each(self, parameter: str, names: Names, index: int = 0) -> Iterator[tuple[str, Span]]:
         part = self.argument(parameter, index)
-        texts = [(names, part)] if isinstance(names, str) else [(n, part.item(i)) for i, n in enumerate(names)]
+        wants = f"`{parameter}` takes names: a str with commas between them, or a list of str"
+        if not isinstance(names, str | Sequence):
+            self.refuse(names, wants, part.span)
+        given = [(names, part)] if isinstance(names, str) else [(n, part.item(i)) for i, n in enumerate(names)]
+        texts = [(self.string(text, wants, where.span), where) for text, where in given]
         if not any(text.strip() for text, _ in texts):
             self.fail(f"`{parameter}` names nothing", part.span, "name at least one")
         for text, where in texts:
@@ -77,6 +103,18 @@ class Arguments:
                 self.word(word, span)
         return ast.Ref(text, span)
 
+    def edge(self, parameter: str, value: object, kind: str = "") -> ast.Edge | None:
+        """The edge of a str with an arrow, as it stands in a file; None for all else."""
+        if not isinstance(value, str) or not ("->" in value or "=>" in value):
+            return None
+        part = self.argument(parameter)
+        edge = self.text(self.string(value, "", part.span), part, parse_edge)
+        if kind == "sample" != edge.kind:
+            self.fail("a sample edge has `->`", edge.span, "the edge of `=>` is said by `reshard`")
+        if kind == "reshard" != edge.kind:
+            self.fail("a resharding edge has `=>`", edge.span, "the edge of `->` is said by `edge`")
+        return edge
+
     def attrs(self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False) -> tuple[ast.Attr, ...]:
         """The attributes; `quoted`: each value is a string, however the statement's table says it."""
         found = []
@@ -88,49 +126,65 @@ class Arguments:
 
     def column(self, name: str, parameter: str, kind: str) -> ast.Column:
         part = self.argument(parameter)
-        return ast.Column(self.key(name), self.text(kind, part, parse_type), self.site.key(name).to(part.span))
+        return ast.Column(self.key(name), self.type(kind, part), self.site.key(name).to(part.span))
+
+    def type(self, kind: str, part: Part) -> ast.Type:
+        return self.text(self.string(kind, 'a column\'s type is a str, as in "f32"', part.span), part, parse_type)
 
     def path(self, parameter: str, value: str | os.PathLike[str]) -> ast.Literal_:
-        return ast.Literal_("string", os.fspath(value), self.argument(parameter).span)
+        span = self.argument(parameter).span
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return ast.Literal_("string", self.string(text, f"`{parameter}` is a str or a Path", span), span)
 
     def range(self, parameter: str, value: int | tuple[int, int] | None) -> ast.Range | None:
         if value is None:
             return None
         span = self.argument(parameter).span
-        first, last = value if isinstance(value, tuple) else (value, value)
+        pair = value if isinstance(value, tuple | list) else (value, value)
+        ends = [n for v in pair if (n := _whole(v)) is not None]
+        if len(ends) != 2 or len(pair) != 2:
+            self.refuse(value, f"`{parameter}` takes a whole number, or a pair of them, the first and the last", span)
+        first, last = (self.integer(n, span) for n in ends)
         if first < 0 or last < 0:
             self.fail(f"`{parameter}` are counted from 0", span, code="bad-value")
         return ast.Range(first, last, span)
 
-    def expr(self, value: Value, part: Part, quoted: bool = False) -> ast.Expr:
+    def integer(self, whole: int, span: Span) -> int:
+        if abs(whole) >= 10**18:
+            self.fail("the number is too large", span, code="bad-value")
+        return whole
+
+    def expr(self, value: Value, part: Part, quoted: bool = False, depth: int = 0) -> ast.Expr:
         span = part.span
+        if depth > MAX_DEPTH:
+            self.fail("the list is nested too deeply", span, code="bad-value")
         if isinstance(value, str):
+            self.string(value, "", span)
             if quoted or FUNCTION.fullmatch(value):
                 return ast.Literal_("string", value, span)
             return self.text(value, part, parse_expr)
         if isinstance(value, bool):
             return ast.Literal_("bool", value, span)
-        if isinstance(value, SupportsIndex):
-            whole = value.__index__()
-            if len(str(abs(whole))) > 18:
-                self.fail("the number is too large", span, code="bad-value")
-            return _signed(ast.Literal_("int", abs(whole), span), whole < 0)
-        if isinstance(value, float):
-            if not math.isfinite(value):
-                self.fail(f"`{value}` is no number of the language", span, code="bad-value")
-            return _signed(ast.Literal_("float", abs(float(value)), span), math.copysign(1, value) < 0)
-        if isinstance(value, Sequence):
-            return ast.List(tuple(self.expr(v, part.item(i), quoted) for i, v in enumerate(value)), span)
+        if (whole := _whole(value)) is not None:
+            return _signed(ast.Literal_("int", abs(self.integer(whole, span)), span), whole < 0)
+        if isinstance(value, Real):
+            number = _float(value)
+            if not math.isfinite(number):
+                self.fail(f"`{number}` is no number of the language", span, code="bad-value")
+            return _signed(ast.Literal_("float", abs(number), span), math.copysign(1, number) < 0)
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+            return ast.List(tuple(self.expr(v, part.item(i), quoted, depth + 1) for i, v in enumerate(value)), span)
         if callable(value):
             return ast.Literal_("string", self._function(value, span), span)
-        self.fail(f"a value is a number, a bool, a str, a list or a function, not a {type(value).__name__}", span, code="bad-value")
+        self.refuse(value, "a value is a number, a bool, a str, a list or a function", span)
 
     def _function(self, function: Callable[..., object], span: Span) -> str:
         """`file.py:name`, relative to the Python file where the call stands."""
         code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", "")
-        if code is None or not name.isidentifier() or not Path(code.co_filename).is_file():
+        found = isinstance(code, CodeType) and isinstance(name, str) and name.isidentifier() and is_file(Path(code.co_filename))
+        if not isinstance(code, CodeType) or not found:
             help = "processes of the run find it by its file and its name: define it by `def` at the top level of a file"
-            self.fail(f"`{name or function}` is not a top-level function of a file", span, help, "unknown-function")
+            self.fail(f"`{_named(function)}` is not a top-level function of a file", span, help, "unknown-function")
         path, folder = Path(code.co_filename).resolve(), Path(span.file).resolve().parent
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
@@ -144,6 +198,12 @@ class Arguments:
             related = tuple((part.inside(value, span), note) for span, note in told.related)
             self._raise(Diagnostic(told.code, told.message + where, part.inside(value, told.span), told.help, told.severity, related))
         return ast.moved(found, lambda span: part.inside(value, span))
+
+    def refuse(self, value: object, wants: str, span: Span) -> NoReturn:
+        """What is not of the kind that belongs here."""
+        kind = type(value).__name__
+        found = "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
+        self.fail(f"{wants}, not {found}", span, code="bad-value")
 
     def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
         self._raise(Diagnostic(code, message, span, help))
@@ -165,3 +225,25 @@ def at(part: Part, text: str, start: int, end: int) -> Span:
 
 def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
     return ast.Neg(literal, literal.span) if negative else literal
+
+
+def _whole(value: object) -> int | None:
+    """A whole number, if it is one; an array says that it might be, until it is asked."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _named(function: object) -> str:
+    name = getattr(function, "__qualname__", "")
+    return name if isinstance(name, str) and name else type(function).__name__

@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..diagnostics import Span
 from ..dsl import ast
 from ..dsl.format import format
-from ..dsl.parse import parse_type
 from ..dsl.write import write
 from .arguments import Arguments, Names, Value, at
 
@@ -53,11 +53,11 @@ class Program:
 class Imported(Program):
     """An algorithm of the package, or an algorithm or cluster of an `.rlg` file, whose path is relative to this Python file."""
 
-    def __init__(self, name: str, file: str | None = None) -> None:
+    def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
         super().__init__(call.site.span)
         self.name = call.name("name", name).text
-        self._file = file
+        self._file = None if file is None else str(call.path("file", file).value)
 
     def _item(self) -> ast.Item:
         return ast.Import(self.name if self._file is None else self._file, self._file is not None, self._span)
@@ -78,19 +78,19 @@ class Algorithm(Program):
         call = Arguments("name", "extends")
         super().__init__(call.site.span)
         self._name = call.name("name", name)
-        self.name = name
-        self._base = _OfPackage(extends, call.argument("extends").span) if isinstance(extends, str) else extends
+        self.name = self._name.text
+        self._base = None if extends is None else _algorithm(call, "extends", extends)
         self._extends = None if self._base is None else ast.Name(self._base.name, call.argument("extends").span)
         self._body: list[ast.AlgorithmStatement] = []
 
-    def param(self, **values: Value) -> None:
+    def param(self, /, **values: Value) -> None:
         """`param NAME = VALUE`, for each."""
         call = Arguments()
         for name, value in values.items():
             part = call.argument(name)
             self._body.append(ast.Param(call.key(name), call.expr(value, part), call.site.key(name).to(part.span)))
 
-    def columns(self, **types: str) -> None:
+    def columns(self, /, **types: str) -> None:
         """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
         self._body.append(ast.Columns(tuple(call.column(name, name, kind) for name, kind in types.items()), call.site.span))
@@ -100,14 +100,14 @@ class Algorithm(Program):
         call = Arguments("name", "type", "value")
         part = call.argument("type")
         column = call.name("name", name)
-        declared = ast.Column(column, call.text(type, part, parse_type), column.span.to(part.span))
+        declared = ast.Column(column, call.type(type, part), column.span.to(part.span))
         self._body.append(ast.State(declared, call.expr(value, call.argument("value")), call.site.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
         """`worker NAME : KIND [frozen]`; gives the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
-        self._body.append(ast.Worker(*named, frozen, call.attrs(("worker",), attributes), call.site.span))
+        self._body.append(ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span))
         return name
 
     def source(self, count: Value, writes: Names, **attributes: Value) -> str:
@@ -123,6 +123,7 @@ class Algorithm(Program):
         changed of the node that `extends` took over."""
         call = Arguments("name", "reads", "writes")
         part = call.argument("name")
+        call.string(name, 'a node is a str, as in "actor.generate"', part.span)
         match = re.fullmatch(r"\s*(?:(\w+)\s*:\s*)?(\w+)\.(\w+)\s*", name)
         if match is None:
             call.fail(f"`{name}` is no node", part.span, "a node is `worker.verb`, or `label: worker.verb`")
@@ -138,31 +139,30 @@ class Algorithm(Program):
         return label.text if label else f"{worker.text}.{verb.text}"
 
     def edge(self, *groups: Names, **attributes: Value) -> None:
-        """`A -> B, C -> D`: sample edges, as `edge("a.generate", ["b.infer", "c.infer"], "a.update")`."""
+        """`A -> B, C -> D`: sample edges, as `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
         self._body.append(_edge(Arguments("groups"), groups, attributes))
 
-    def reshard(self, src: Names, dst: Names, **attributes: Value) -> None:
-        """`A => B`: the weights of A's worker go to B."""
-        call = Arguments("src", "dst")
-        attrs = call.attrs(("resharding edge",), attributes)
-        self._body.append(ast.Edge("reshard", (call.refs("src", src), call.refs("dst", dst)), attrs, call.site.span))
+    def reshard(self, src: Names, dst: Names | None = None, **attributes: Value) -> None:
+        """`A => B`: the weights of A's worker go to B; as `reshard("A => B")` or `reshard("A", "B")`."""
+        self._body.append(_reshard(Arguments("src", "dst"), src, dst, attributes))
 
     def drop(self, name: str) -> None:
-        """`drop NAME`, of a worker, node, column, param or state that `extends` took over."""
+        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; or of an edge, as `drop("A -> B")`."""
         call = Arguments("name")
         part = call.argument("name")
-        self._body.append(ast.Drop(call.ref(name, at(part, name, 0, len(name))), call.site.span))
+        call.string(name, "`name` is a str", part.span)
+        target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)))
+        self._body.append(ast.Drop(target, call.site.span))
 
     def drop_edge(self, *groups: Names) -> None:
         """`drop A -> B`."""
         call = Arguments("groups")
         self._body.append(ast.Drop(_edge(call, groups, {}), call.site.span))
 
-    def drop_reshard(self, src: Names, dst: Names) -> None:
+    def drop_reshard(self, src: Names, dst: Names | None = None) -> None:
         """`drop A => B`."""
         call = Arguments("src", "dst")
-        ends = call.refs("src", src), call.refs("dst", dst)
-        self._body.append(ast.Drop(ast.Edge("reshard", ends, (), call.site.span), call.site.span))
+        self._body.append(ast.Drop(_reshard(call, src, dst, {}), call.site.span))
 
     def _needs(self) -> tuple[Program, ...]:
         return () if self._base is None else (self._base,)
@@ -177,8 +177,8 @@ class Cluster(Program):
     def __init__(self, name: str, /, **attributes: Value) -> None:
         call = Arguments("name")
         super().__init__(call.site.span)
-        self.name = name
         self._name, self._attrs = call.name("name", name), call.attrs(("cluster",), attributes)
+        self.name = self._name.text
 
     def _item(self) -> ast.Item:
         return ast.Cluster(self._name, self._attrs, self._span)
@@ -191,13 +191,15 @@ class Deploy(Program):
         call = Arguments("algorithm", "on", "name")
         super().__init__(call.site.span)
         named = call.argument("algorithm").span
-        self._algorithm = _OfPackage(algorithm, named) if isinstance(algorithm, str) else algorithm
+        self._algorithm = _algorithm(call, "algorithm", algorithm)
+        if not isinstance(on, Cluster | Imported):
+            call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', call.argument("on").span)
         self._on = on
         self._head = ast.Name(self._algorithm.name, named), ast.Name(on.name, call.argument("on").span)
         self._alias = None if name is None else call.name("name", name)
         self._body: list[ast.DeployStatement] = []
 
-    def set(self, **values: Value) -> None:
+    def set(self, /, **values: Value) -> None:
         """`set NAME = VALUE`, for each: values of params."""
         call = Arguments()
         for name, value in values.items():
@@ -214,7 +216,8 @@ class Deploy(Program):
         """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
         call = Arguments("name", "target")
         # `source` is a reserved word that stands for a name here.
-        named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if name == "source" else call.name("name", name)
+        source = isinstance(name, str) and name == "source"
+        named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
         self._body.append(ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span))
 
     def layout(self, nodes: Names, /, **sizes: Value) -> None:
@@ -238,6 +241,7 @@ class Deploy(Program):
     ) -> None:
         """`place WORKER|NODE, … [together] [on nodes 0..1 [devices 0..7]]`: a pair is the first and the last."""
         call = Arguments("targets")
+        call.flag("together", together)
         if devices is not None and nodes is None:
             call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
         stretch = call.range("nodes", nodes), call.range("devices", devices)
@@ -246,20 +250,22 @@ class Deploy(Program):
     def apart(self, *targets: Names) -> None:
         """`apart A, B`."""
         call = Arguments("targets")
+        if not targets:
+            call.fail("`apart` names nothing", call.site.span, "name at least one")
         refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
         self._body.append(ast.Apart(refs, call.site.span))
 
-    def dock(self, **attributes: Value) -> None:
+    def dock(self, /, **attributes: Value) -> None:
         """`dock { mode = …, deadline = … }`."""
         call = Arguments()
         self._body.append(ast.Options("dock", call.attrs(("dock",), attributes), call.site.span))
 
-    def reshard(self, **attributes: Value) -> None:
+    def reshard(self, /, **attributes: Value) -> None:
         """`reshard { mode = …, order = …, bucket = … }`."""
         call = Arguments()
         self._body.append(ast.Options("reshard", call.attrs(("reshard",), attributes), call.site.span))
 
-    def run(self, **attributes: Value) -> None:
+    def run(self, /, **attributes: Value) -> None:
         """`run { iterations = …, seed = … }`."""
         call = Arguments()
         self._body.append(ast.Options("run", call.attrs(("run",), attributes), call.site.span))
@@ -290,6 +296,9 @@ def tree(*programs: Program) -> ast.File:
         order.setdefault(id(program), program)
 
     for program in programs:
+        if not isinstance(program, Program):
+            call = Arguments()
+            call.refuse(program, "a program is an Algorithm, a Cluster or a Deploy", call.site.span)
         add(program)
     items: list[ast.Item] = []
     for item in (p._item() for p in order.values()):
@@ -306,8 +315,28 @@ def to_rlg(program: Program | ast.File, *more: Program) -> str:
     return format(write(file), file.path)
 
 
+def _algorithm(call: Arguments, parameter: str, value: Algorithm | Imported | str) -> Algorithm | Imported:
+    part = call.argument(parameter)
+    if isinstance(value, str):
+        return _OfPackage(call.word(value, part.span).text, part.span)
+    if not isinstance(value, Algorithm | Imported):
+        call.refuse(value, f"`{parameter}` takes an Algorithm, an Imported one, or the name of one of the package", part.span)
+    return value
+
+
 def _edge(call: Arguments, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:
+    attrs = call.attrs(("sample edge",), attributes)
+    if len(groups) == 1 and (edge := call.edge("groups", groups[0], "sample")):
+        return replace(edge, attrs=(*edge.attrs, *attrs))
     if len(groups) < 2:
-        call.fail("an edge leads from one state to another", call.site.span, 'name both, as in `edge("source", "actor.generate")`')
-    refs = tuple(call.refs("groups", group, i) for i, group in enumerate(groups))
-    return ast.Edge("sample", refs, call.attrs(("sample edge",), attributes), call.site.span)
+        call.fail("an edge leads from one state to another", call.site.span, 'name both, as in `edge("source -> actor.generate")`')
+    return ast.Edge("sample", tuple(call.refs("groups", group, i) for i, group in enumerate(groups)), attrs, call.site.span)
+
+
+def _reshard(call: Arguments, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.Edge:
+    attrs = call.attrs(("resharding edge",), attributes)
+    if dst is None and (edge := call.edge("src", src, "reshard")):
+        return replace(edge, attrs=(*edge.attrs, *attrs))
+    if dst is None:
+        call.fail("weights go from one state to another", call.site.span, 'name both, as in `reshard("actor.update => actor.generate")`')
+    return ast.Edge("reshard", (call.refs("src", src), call.refs("dst", dst)), attrs, call.site.span)

@@ -50,6 +50,12 @@ def parse_type(text: str, file: str) -> ast.Type:
     return _Builder(file).type(_tree(text, file, "type"))
 
 
+def parse_edge(text: str, file: str) -> ast.Edge:
+    """The tree of one edge, sample or resharding."""
+    edge: ast.Edge = _Builder(file).statement(_tree(text, file, "edge"))
+    return edge
+
+
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
     """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see `flag_text`)."""
     lead = f"{FLAG}{name}="
