@@ -169,7 +169,7 @@ class Edge:
         return int(expr.value) if expr is not None and isinstance(expr.value, (int, float)) else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph(GraphViews):
     """An algorithm: nodes in dependency order, the source first (a node with verb `source`)."""
 

@@ -285,7 +285,7 @@ class Note:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanViews):
     graph: Graph
     cluster: Cluster

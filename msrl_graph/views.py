@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 class GraphViews:
     """The methods of a Graph that need the floors above it."""
 
+    def __str__(self: Graph) -> str:  # type: ignore[misc]
+        """The text that `msrl-compile --emit graph` shows."""
+        from .emit.text import graph_text
+
+        return graph_text(self).removesuffix("\n")
+
+    def __repr__(self: Graph) -> str:  # type: ignore[misc]
+        """In a line, as a traceback or a debugger shows it: the text is long."""
+        return f"<Graph {self.name}: {len(self.nodes)} states>"
+
     def _repr_html_(self: Graph) -> str:  # type: ignore[misc]
         """What a notebook shows: a picture, states by worker."""
         from .emit.html import graph_fragment
@@ -31,6 +41,15 @@ class PlanViews:
         from .emit.text import plan_text
 
         return plan_text(self, width)
+
+    def __str__(self: Plan) -> str:  # type: ignore[misc]
+        """What `explain` gives."""
+        return self.explain().removesuffix("\n")
+
+    def __repr__(self: Plan) -> str:  # type: ignore[misc]
+        """In a line, as a traceback or a debugger shows it: the text is long."""
+        on = f"{self.graph.name} on {self.cluster.name}"
+        return f"<Plan of {on}: {len(self.graph.nodes)} states, {self.cluster.devices} devices>"
 
     def _repr_html_(self: Plan) -> str:  # type: ignore[misc]
         """What a notebook shows: a picture, states by pool."""

@@ -296,6 +296,13 @@ def test_a_tree_that_was_parsed_is_a_program_too() -> None:
     assert compile(parse(PAGE.read_text(encoding="utf-8"), str(PAGE))).explain() == compile(PAGE).explain()
 
 
+def test_a_plan_and_a_graph_are_shown_as_the_command_line_shows_them_and_named_in_a_line() -> None:
+    plan = compile(PAGE)
+    assert f"{plan}\n" == plan.explain()
+    assert str(plan.graph).startswith("Algorithm grpo  256 prompts x 16 responses an iteration\n")
+    assert repr([plan, plan.graph]) == "[<Plan of grpo on pod: 7 states, 16 devices>, <Graph grpo: 7 states>]"
+
+
 def test_where_there_is_no_source_the_line_is_told() -> None:
     with pytest.raises(Fault) as caught:
         exec("\n\nAlgorithm('1')", {"Algorithm": Algorithm})
