@@ -279,12 +279,10 @@ def test_a_label_names_a_node() -> None:
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
-def test_every_program_of_the_language_is_lowered_or_named_as_not_yet(path: Path) -> None:
+def test_every_program_of_the_language_is_lowered(path: Path) -> None:
     codes = {d.code for d in diagnose(path.read_text(encoding="utf-8"), context(deploy="debug" if path.stem == "two_deploys" else None))}
-    if path.stem in ("grpo_page", "small", "two_deploys", "apart_two", "apart_four", "stale"):
-        assert codes <= {"missing-file"}
-    else:
-        assert codes <= {"not-yet", "missing-file"}
+    # The last of the variants has its KL in the reward, and leaves `ref_logp` among the reads of its update.
+    assert codes <= {"missing-file", *(["unused-column"] if path.stem == "variants" else [])}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problem
     for part in reversed(line):
         written.own = set()
         for statement in part.body:
+            if isinstance(statement, ast.Node) and part is algorithm:
+                _regrouped(statement, written.declared.get(("node", node_name(statement))), part, problems)
             with problems.catching():
                 written.add(statement)
     return replace(algorithm, extends=None, body=tuple(written.statements()))
@@ -55,6 +57,25 @@ def missed(algorithm: ast.Algorithm, told: Diagnostic) -> Diagnostic:
     gone = {s.target.text: s.target.span for s in algorithm.body if isinstance(s, ast.Drop) and isinstance(s.target, ast.Ref)}
     notes = tuple((span, f"`{name}` is dropped here") for name, span in gone.items() if told.span != span and f"`{name}`" in told.message)
     return replace(told, related=(*told.related, *notes))
+
+
+def _regrouped(node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems) -> None:
+    """Tells of a node that takes the place of one that was handed groups, states no `per`, and calls a function of a user's file, which
+    says nothing of its scope: it would get single rows."""
+    if node.reads is None or not isinstance(old, ast.Node) or any(a.key.text == "per" for a in node.attrs):
+        return
+    per = next((a.value for a in old.attrs if a.key.text == "per"), None)
+    call = next((a for a in node.attrs if a.key.text == "call"), None)
+    if not isinstance(per, ast.NameExpr) or per.text == "row" or call is None or not _of_file(call.value):
+        return
+    base = f" in `{algorithm.extends.text}`" if algorithm.extends else ""
+    message = f"`{node_name(node)}` had `per = {per.text}`{base}; this one states none, so it gets single rows"
+    problems.tell("bad-scope", message, node.head, f"add `per = {per.text}`; or `per = row`, if single rows are meant", "warning")
+
+
+def _of_file(call: ast.Expr) -> bool:
+    """Whether a function of a user's file is called."""
+    return (isinstance(call, ast.Call) and call.quoted) or (isinstance(call, ast.Literal_) and call.kind == "string")
 
 
 def _patches(statement: ast.AlgorithmStatement) -> bool:

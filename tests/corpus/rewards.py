@@ -51,3 +51,7 @@ def minus(score, chance):
 
 def same(votes):
     return votes
+
+
+def by_rank(response, reward):
+    return reward.argsort().argsort()

@@ -87,3 +87,11 @@ def mean(score):
 
 def less(response, mean):
     return -mean
+
+
+def by_rank(response, reward):
+    return reward.argsort().argsort()
+
+
+def plain(response, answer: str):
+    return float(len(response))
