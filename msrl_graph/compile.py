@@ -297,11 +297,11 @@ def translate(
         lowered = lower(tree, context(source, deploy, model, sets))
     except Refused as fault:
         # What could be read of the graph may have more to tell, in the same run.
-        told = checks.check(fault.graph, fault.library, fault.diagnostics) if fault.graph is not None else []
+        told = checks.check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph is not None else []
         raise Fault(*fault.diagnostics, *(d for d in told if d.severity == "error")) from None
     graph = lowered.graph
     reported = [c for e in (lowered.deploy.evaluations if lowered.deploy else ()) for c in e.report]
-    warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported))
+    warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported, lowered.dropped))
     if errors := [d for d in warnings if d.severity == "error"]:
         raise Fault(*errors)
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:

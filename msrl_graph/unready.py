@@ -38,7 +38,11 @@ NAMED = 6  # things that a note names
 
 def unready(plan: Plan) -> list[Diagnostic]:
     """What a run refuses of a plan."""
-    return [Diagnostic("not-yet", f"{x.what} can be planned for, not {x.how}, in this version", x.span, x.help) for x in _refused(plan)]
+    return [
+        Diagnostic("not-yet", f"{x.what} can be planned for, not {x.how}, in this version", x.span, x.help)
+        for x in _refused(plan)
+        if not x.follows
+    ]
 
 
 def notes(plan: Plan) -> tuple[Note, ...]:
@@ -49,20 +53,21 @@ def notes(plan: Plan) -> tuple[Note, ...]:
 
 
 class _Refusal(NamedTuple):
-    """`what` as the subject of a sentence, `brief` in a list."""
+    """`what` as the subject of a sentence, `brief` in a list; `follows`: from another, so that it is no mistake of its own."""
 
     what: str
     brief: str
     span: Span
     help: str
     how: str
+    follows: bool
 
 
 def _refused(plan: Plan) -> list[_Refusal]:
     found: list[_Refusal] = []
 
-    def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
-        found.append(_Refusal(what, brief or what.rstrip(","), span, help, how))
+    def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "", follows: bool = False) -> None:
+        found.append(_Refusal(what, brief or what.rstrip(","), span, help, how, follows))
 
     if plan.cluster.device.backend != "cpu":
         tell(f"devices of kind {plan.cluster.device.backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
@@ -76,7 +81,8 @@ def _refused(plan: Plan) -> list[_Refusal]:
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
-            tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine)
+            chosen = plan.cluster.device.backend != "cpu" and not placement.engine.span.line  # for these devices
+            tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
     for state in plan.graph.states:
         tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
     for worker in plan.graph.workers:

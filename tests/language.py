@@ -43,12 +43,12 @@ def diagnose(text: str, within: Context | None = None, name: str = "program.rlg"
     try:
         result = lowered(text, within, name)
     except Refused as fault:
-        more = check(fault.graph, fault.library, fault.diagnostics) if fault.graph else []
+        more = check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph else []
         return [*fault.diagnostics, *more]
     except Fault as fault:
         return list(fault.diagnostics)
     reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.report}
-    return [*result.warnings, *check(result.graph, result.library, result.warnings, reported)]
+    return [*result.warnings, *check(result.graph, result.library, result.warnings, reported, result.dropped)]
 
 
 def head(program: str) -> tuple[str | None, str | None, dict[str, str]]:

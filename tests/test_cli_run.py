@@ -106,3 +106,14 @@ def test_results_of_another_run_are_not_overwritten(tmp_path, capsys):
     assert run_main([str(EXAMPLE / "grpo.rlg"), "--out", str(tmp_path)]) == 1
     assert "is there already and is not empty" in capsys.readouterr().err
     assert (tmp_path / "kept").read_text() == "results"
+
+
+@pytest.mark.parametrize("data", ['  data source = "none.jsonl"\n', ""])
+def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = 'cluster one { device = "cpu" }\n'
+    Path("small.rlg").write_text(f'import grpo\n{cluster}deploy grpo on one {{\n  model policy = "tiny"\n{data}}}\n')
+    assert run_main(["small.rlg", "--diagnostics", "concise"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len([line for line in told if "[missing-file]" in line or "[no-data]" in line]) == 1
+    assert not any("warning" in line for line in told)

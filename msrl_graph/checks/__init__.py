@@ -5,10 +5,11 @@ Invariant: checks judge, they never change a graph; each mistake is told once, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ..diagnostics import Diagnostic
+from ..dropped import Dropped, missed
 from ..graph import Graph
 from . import columns, edges, filters, levels, liveness, scope, staleness, states, terms
 from .columns import Library
@@ -66,13 +67,22 @@ VALUES = {
 }
 
 
-def check(graph: Graph, library: Library, told: Sequence[Diagnostic] = (), reported: Collection[str] = ()) -> list[Diagnostic]:
-    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read."""
+def check(
+    graph: Graph,
+    library: Library,
+    told: Sequence[Diagnostic] = (),
+    reported: Collection[str] = (),
+    dropped: Mapping[str, Dropped] | None = None,
+) -> list[Diagnostic]:
+    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read, `dropped` what the
+    algorithm dropped of those that it extends."""
     whole = all(d.code in VALUES for d in told if d.severity == "error")
     last = partial(columns.unused, reported=reported)
     checks = [last if c is columns.unused else c for c in CHECKS] if whole else STURDY
     known = {(d.code, d.span) for d in told}
-    found = sorted((d for c in checks for d in c(graph, library) if (d.code, d.span) not in known), key=lambda d: d.span)
+    found = sorted(
+        (missed(d, dropped or {}) for c in checks for d in c(graph, library) if (d.code, d.span) not in known), key=lambda d: d.span
+    )
     errors = [d for d in found if d.severity == "error"]
     # A warning may follow from a mistake.
     return errors if errors or not all(d.severity == "warning" for d in told) else found

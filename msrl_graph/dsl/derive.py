@@ -10,16 +10,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from ..diagnostics import Diagnostic, nearest
+from ..diagnostics import nearest
+from ..dropped import Dropped
 from . import ast
 from .expressions import Problems, mistake
 
 Key = tuple[str, str]  # what is declared, and its name
 
 
-def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problems: Problems, broken: bool = False) -> ast.Algorithm | None:
+def derive(
+    algorithm: ast.Algorithm,
+    known: Mapping[str, ast.Algorithm],
+    problems: Problems,
+    broken: bool = False,
+    dropped: dict[str, Dropped] | None = None,
+) -> ast.Algorithm | None:
     """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import failed. None where
-    what it extends cannot be had."""
+    what it extends cannot be had. What is dropped on the way, and stays so, is added to `dropped`."""
     line: list[ast.Algorithm] = [algorithm]
     seen = {id(algorithm)}
     while (base := line[-1].extends) is not None:
@@ -49,14 +56,9 @@ def derive(algorithm: ast.Algorithm, known: Mapping[str, ast.Algorithm], problem
                 _regrouped(statement, written.declared.get(("node", node_name(statement))), part, problems)
             with problems.catching():
                 written.add(statement)
+    if dropped is not None:
+        dropped |= written.dropped
     return replace(algorithm, extends=None, body=tuple(written.statements()))
-
-
-def missed(algorithm: ast.Algorithm, told: Diagnostic) -> Diagnostic:
-    """What is told of an algorithm, with a note where it misses something that the algorithm itself drops."""
-    gone = {s.target.text: s.target.span for s in algorithm.body if isinstance(s, ast.Drop) and isinstance(s.target, ast.Ref)}
-    notes = tuple((span, f"`{name}` is dropped here") for name, span in gone.items() if told.span != span and f"`{name}`" in told.message)
-    return replace(told, related=(*told.related, *notes))
 
 
 def _regrouped(node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems) -> None:
@@ -90,6 +92,7 @@ class _Written:
         self.edges: dict[tuple[str, str, str], ast.Edge] = {}
         self.doubles: list[ast.AlgorithmStatement] = []
         self.own: set[Key] = set()
+        self.dropped: dict[str, Dropped] = {}
 
     def statements(self) -> Iterable[ast.AlgorithmStatement]:
         yield from self.declared.values()
@@ -125,6 +128,7 @@ class _Written:
         else:
             self.declared[key] = statement
             self.own.add(key)
+            self.dropped.pop(key[1], None)
 
     def _node(self, node: ast.Node) -> None:
         key = ("node", node_name(node))
@@ -149,22 +153,25 @@ class _Written:
         if ref.text == "source":
             raise mistake("bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place")
         if node in self.declared:
-            self._drop_nodes({ref.text})
+            self._drop_nodes({ref.text}, ref)
         elif name in self.declared:
             gone = self.declared.pop(name)
             if isinstance(gone, ast.Worker):
                 nodes = {key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text}
-                self._drop_nodes(nodes)
+                self._drop_nodes(nodes, ref)
             elif isinstance(gone, ast.Columns):
                 self._drop_column(ref.text)
         else:
             what = "node" if "." in ref.text else "param, column, state, worker or node"
             help = nearest(ref.text, [key[1] for key in self.declared if key[1] != "source"])
             raise mistake("unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help)
+        self.dropped[ref.text] = Dropped(ref.span)
 
-    def _drop_nodes(self, names: set[str]) -> None:
+    def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
         for name in names:
-            del self.declared["node", name]
+            gone = self.declared.pop(("node", name))
+            assert isinstance(gone, ast.Node)
+            self.dropped |= {column.text: Dropped(ref.span, name) for column in gone.writes}
         self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
 
     def _drop_column(self, name: str) -> None:

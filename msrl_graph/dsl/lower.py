@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from ..cluster import Cluster
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..dropped import Dropped, missed
 from ..engine import EngineSpec
 from ..graph import Graph
 from ..plan import Deploy
@@ -19,7 +20,7 @@ from . import ast
 from .algorithm import Lowering, lower_algorithm
 from .calls import Library
 from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
-from .derive import derive, missed
+from .derive import derive
 from .expressions import Problems, mistake
 from .params import Override
 from .parse import parse_set
@@ -50,14 +51,21 @@ class Lowered:
     deploy: Deploy | None
     library: Library
     warnings: tuple[Diagnostic, ...] = ()
+    dropped: Mapping[str, Dropped] = field(default_factory=dict)
 
 
 class Refused(Fault):
     """A Fault with the graph as far as it could be read, for the checks that can still say something of it."""
 
-    def __init__(self, *diagnostics: Diagnostic, graph: Graph | None = None, library: Library | None = None) -> None:
+    def __init__(
+        self,
+        *diagnostics: Diagnostic,
+        graph: Graph | None = None,
+        library: Library | None = None,
+        dropped: Mapping[str, Dropped] | None = None,
+    ) -> None:
         super().__init__(*diagnostics)
-        self.graph, self.library = graph, library or {}
+        self.graph, self.library, self.dropped = graph, library or {}, dropped or {}
 
 
 def lower(file: ast.File, context: Context) -> Lowered:
@@ -96,10 +104,11 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
         if (whole := derive(item, algorithms, problems, broken)) is not None:
             lower_algorithm(whole, (), context.library, folder, problems)
-    if chosen is not None and (whole := derive(chosen, algorithms, problems, broken)) is not None:
+    dropped: dict[str, Dropped] = {}
+    if chosen is not None and (whole := derive(chosen, algorithms, problems, broken, dropped)) is not None:
         before = len(problems.found)
         lowering = lower_algorithm(whole, overrides, context.library, folder, problems)
-        problems.found[before:] = [_turned(missed(chosen, d), overrides) for d in problems.found[before:]]
+        problems.found[before:] = [_turned(missed(d, dropped), overrides) for d in problems.found[before:]]
     lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
     cluster: Cluster | None = None
     deployed: Deploy | None = None
@@ -118,9 +127,9 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     library = {**context.library, **(lowering.used if lowering else {})}
     errors = [d for d in problems.found if d.severity == "error"]
     if errors or graph is None:
-        raise Refused(*_sorted(errors, file.path), graph=graph, library=library)
+        raise Refused(*_sorted(errors, file.path), graph=graph, library=library, dropped=dropped)
     warnings = tuple(d for d in problems.found if d.severity != "error")
-    return Lowered(graph, cluster, deployed, library, warnings)
+    return Lowered(graph, cluster, deployed, library, warnings, dropped)
 
 
 def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
