@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import algorithms, checks, models, unready
 from .backends import DEFAULT, ENGINES
 from .checks import layout, lints, liveness, memory, sharing, staleness, tokenizers
-from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, render
+from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, public, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
 from .dsl.parse import flag_text, parse
@@ -183,6 +183,7 @@ class Compilation:
 Hook = Callable[[str, float, Plan], None]
 
 
+@public
 def compile(
     source: str | Path | Program | ast.File,
     *,
@@ -201,10 +202,13 @@ def compile(
     """
     result = _told(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
-        raise no_deploy()
+        fault = no_deploy()
+        fault.text = "\n".join(_rendered(None, fault.diagnostics))
+        raise fault
     return result.plan
 
 
+@public
 def check(source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str] | None = None) -> Graph:
     """The graph of a program (as for `compile`), after all checks that need no plan. Raises Fault, and warns as `compile` does."""
     graph = _told(source, text, sets=sets, until="graph").graph
@@ -219,11 +223,10 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
         source = read(program, text)
         result = translate(source, **options)
     except Fault as fault:
-        for note in _rendered(source, fault.diagnostics):
-            fault.add_note(note)
+        fault.text = "\n".join(_rendered(source, fault.diagnostics))
         raise
     for note in _rendered(source, result.warnings):
-        warnings.warn(note, ProgramWarning, stacklevel=3)
+        warnings.warn(note, ProgramWarning, stacklevel=4)
     return result
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, wraps
+from typing import Literal, ParamSpec, TypeVar
 
 from . import codes
 
@@ -21,6 +22,8 @@ LONGEST = 240
 _SAFE = {c: 0x2400 + c for c in range(32) if c != 9} | {0x7F: 0x2421}
 _SAFE |= dict.fromkeys((*range(0x80, 0xA0), 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Severity = Literal["error", "warning", "hint"]
 
 
@@ -58,14 +61,34 @@ class Diagnostic:
 
 
 class Fault(Exception):
-    """Ends a compilation or refuses a run; holds what to tell."""
+    """Ends a compilation or refuses a run; holds what to tell. Its str is `text`, the rendered diagnostics, where they were rendered."""
+
+    text = ""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__("; ".join(f"[{d.code}] {d.message}" for d in diagnostics))
         self.diagnostics = diagnostics
 
+    def __str__(self) -> str:
+        return self.text or super().__str__()
+
     def __reduce__(self) -> tuple[type[Fault], tuple[Diagnostic, ...]]:
         return type(self), self.diagnostics  # from one process to another
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the Python API: the traceback of its Fault ends at the call. With MSRL_DEBUG=1 it shows where it was raised, too."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Fault as fault:
+            if os.environ.get("MSRL_DEBUG"):
+                raise
+            raise fault.with_traceback(None) from None
+
+    return called
 
 
 class ProgramWarning(UserWarning):

@@ -17,7 +17,7 @@ import pytest
 from language import TESTS
 
 import msrl_graph
-from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, parse, to_rlg
+from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, diagnostics, parse, to_rlg
 from msrl_graph.diagnostics import NOWHERE, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.ast import moved, same
@@ -107,7 +107,7 @@ def run_block(code: str, file: str = "program.py") -> dict[str, Any]:
 def told(code: str, file: str = "program.py") -> str:
     with pytest.raises(Fault) as caught:
         run_block(code, file)
-    return "".join(note + "\n" for note in caught.value.__notes__).replace(f"{algorithms.FOLDER}/", "")
+    return f"{caught.value}\n".replace(f"{algorithms.FOLDER}/", "")
 
 
 @pytest.mark.parametrize("path", MISTAKES, ids=lambda p: p.stem)
@@ -125,7 +125,9 @@ def test_a_file_shows_its_mistakes_in_the_traceback(tmp_path: Path) -> None:
     program.write_text('from msrl_graph import Algorithm, check\na = Algorithm("a", extends="grpo")\na.drop("actr")\ncheck(a)\n')
     done = subprocess.run([sys.executable, program.name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.endswith(
+    traceback, _, told = done.stderr.partition("msrl_graph.diagnostics.Fault: ")
+    assert re.findall('File "(.*?)"', traceback) == [str(program), diagnostics.__file__]
+    assert told == (
         "error[unknown-name]: no param, column, state, worker or node is called `actr`, so there is nothing to drop\n"
         f" --> {program}:3:9\n"
         "  |\n"

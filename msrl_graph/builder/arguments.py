@@ -38,7 +38,7 @@ class Arguments:
     """The arguments of the call of a method, to parts of a syntax tree."""
 
     def __init__(self, *parameters: str) -> None:
-        self.site: Site = caller(Path(__file__).parent, parameters)
+        self.site: Site = caller(Path(__file__).parent.parent, parameters)
 
     def argument(self, name: str, index: int = 0) -> Part:
         return self.site.argument(name, index)
@@ -210,7 +210,7 @@ class Arguments:
 
     def _raise(self, told: Diagnostic) -> NoReturn:
         fault = Fault(told)
-        fault.add_note(render(told, {told.span.file: "".join(linecache.getlines(told.span.file))}))
+        fault.text = render(told, {told.span.file: "".join(linecache.getlines(told.span.file))})
         raise fault from None
 
 

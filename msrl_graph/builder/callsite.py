@@ -82,9 +82,9 @@ class Site:
 
 
 def caller(inner: Path, parameters: tuple[str, ...]) -> Site:
-    """The call that led out of the user's code into the files of the folder `inner`."""
+    """The call that led out of the user's code into the files under the folder `inner`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == inner:
+    while frame.f_back is not None and inner in Path(frame.f_code.co_filename).parents:
         frame = frame.f_back
     file = frame.f_code.co_filename
     source = _Source(file, tuple(line.rstrip("\n") for line in linecache.getlines(file, frame.f_globals)))

@@ -15,8 +15,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import FunctionType
 
-from ..diagnostics import Span
+from ..diagnostics import Span, public
 from ..dsl import ast
 from ..dsl.format import format
 from ..dsl.write import write
@@ -27,6 +28,12 @@ NODE = ("function", "generate", "infer", "update")
 
 class Program:
     """An algorithm, a cluster or a deploy, with all that it needs."""
+
+    def __init_subclass__(cls) -> None:
+        """Each statement of ours is `public`; a subclass of the user's keeps its own frames in a traceback."""
+        for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
+            if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
+                setattr(cls, name, public(method))
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -309,6 +316,7 @@ def tree(*programs: Program) -> ast.File:
     return ast.File(span.file, tuple(items), span)
 
 
+@public
 def to_rlg(program: Program | ast.File, *more: Program) -> str:
     """The text, in the layout of msrl-fmt, of a program that was built here, or parsed; several that were built here make one file."""
     file = program if isinstance(program, ast.File) else tree(program, *more)
