@@ -68,10 +68,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compile(argv: Sequence[str]) -> int:
     parser = _parser()
+    if "--explain" in argv[:-1]:  # its name may be `->`, which no other flag is
+        at = argv.index("--explain")
+        argv = [*argv[:at], f"--explain={argv[at + 1]}", *argv[at + 2 :]]
     options = parser.parse_args(argv)
     if options.explain is not None:
-        print(codes.shown(_page(options.explain, parser), *_screen(options)), end="")
-        return 0
+        page = _page(options.explain)
+        print(codes.shown(page, *_screen(options)) if page else _unknown(options.explain), end="", file=sys.stdout if page else sys.stderr)
+        return 0 if page else 2
     from .compile import PASSES, decoded, read, translate
 
     names = [p.name for p in PASSES]
@@ -147,18 +151,21 @@ def _compile(argv: Sequence[str]) -> int:
     return 0
 
 
-def _page(name: str, parser: argparse.ArgumentParser) -> str:
-    """The page of a code, or the entry of the reference with that name."""
+def _page(name: str) -> str:
+    """The page of a code, or the entry of the reference with that name; nothing where there is neither."""
     if name in codes.known():
         return codes.page(name)
     from . import reference
 
-    if name in reference.names():
-        return reference.entry(name)
+    return reference.entry(name) if name in reference.names() else ""
+
+
+def _unknown(name: str) -> str:
+    from . import reference
+
     known = nearest(name, {*codes.known(), *reference.names()})
-    parser.error(
-        f"no code, statement, attribute or function is called `{name}`; {known if known.startswith('did') else 'codes stand in brackets'}"
-    )
+    near = known if known.startswith("did") else "codes stand in brackets"
+    return f"msrl-compile: no code, statement, attribute or function is called `{name}`; {near}\n"
 
 
 def _simulated(result: Compilation, options: argparse.Namespace) -> str:
@@ -209,7 +216,8 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     width, colour = _screen(options)
     if stage == "graph":
         assert result.graph is not None
-        return text.graph_text(result.graph, width, colour)
+        graph = text.graph_text(result.graph, width, colour)
+        return graph if options.emit else f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
     assert result.placed is not None
     if stage == "placed":
         return text.placed_text(result.placed, width, colour)

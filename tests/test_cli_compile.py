@@ -107,7 +107,10 @@ def test_emits_and_formats(tmp_path: Path, capsys: Capture) -> None:
 
 def test_a_name_stands_for_an_algorithm_of_the_package(capsys: Capture) -> None:
     assert compile_main(["grpo"]) == 0
-    assert "Graph: 7 states" in capsys.readouterr().out
+    why = "No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand."
+    assert capsys.readouterr().out.splitlines()[-2:] == ["Graph: 7 states, 8 sample edges, 1 reshard.", why]
+    assert compile_main(["grpo", "--emit", "graph"]) == 0
+    assert why not in capsys.readouterr().out
     assert compile_main(["grpo", "--model", "tiny"]) == 0
     assert "Plan: 7 states on 1 device" in capsys.readouterr().out
     assert compile_main(["grpo", "--emit", "plan"]) == 1
@@ -160,7 +163,6 @@ def test_passes_are_listed_timed_and_shown(capsys: Capture) -> None:
     "arguments",
     [
         [],
-        ["--explain", "nothing"],
         ["a.rlg", "--print-after", "x"],
         ["a.rlg", "--set", "x"],
         ["--bogus"],

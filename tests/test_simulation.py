@@ -499,6 +499,15 @@ def test_text(golden: Callable[[str, str], None]) -> None:
     golden("stale.simulation.txt", simulation_text(found))
 
 
+def test_what_filters_drop_is_not_known() -> None:
+    text = SMALL.replace(
+        "cluster", "algorithm mine extends grpo {{ node host.pick(reward) {{ keep = reward > 0 }} host.reward -> host.pick }}\ncluster", 1
+    )
+    plan = small(text=text.replace("deploy grpo", "deploy mine"))
+    said = "rows that filters drop count to the end, and a refill's rounds do not: host.pick"
+    assert said in simulation_text(simulate(plan, iterations=1)) and said in [n.text for n in plan.notes]
+
+
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     for plan in (stale(1, 2), PLANS["colocated"]):

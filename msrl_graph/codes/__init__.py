@@ -7,9 +7,11 @@ read before somebody asks. `python -m msrl_graph.codes` prints the catalogue, do
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+_LINK = re.compile(r"\[([^\[\]]+)\]\((?:#|[\w./-]+\.md)[^()\s]*\)")  # to a page or a part of one, where a terminal cannot go
 
 
 @functools.cache
@@ -31,7 +33,8 @@ def meaning(code: str) -> str:
 
 
 def shown(text: str, width: int, colour: bool) -> str:
-    """A page as it is written or, where a terminal has `colour`, laid out for it in at most `width` columns."""
+    """A page as it is written, links as their words, or, where a terminal has `colour`, laid out for it in at most `width` columns."""
+    text = _LINK.sub(r"\1", text)
     if not colour:
         return text
     import io

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ..closed_forms import throughput
 from ..cluster import Figure, weakest
 from ..engine import EngineSpec
+from ..graph import Graph
 from ..plan import Estimate, Note, Phase, Plan
 from . import costs, holdings
 from .costs import Costs
@@ -68,8 +69,8 @@ class EstimateTime:
         notes = plan.notes
         if names := [n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]:
             notes += (Note("estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"),)
-        if names := [n.name for n in plan.graph.nodes if n.filters]:
-            notes += (Note("estimate", f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}"),)
+        if words := unfiltered(plan.graph):
+            notes += (Note("estimate", words),)
         off_policy = {"staleness": any(e.staleness for e in plan.graph.reshards())}
         off_policy["partial"] = any(n.number("partial", 1) > 1 for n in plan.graph.verb("generate"))
         if any(off_policy.values()):
@@ -132,6 +133,12 @@ class EstimateTime:
         host = plan.cluster.device.overheads.row
         total += holdings.group_rows(plan, name) * samples * host.value
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
+
+
+def unfiltered(graph: Graph) -> str:
+    """What is not known of filters, whose functions are not run; nothing where there are none."""
+    names = [n.name for n in graph.nodes if n.filters]
+    return f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}" if names else ""
 
 
 def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:

@@ -25,6 +25,13 @@ from . import facts, syntax
 
 FOLDER = Path(__file__).parent
 PAGES = ("words", "algorithm", "nodes", "losses", "edges", "extends", "cluster", "deploy", "result", "library")
+# What people look a section up by, beside the names of its statements and the words of its title.
+_ALSO = {
+    "Changing an algorithm": ("extends", "drop"),
+    "Sample edges": ("->",),
+    "Resharding edges": ("=>",),
+    "Function nodes": ("function", "filter"),
+}
 _BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -65,7 +72,9 @@ def _entries() -> dict[str, list[str]]:
         title, _, text = section.partition("\n")
         rules = {name for kind, _, body in _BLOCK.findall(text) if kind == "syntax" for name in body.split()}
         # A section is the entry of the statement whose syntax it shows, and of the words that are its title.
-        for name in sorted(statements & rules | {t for t in title.lstrip("# ").split(", ") if t.islower() and " " not in t}):
+        title = title.lstrip("# ")
+        words = {t for t in title.split(", ") if t.islower() and " " not in t}
+        for name in sorted(statements & rules | words | {*_ALSO.get(title, ())}):
             found.setdefault(name, []).append(_whole(text).strip())
     for kind, of, body in (block for page in PAGES for block in _BLOCK.findall(source(page))):
         if kind == "attributes":

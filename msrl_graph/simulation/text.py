@@ -6,6 +6,7 @@ Invariant: fits 100 columns; the same simulation gives the same bytes.
 from __future__ import annotations
 
 from ..emit.text import WIDTH, Page, duration, many
+from ..passes.estimate import unfiltered
 from ..passes.pools import FUNCTIONS
 from ..sequences import token_columns
 from .lanes import Span
@@ -46,6 +47,8 @@ def _iterations(page: Page, found: Simulation) -> None:
     if generated(found.plan.graph):
         page.line(f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as its peak")
     stale = sum(i.staleness for i in found.iterations) / len(found.iterations)
+    if words := unfiltered(found.plan.graph):
+        page.line(words)
     if most := max(i.most_stale for i in found.iterations):
         page.line(f"staleness: rows are {stale:.2f} versions old on average, at most {most}")
 
