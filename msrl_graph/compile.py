@@ -361,7 +361,9 @@ def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool
     path = Path(os.path.normpath(path))
     if not of_file and not is_file(path):
         known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
-        raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, nearest(target, known)))
+        beside = is_file((importer.parent if is_file(importer) else folder) / f"{target}.rlg")
+        help = f'for the file beside this one write `import "{target}.rlg"`' if beside else nearest(target, known)
+        raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, help))
     if path not in read:
         read[path] = parse(_text(path, target, span), str(path))
     return read[path]

@@ -99,9 +99,11 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     config = folder / target / "config.json"
     if not is_file(config):
         what = "has no config.json" if is_folder(config.parent) else "does not exist"
-        raise Fault(
-            Diagnostic("unknown-model", f"the model folder `{target}` {what}", span, "a Hugging Face model folder holds a config.json")
-        )
+        # `Qwen/Qwen2.5-7B-Instruct` is the name of a repository; its shape may be a preset's.
+        named = [p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)]
+        help = "a Hugging Face model folder holds a config.json"
+        help = f"to plan by its shape write the preset, `{max(named, key=len)}`; {help}" if named else help
+        raise Fault(Diagnostic("unknown-model", f"the model folder `{target}` {what}", span, help))
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

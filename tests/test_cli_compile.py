@@ -283,3 +283,14 @@ def test_why_and_budget(capsys: Capture) -> None:
         with pytest.raises(SystemExit) as ended:
             compile_main([str(PAGE), *arguments])
         assert ended.value.code == 2
+
+
+def test_a_file_beside_the_program_is_imported_in_quotes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ranked.rlg").write_text("import grpo\nalgorithm ranked extends grpo { param more = 1 }\n")
+    Path("main.rlg").write_text("import ranked\n")
+    assert compile_main(["main.rlg", "--diagnostics", "concise"]) == 1
+    assert capsys.readouterr().err == (
+        "main.rlg:1:1: error[unknown-name]: no algorithm of the package is called `ranked` "
+        '(help: for the file beside this one write `import "ranked.rlg"`)\n'
+    )

@@ -86,6 +86,7 @@ def explain(text: str, file: str, error: UnexpectedInput, start: str) -> Diagnos
     head, brackets = _brackets(before)
     guesses = (
         _comment(before, here),
+        _imported(before, here, text),
         _quotes(before, here, text, expected),
         _joined(before, here, text),
         _unit(before, here, text),
@@ -158,6 +159,16 @@ def _quotes(before: list[_Piece], here: _Piece, text: str, expected: set[str]) -
     return _unquoted(here, match[0]) if match and ("NAME" not in expected or "/" in match[0]) else None
 
 
+def _imported(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
+    """A file's name without quotes after `import`, of which the parser took the first part for an algorithm's."""
+    if len(before) < 2 or before[-2].text != "import" or here.text not in (".", "/", "-"):
+        return None
+    match = BARE.match(text, before[-1].start)
+    if match is None or match.end() <= here.start:
+        return None
+    return _unquoted(before[-1], match[0], "" if match[0].endswith(".rlg") else ".rlg")
+
+
 def _joined(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     """A string without quotes that was read as a difference, up to where its next part is no value: `ascend-910c`."""
     for equals, first in pairwise(before):
@@ -170,10 +181,10 @@ def _joined(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     return None
 
 
-def _unquoted(first: _Piece, name: str) -> Diagnostic:
+def _unquoted(first: _Piece, name: str, ending: str = "") -> Diagnostic:
     at = first.span
     span = Span(at.file, at.line, at.column, at.line, at.column + len(name))
-    return Diagnostic("syntax", "a string stands between double quotes", span, f'write `"{name}"`')
+    return Diagnostic("syntax", "a string stands between double quotes", span, f'write `"{name}{ending}"`')
 
 
 def _frozen(before: list[_Piece]) -> Diagnostic | None:
@@ -293,6 +304,15 @@ def _generic(here: _Piece, expected: set[str], before: list[_Piece]) -> Diagnost
         help = COMMENTS
     elif here.text == "]" and len(before) > 1 and before[-1].text == "[" and before[-2].kind == "name":
         help = f"write the bound, as in `{before[-2].text}[<= n]`"
+    elif here.text == "=" and "COLON" in expected and before[-1].kind == "name":
+        name = before[-1].text
+        help = {
+            "state": f"a state has a type, as in `state {name} : f32 = …`",
+            "worker": f"a worker has a kind, as in `worker {name} : policy`",
+            "node": f"a label stands before a colon, `node {name}: WORKER.VERB`",
+        }.get(before[-2].text if len(before) > 1 else "", f"a column has a type, as in `{name} : f32`")
+    elif here.text == "(" and [p.text for p in before[-4:-1:2]] == ["=", "."]:
+        help = f'a function of a file is written `"{before[-3].text}.py:{before[-1].text}"`'
     elif here.text == "." and before and before[-1].kind == "number":
         help = "a number has digits on both sides of its point"
     return Diagnostic("syntax", f"expected {_expected(expected)}, found {found}", here.span, help)
