@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import algorithms, checks, models, unready
+from .asked import asked
 from .backends import DEFAULT, ENGINES
 from .checks import layout, lints, liveness, memory, sharing, staleness, tokenizers
-from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, nearest, public, render
+from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, nearest, public, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
 from .dsl.parse import flag_text, parse
@@ -190,14 +191,14 @@ def compile(
     text: str | None = None,
     deploy: str | None = None,
     model: str | None = None,
-    sets: Mapping[str, str] | None = None,
+    sets: Mapping[str, str | float] | None = None,
     budget: float | None = None,
 ) -> Plan:
     """The plan of a program: a path, the NAME of an algorithm of the package, or what was built in Python; `text` stands in for the file's
     content.
 
-    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params, as text,
-    `budget` the seconds after which the search for layouts takes the best so far. Raises Fault; what
+    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params (a str is what
+    would stand in the file), `budget` the seconds after which the search for layouts takes the best so far. Raises Fault; what
     else there is to tell is a ProgramWarning.
     """
     result = _told(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
@@ -209,7 +210,7 @@ def compile(
 
 
 @public
-def check(source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str] | None = None) -> Graph:
+def check(source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str | float] | None = None) -> Graph:
     """The graph of a program (as for `compile`), after all checks that need no plan. Raises Fault, and warns as `compile` does."""
     graph = _told(source, text, sets=sets, until="graph").graph
     assert graph is not None
@@ -220,7 +221,8 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
     """The compilation; a Fault that nobody catches shows where its mistakes are, and warnings go Python's way."""
     source = None
     try:
-        source = read(program, text)
+        options = asked({"text": text, **options})
+        source = read(program, options.pop("text", None))
         result = translate(source, **options)
     except Fault as fault:
         fault.text = "\n".join(_rendered(source, fault.diagnostics))
@@ -263,8 +265,7 @@ def _built(source: object) -> ast.File:
     from .builder import Program
 
     if not isinstance(source, Program):
-        found = "None" if source is None else f"`{type(source).__name__}`"
-        raise Fault(Diagnostic("bad-value", f"a program is a path, or what was built in Python, not {found}"))
+        raise Fault(Diagnostic("bad-value", f"a program is a path, or what was built in Python, not {kind_of(source)}"))
     return source.tree()
 
 

@@ -95,6 +95,12 @@ class ProgramWarning(UserWarning):
     """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered diagnostic."""
 
 
+def kind_of(value: object) -> str:
+    """What a value of Python's is, in words: `None`, `an int`."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
+
+
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
     """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are few."""
     names = sorted(set(known))

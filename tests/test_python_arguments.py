@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, parse, to_rlg
+from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, check, compile, parse, to_rlg
 from msrl_graph.dsl.ast import same
 
 MINE, POD = Algorithm("mine", extends="grpo"), Cluster("pod", device="cpu")
@@ -88,3 +89,36 @@ def test_any_argument_is_taken_or_refused_at_its_line(method: Callable[..., Any]
         return
     program = made if isinstance(method, type) else on[0]
     assert same(program.tree(), parse(to_rlg(program), "p.rlg"))
+
+
+@settings(max_examples=40)
+@given(program=ANY, text=ANY)
+def test_what_is_no_program_is_refused(program: Any, text: Any) -> None:
+    if not isinstance(program, Algorithm | Imported | Deploy):
+        with pytest.raises(Fault):
+            check(program, text=text)
+    if text is not None:
+        with pytest.raises(Fault):
+            check("p.rlg", text=text)
+
+
+@settings(max_examples=40)
+@given(name=st.sampled_from(["deploy", "model", "sets", "budget"]), value=ANY, key=RIGHT | ANY.filter(lambda k: isinstance(k, int | str)))
+def test_any_option_is_taken_or_refused(name: str, value: Any, key: Any) -> None:
+    for given_value in (value, {key: value}, {"group": value}):
+        with suppress(Fault):
+            compile("grpo", **{name: given_value})  # type: ignore[arg-type]
+
+
+def test_the_values_of_params_are_numbers_or_text() -> None:
+    graph = check("grpo", sets={"group": 4, "prompts": "8 * 2", "kl_coef": 1e-5})
+    assert [graph.params[n] for n in ("group", "prompts", "kl_coef")] == [4, 16, 1e-5]
+    for sets, told in (
+        ({"group": None}, "`group` in `sets` is a str, a number or a bool, not None"),
+        ({"group": math.nan}, "`group` in `sets` is a str, a number or a bool, not nan"),
+        ({3: 4}, "a name in `sets` is a str, not an int"),
+        ([("group", 4)], '`sets` is a dict, as in {"group": "8"}, not a list'),
+    ):
+        with pytest.raises(Fault) as caught:
+            check("grpo", sets=sets)  # type: ignore[arg-type]
+        assert str(caught.value) == f"error[bad-value]: {told}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType
 from typing import NoReturn, SupportsIndex, TypeVar
 
-from ..diagnostics import Diagnostic, Fault, Span, render
+from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
 from ..dsl import ast
 from ..dsl.attributes import TABLE, String
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
@@ -201,9 +201,7 @@ class Arguments:
 
     def refuse(self, value: object, wants: str, span: Span) -> NoReturn:
         """What is not of the kind that belongs here."""
-        kind = type(value).__name__
-        found = "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
-        self.fail(f"{wants}, not {found}", span, code="bad-value")
+        self.fail(f"{wants}, not {kind_of(value)}", span, code="bad-value")
 
     def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
         self._raise(Diagnostic(code, message, span, help))
