@@ -125,6 +125,18 @@ def test_every_state_and_edge_is_drawn() -> None:
         assert {b.group for b in picture.boxes if b.group} == {g for g, _ in picture.groups}
 
 
+def test_a_state_leads_from_who_sets_it_to_who_reads_it() -> None:
+    text = (PROGRAMS / "curriculum.rlg").read_text(encoding="utf-8")
+    deploy = 'deploy curriculum on one { model policy = "tiny"\n data source = "train.jsonl" }'
+    plan = translate(read("curriculum.rlg", f'{text}cluster one {{ device = "cpu", devices_per_node = 2 }}\n{deploy}')).plan
+    assert plan is not None
+    for picture in every(plan):
+        assert [(a.src, a.dst, a.lines) for a in picture.arrows if a.kind == "kept"] == [("host.track", "source", ("success",))]
+        assert [b.name for b in picture.boxes if "sets success" in b.lines] == ["host.track"]
+        assert '"host.track" -> "source" [label="success", style=dotted, constraint=false]' in dot_text(picture)
+        assert 'class="kept"' in svg(picture)
+
+
 def test_an_algorithm_without_a_deploy_has_a_picture_of_its_graph(capsys: Capture) -> None:
     assert compile_main(["grpo", "--format", "dot"]) == 0
     assert capsys.readouterr().out.startswith('digraph "grpo" {')

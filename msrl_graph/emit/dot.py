@@ -17,10 +17,11 @@ SHAPES = {
     "allgather_swap": "hexagon",
     "send": "hexagon",
 }
+STYLES = {"reshard": "dashed", "kept": "dotted"}
 
 
 def dot_text(picture: Picture) -> str:
-    """A digraph: a cluster for each group, sample edges solid, resharding edges dashed."""
+    """A digraph: a cluster for each group, sample edges solid, resharding edges dashed, states dotted."""
     lines = [
         f"digraph {_quoted([picture.title])} {{",
         '  graph [fontname="sans-serif", newrank=true]',
@@ -35,8 +36,8 @@ def dot_text(picture: Picture) -> str:
     lines += [f"  {_box(b)}" for b in picture.boxes if not b.group]
     for a in picture.arrows:
         more = [f"label={_quoted(a.lines)}"] if a.lines else []
-        # Weights go back to the start of an iteration: they say nothing of the order of states.
-        more += ["style=dashed", "constraint=false"] if a.kind == "reshard" else []
+        # Weights, and what is kept, go back to the start of an iteration: they say nothing of the order of states.
+        more += [f"style={STYLES[a.kind]}", "constraint=false"] if a.kind in STYLES else []
         attributes = f" [{', '.join(more)}]" if more else ""
         lines.append(f"  {_quoted([a.src])} -> {_quoted([a.dst])}{attributes}")
     return "\n".join([*lines, "}"]) + "\n"

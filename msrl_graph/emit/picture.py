@@ -27,7 +27,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """`kind`: sample or reshard (drawn dashed)."""
+    """`kind`: sample, reshard (drawn dashed), or kept: a state, from who sets it to who reads it an iteration later (dotted)."""
 
     src: str
     dst: str
@@ -49,7 +49,7 @@ def graph_picture(graph: Graph) -> Picture:
     """States by worker; sample edges with the columns that they carry."""
     boxes = []
     for node in graph.nodes:
-        scope = (f"per {node.per}",) if node.per != "row" else ()
+        scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_sets(node))
         # The source is no worker's state.
         boxes.append(Box(node.name, _kind(graph, node), "" if node.verb == "source" else node.worker, scope))
     groups = []
@@ -57,6 +57,7 @@ def graph_picture(graph: Graph) -> Picture:
         words = [w.kind, *(["frozen"] if w.frozen else []), *([f"model {w.model}"] if w.model and w.model != w.kind else [])]
         groups.append((w.name, ", ".join(words)))
     arrows = [Arrow(e.src, e.dst, e.kind, (*_columns(graph, e), *_stated(e))) for e in graph.edges]
+    arrows += _kept(graph)
     return Picture(graph.name, _named(groups, boxes), tuple(boxes), tuple(arrows))
 
 
@@ -69,7 +70,7 @@ def plan_picture(plan: Plan) -> Picture:
         p = plan.placement(node.name)
         where = (f"{p.layout}, {p.engine.name}",) if any(o.name == p.pool for o in plan.pools) else ()
         takes = (duration(seconds[node.name]),) if node.name in seconds else ()
-        boxes.append(Box(node.name, _kind(graph, node), p.pool, (*where, *takes)))
+        boxes.append(Box(node.name, _kind(graph, node), p.pool, (*where, *takes, *_sets(node))))
     moved = {(t.src, t.dst): t for t in plan.traffic}
     arrows = []
     for e in graph.samples():
@@ -77,6 +78,7 @@ def plan_picture(plan: Plan) -> Picture:
         much = (f"{size(t.bytes)}, {duration(t.seconds.value)}",) if t is not None and t.bytes else ()
         arrows.append(Arrow(e.src, e.dst, e.kind, (*_columns(graph, e), *much, *_stated(e))))
     arrows += [Arrow(r.src, r.dst, "reshard", _moves(r)) for r in plan.reshards]
+    arrows += _kept(graph)
     return Picture(f"{graph.name} on {plan.cluster.name}", _pools(plan, boxes), tuple(boxes), tuple(arrows))
 
 
@@ -94,13 +96,14 @@ def placed_picture(plan: Plan) -> Picture:
         for v in (found[n] for n in order):
             facts = tuple(f"{k} {w}" for k, w in v.facts.items())
             if v.kind == "state":
-                boxes.append(Box(v.name, _kind(graph, node), v.where, facts))
+                boxes.append(Box(v.name, _kind(graph, node), v.where, (*facts, *_sets(node))))
             else:
                 boxes.append(Box(v.name, v.kind, "", (v.where, *facts)))
     arrows = []
     for a in arcs:
         columns = graph.carried.get((a.src, feeds.get(a.dst, "")), ()) if a.kind == "sample" else ()
         arrows.append(Arrow(a.src, a.dst, a.kind, (", ".join(columns),) if columns else ()))
+    arrows += _kept(graph)
     return Picture(f"{graph.name} on {plan.cluster.name}, placed", _pools(plan, boxes), tuple(boxes), tuple(arrows))
 
 
@@ -108,6 +111,20 @@ def _kind(graph: Graph, node: Node) -> str:
     if node.verb == "source" or graph.worker(node.worker).kind != "function":
         return node.verb
     return "function"
+
+
+def _sets(node: Node) -> tuple[str, ...]:
+    return (f"sets {', '.join(node.sets)}",) if node.sets else ()
+
+
+def _kept(graph: Graph) -> list[Arrow]:
+    """What outlives an iteration, to all who read it but who sets it: its box says that."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for node in graph.nodes:
+        for name in node.sets:
+            for reader in (n for n in graph.nodes if name in n.states and n != node):
+                found.setdefault((node.name, reader.name), []).append(name)
+    return [Arrow(src, dst, "kept", (", ".join(names),)) for (src, dst), names in found.items()]
 
 
 def _columns(graph: Graph, edge: Edge) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from .picture import Box, Picture
 LETTER, SMALL = 7.7, 6.3  # the width of a letter in pixels: of a name, of what else is said; wide fonts have no more
 LINE, LONGEST = 15.0, 40  # the height of a line in pixels; letters in it
 COLOURS = 8
+ARROWS = {"sample": "->", "reshard": "=>", "kept": "sets, for"}
 MARGIN = 8.0
 
 
@@ -27,7 +28,7 @@ def clean(text: str) -> str:
 
 
 def svg(picture: Picture) -> str:
-    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, `sample`, `reshard`."""
+    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, and an arrow's kind."""
     boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
     labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
     drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
@@ -39,7 +40,7 @@ def svg(picture: Picture) -> str:
     groups = {name: n % COLOURS for n, (name, _) in enumerate(picture.groups)}
     for a, route in zip(picture.arrows, drawn.routes, strict=True):
         arrow = ET.SubElement(root, "g", {"class": a.kind})
-        ET.SubElement(arrow, "title").text = clean(f"{a.src} {'=>' if a.kind == 'reshard' else '->'} {a.dst}")
+        ET.SubElement(arrow, "title").text = clean(f"{a.src} {ARROWS[a.kind]} {a.dst}")
         ET.SubElement(arrow, "path", {"d": _curve(route.points)})
         ET.SubElement(arrow, "path", {"class": "tip", "d": _tip(route.points)})
     for a, route, extent in zip(picture.arrows, drawn.routes, labels, strict=True):

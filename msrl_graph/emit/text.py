@@ -99,6 +99,7 @@ def write_plan(page: Sheet, plan: Plan) -> None:
     _head(page, plan)
     if plan.placements:
         _pools(page, plan)
+    _kept(page, plan.graph)
     if plan.docks.controllers:
         _docks(page, plan)
     if plan.traffic:
@@ -141,16 +142,7 @@ def write_graph(page: Sheet, graph: Graph) -> None:
         kind = (f"{c.element}[{dims}]" if dims else c.element) + (f" per {c.per}" if c.per else "")
         rows.append((c.name, kind, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
     page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
-    if graph.states:
-        page.heading("Values that outlive an iteration")
-        kept = []
-        for state in graph.states:
-            setters = [n.name for n in graph.nodes if state.name in n.sets]
-            users = [n.name for n in graph.nodes if state.name in n.states]
-            kept.append(
-                (state.name, state.element, state.per or "-", str(state.initial), ", ".join(setters) or "-", ", ".join(users) or "-")
-            )
-        page.table(("state", "type", "per", "first", "set by", "read by"), kept)
+    _kept(page, graph)
     page.heading("States")
     states = []
     for n in graph.nodes:
@@ -166,6 +158,19 @@ def write_graph(page: Sheet, graph: Graph) -> None:
     page.closing(f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}.")
 
 
+def _kept(page: Sheet, graph: Graph) -> None:
+    """The states of the algorithm: who sets each, who reads it."""
+    if not graph.states:
+        return
+    page.heading("Values that outlive an iteration")
+    kept = []
+    for state in graph.states:
+        setters = [n.name for n in graph.nodes if state.name in n.sets]
+        users = [n.name for n in graph.nodes if state.name in n.states]
+        kept.append((state.name, state.element, state.per or "-", str(state.initial), ", ".join(setters) or "-", ", ".join(users) or "-"))
+    page.table(("state", "type", "per", "first", "set by", "read by"), kept)
+
+
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
     """The graph with its docks and allgather-swaps."""
     page = Page(width, colour)
@@ -179,6 +184,7 @@ def write_placed(page: Sheet, plan: Plan) -> None:
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
     page.table(("node", "kind", "where", "what"), rows)
+    _kept(page, plan.graph)
     page.heading("Edges")
     page.table(("from", "", "to"), [(a.src, "->" if a.kind == "sample" else "=>", a.dst) for a in arcs])
 
