@@ -14,7 +14,7 @@ FLOORS = (
     ("cli_shared",),
     ("reference",),
     ("compile", "runtime"),
-    ("unready",),
+    ("unready", "asked"),
     ("simulation", "builder"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
