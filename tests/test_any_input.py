@@ -398,7 +398,7 @@ def _mistaken(*names: str) -> list[str]:
     return sorted(d.code for d in told if d.severity == "error")
 
 
-@pytest.mark.parametrize(("one", "two"), itertools.combinations(MISTAKES, 2))
+@pytest.mark.parametrize(("one", "two"), list(itertools.combinations(MISTAKES, 2)))
 def test_two_mistakes_are_told_and_no_third(one: str, two: str) -> None:
     assert _mistaken(one) == [MISTAKES[one][2]]
     assert _mistaken(one, two) == sorted([MISTAKES[one][2], MISTAKES[two][2]])

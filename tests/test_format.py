@@ -254,7 +254,7 @@ def test_a_mistake_is_told_as_the_parser_tells_it(text: str) -> None:
     assert told.value.diagnostics == parsed.value.diagnostics
 
 
-@pytest.mark.parametrize("lines", [4000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lines", [4000, 10_000])
 def test_thousands_of_lines_take_seconds_and_four_times_as_many_about_four_times_as_long(lines: int) -> None:
     text = TEXTS["tests/programs/small.rlg"]
 

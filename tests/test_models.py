@@ -83,7 +83,6 @@ def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -
     assert (told.message, told.help) == ("no model preset is called `model`", 'for the folder beside the program write `"./model"`')
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", [None, "tied", "llama"])
 def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -116,7 +115,6 @@ FAMILIES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> None:
     """Names and shapes; of experts, which transformers keep in one tensor a layer with gate beside up, the shapes."""

@@ -102,6 +102,11 @@ def test_what_is_no_program_is_refused(program: Any, text: Any) -> None:
             check("p.rlg", text=text)
 
 
+def test_a_text_of_commas_names_nothing() -> None:
+    with pytest.raises(Fault, match="`targets` names nothing"):
+        Deploy("grpo", on=POD).apart(", ,")
+
+
 @settings(max_examples=40)
 @given(name=st.sampled_from(["deploy", "model", "sets", "budget"]), value=ANY, key=RIGHT | ANY.filter(lambda k: isinstance(k, int | str)))
 def test_any_option_is_taken_or_refused(name: str, value: Any, key: Any) -> None:

@@ -171,7 +171,6 @@ def test_nothing_is_better_than_the_best(seed: int, tmp_path: Path) -> None:
     against_every(seed, tmp_path)
 
 
-@pytest.mark.slow
 def test_nothing_is_better_than_the_best_of_many(tmp_path: Path) -> None:
     optimal = 0
     for seed in range(4, 30):

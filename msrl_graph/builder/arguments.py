@@ -82,7 +82,7 @@ class Arguments:
             self.refuse(names, wants, part.span)
         given = [(names, part)] if isinstance(names, str) else [(n, part.item(i)) for i, n in enumerate(names)]
         texts = [(self.string(text, wants, where.span), where) for text, where in given]
-        if not any(text.strip() for text, _ in texts):
+        if not any(text.replace(",", "").strip() for text, _ in texts):
             self.fail(f"`{parameter}` names nothing", part.span, "name at least one")
         for text, where in texts:
             for match in re.finditer(r"[^,]+", text) if text.strip() else ():
