@@ -19,7 +19,7 @@ FLOORS = (
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "dropped", "asked"),
+        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "dropped"),
     ),
     ("diagnostics",),
     ("codes", "paths"),
@@ -41,7 +41,7 @@ GROUND = (
         "redistribute",
         "layout",
     ),
-    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped", "asked"),
+    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped"),
 )
 
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}
