@@ -52,7 +52,7 @@ class Signature:
     text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one that takes all other columns.
     Of the parameters in `together`, options too, a call gives all or none.
     `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what a function must see
-    at once."""
+    at once. `gives` are a function's results as its annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown."""
 
     name: str
     kind: Kind
@@ -67,6 +67,7 @@ class Signature:
     fills: tuple[str, ...] = ()
     logps: frozenset[str] = frozenset()
     rows: bool = False
+    gives: tuple[Literal["array", "number", ""], ...] = ()
 
     def option(self, name: str) -> Option | None:
         return next((o for o in self.options if o.name == name), None)
@@ -105,6 +106,7 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]]) -> Signature:
         rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)) and not any(p.arg == "rng" for p in columns),
         rest=a.vararg.arg if a.vararg else "",
         together=_together(item),
+        gives=_gives(item.returns),
     )
     if kind != "loss":
         return signature
@@ -168,6 +170,13 @@ def _mark(item: ast.FunctionDef, key: str) -> object:
 def _scope(item: ast.FunctionDef) -> Scope:
     stated = _mark(item, "scope")
     return next((s for s in get_args(Scope) if s == stated), "row")
+
+
+def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:
+    several = isinstance(returns, ast.Subscript) and ast.unparse(returns.value) == "tuple" and isinstance(returns.slice, ast.Tuple)
+    parts = returns.slice.elts if several else [returns]  # type: ignore[union-attr]
+    known: dict[str, Literal["array", "number"]] = {"list[Array]": "array", "float": "number", "NDArray[np.float32]": "number"}
+    return tuple(known.get(ast.unparse(part), "") if part is not None else "" for part in parts)
 
 
 def _together(item: ast.FunctionDef) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ CHECKS: tuple[Check, ...] = (
     filters.compared,
     liveness.starved,
     scope.written,
+    scope.results,
     scope.too_long,
     scope.own_metric,
     staleness.unread_logp,

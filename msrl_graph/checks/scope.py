@@ -149,6 +149,27 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def results(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Columns whose type is not what the package's function gives: an array a row where the column holds a number, or the reverse."""
+    found = []
+    for node in graph.nodes:
+        call = node.attributes.get("call")
+        entry = library.get(("function", str(call.value))) if call is not None else None
+        if call is None or entry is None or ":" in str(call.value):  # a file's function may mean anything by its annotations
+            continue
+        response = call.columns().get("response", "response")
+        for name, gives in zip(node.gives or node.writes, entry[0].gives, strict=False):
+            column = next((c for c in graph.columns if c.name == name), None)
+            if column is None or not gives or column.element not in ELEMENTS or bool(column.dims) == (gives == "array"):
+                continue
+            what = "an array" if gives == "array" else "a number"
+            message = f"`{entry[0].name}` gives {what} for each row, and `{name}` holds {'arrays' if column.dims else 'one value'}"
+            right = f"{column.element}[{response}]" if gives == "array" else column.element
+            note = ((column.span, f"`{name}` is declared here"),)
+            found.append(Diagnostic("bad-value", message, span(call, node), f"declare `{name} : {right}`", related=note))
+    return found
+
+
 def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
     """A model reads tokens, or text; an update reads, too, what its terms need of each token that it reads, or of each row."""
     tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
