@@ -59,7 +59,7 @@ def chains(nodes: int) -> list[str]:
     for i in range(nodes):
         before = 0 if i == 0 else i if i % 10 else i - 9  # of those counted from 1, 0 is the reward
         column, node = (f"c{before - 1}", f"host.f{before - 1}") if before else ("reward", "host.reward")
-        lines += [f"  node host.f{i}(response, {column}) -> c{i} {{ call = group_norm(reward = {column}), per = prompt }}"]
+        lines += [f"  node host.f{i}({column}) -> c{i} {{ call = shuffle(score = {column}), per = prompt }}"]
         lines += [f"  {node} -> host.f{i}"]
     return lines
 
@@ -69,7 +69,7 @@ def skips(nodes: int) -> list[str]:
     lines = []
     for i in range(nodes):
         column, node = f"c{i - 2}" if i > 1 else "reward", f"host.f{i - 1}" if i else "host.reward"
-        lines += [f"  node host.f{i}(response, {column}) -> c{i} {{ call = group_norm(reward = {column}), per = prompt }}"]
+        lines += [f"  node host.f{i}({column}) -> c{i} {{ call = shuffle(score = {column}), per = prompt }}"]
         lines += [f"  {node} -> host.f{i}"]
     return lines
 
@@ -78,9 +78,8 @@ def fan(nodes: int) -> list[str]:
     """All side by side, from one node to one node that reads all that they write."""
     lines = [f"  node host.f{i}(response, answer) -> c{i} {{ call = exact_match() }}" for i in range(nodes)]
     all_nodes, all_columns = (", ".join(f"{name}{i}" for i in range(nodes)) for name in ("host.f", "c"))
-    reads = f"prompt, response, old_logp, ref_logp, advantage, {all_columns}"
-    lines += [f"  node actor.update({reads}) {{\n    loss = clip(0.2)\n    optimizer = adamw(lr = 1e-6)\n  }}"]
-    return [*lines, f"  actor.generate -> {all_nodes}", f"  {all_nodes} -> actor.update"]
+    lines += [f"  columns {{ sum : f32 }}\n  node host.sum({all_columns}) -> sum {{ call = weighted_sum({', '.join('1' * nodes)}) }}"]
+    return [*lines, f"  actor.generate -> {all_nodes}", f"  {all_nodes} -> host.sum"]
 
 
 SHAPES: dict[str, Callable[[int], list[str]]] = {"chains": chains, "skips": skips, "fan": fan}

@@ -68,7 +68,7 @@ def test_what_an_update_waits_for_may_be_a_chain_of_any_length() -> None:
     lines = ["columns {", *(f"c{i} : f32" for i in range(number)), "}"]
     for i in range(number):
         before, column = (f"host.f{i - 1}", f"c{i - 1}") if i else ("host.reward", "reward")
-        lines += [f"node host.f{i}(response, {column}) -> c{i} {{ call = group_norm(reward = {column}), per = prompt }}"]
+        lines += [f"node host.f{i}({column}) -> c{i} {{ call = shuffle(score = {column}), per = prompt }}"]
         lines += [f"{before} -> host.f{i}"]
     reads = f"prompt, response, old_logp, ref_logp, advantage, c{number - 1}"
     lines += [f"node actor.update({reads}) {{ loss = clip(0.2), optimizer = adamw(lr = 1e-6) }}", f"host.f{number - 1} -> actor.update"]

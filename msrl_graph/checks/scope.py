@@ -151,7 +151,7 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def results(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns whose type is not what the package's function gives: an array a row where the column holds a number, or the reverse."""
-    found = []
+    found, columns = [], {c.name: c for c in graph.columns}
     for node in graph.nodes:
         call = node.attributes.get("call")
         entry = library.get(("function", str(call.value))) if call is not None else None
@@ -159,7 +159,7 @@ def results(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         response = call.columns().get("response", "response")
         for name, gives in zip(node.gives or node.writes, entry[0].gives, strict=False):
-            column = next((c for c in graph.columns if c.name == name), None)
+            column = columns.get(name)
             if column is None or not gives or column.element not in ELEMENTS or bool(column.dims) == (gives == "array"):
                 continue
             what = "an array" if gives == "array" else "a number"

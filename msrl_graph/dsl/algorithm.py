@@ -342,7 +342,7 @@ class _Algorithm:
         for name in node.reads or ():
             rest = signature.rest and name.text not in caller.states
             named = name.text in signature.columns and name.text not in call.keys
-            if name.text in caller.reads and name.text not in renamed and not rest and not named:
+            if name.text not in renamed and not rest and not named and name.text in caller.reads:
                 free = [c for c in signature.columns if c not in call.keys]
                 help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
                 message = f"`{signature.name}` does not take `{name.text}`, which the node reads"

@@ -44,8 +44,9 @@ def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
 
 
 def _streams(plan: Plan, task: str, order: Sequence[Node]) -> list[Stream]:
+    on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
     functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
-    return [*(Stream(p.name, task, _devices(plan, order, p.name)) for p in plan.pools), Stream(FUNCTIONS, task, functions)]
+    return [*(Stream(p.name, task, _devices(plan, on_devices, p.name)) for p in plan.pools), Stream(FUNCTIONS, task, functions)]
 
 
 def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:

@@ -7,6 +7,7 @@ an epoch), row-level columns once a row, prompt-level columns once a prompt. clo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..cluster import Figure
 from ..graph import Edge
@@ -21,8 +22,7 @@ class CountTraffic:
 
     def __call__(self, plan: Plan) -> Plan:
         graph = plan.graph
-        spread = len(plan.docks.hosts)
-        found = [self._edge(plan, e, graph.carried[e.src, e.dst], spread) for e in graph.samples()]
+        found = _Edges(plan).all()
         unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
         notes = plan.notes
         if unknown:
@@ -32,9 +32,19 @@ class CountTraffic:
             notes += (Note("traffic", most),)
         return replace(plan, traffic=tuple(found), notes=notes)
 
-    def _edge(self, plan: Plan, edge: Edge, columns: tuple[str, ...], spread: int) -> Traffic:
-        """`spread` are the hosts with warehouses."""
-        src, dst = edge.src, edge.dst
+
+@dataclass(frozen=True)
+class _Edges:
+    """The edges of a plan: what stands in many of them is written once."""
+
+    plan: Plan
+
+    def all(self) -> list[Traffic]:
+        graph = self.plan.graph
+        return [self._edge(e, graph.carried[e.src, e.dst]) for e in graph.samples()]
+
+    def _edge(self, edge: Edge, columns: tuple[str, ...]) -> Traffic:
+        plan, src, dst = self.plan, edge.src, edge.dst
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
         sizes = graph.column_bytes
         epochs = int(graph.node(dst).number("epochs", 1))
@@ -43,24 +53,42 @@ class CountTraffic:
         share = (hosts - 1) / hosts
         # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
         puts = sum(sizes[c] for c in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
-        through = f"through one host, puts and gets; {network.basis}"
-        central = Figure((amount + puts) * share / network.value, network.source, f"bytes x {hosts - 1}/{hosts} {through}")
+        through, spread = self._bases
+        central = Figure((amount + puts) * share / network.value, network.source, through)
         seconds = central
         if hosts == 1:
-            seconds = central = Figure(0.0, "derived", "on one host nothing crosses the network")
+            seconds = central = self._nothing
         elif plan.docks.mode != "central":
-            basis = f"bytes x {hosts - 1}/{hosts} / {spread} hosts with warehouses / network; {network.basis}"
-            seconds = Figure(amount * share / spread / network.value, network.source, basis)
-        if not columns:
-            how = "order only: what it reads comes by other edges"
-        elif hosts == 1:
-            how = "shared memory of one host"
-        elif plan.docks.mode == "central":
-            how = "through the one warehouse of host 0"
-        else:
-            reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
-            how = f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts"
-            how += f", {plan.controller(dst).groups} {reader} read"
-        if columns and epochs > 1:
-            how += f"; once in each of {epochs} epochs"
+            seconds = Figure(amount * share / len(plan.docks.hosts) / network.value, network.source, spread)
+        how = self._how(dst, epochs) if columns else "order only: what it reads comes by other edges"
         return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
+
+    @cached_property
+    def _nothing(self) -> Figure:
+        return Figure(0.0, "derived", "on one host nothing crosses the network")
+
+    @cached_property
+    def _bases(self) -> tuple[str, str]:
+        """Where seconds are from, through a central buffer and through the dock."""
+        hosts, network = self.plan.cluster.nodes, self.plan.cluster.network
+        parts = f"bytes x {hosts - 1}/{hosts}"
+        spread = f"{parts} / {len(self.plan.docks.hosts)} hosts with warehouses / network; {network.basis}"
+        return f"{parts} through one host, puts and gets; {network.basis}", spread
+
+    def _how(self, dst: str, epochs: int) -> str:
+        plan, hosts = self.plan, self.plan.cluster.nodes
+        reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
+        key = plan.controller(dst).groups, reader, epochs
+        if key not in self._hows:
+            if hosts == 1:
+                how = "shared memory of one host"
+            elif plan.docks.mode == "central":
+                how = "through the one warehouse of host 0"
+            else:
+                how = f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts, {key[0]} {reader} read"
+            self._hows[key] = how + (f"; once in each of {epochs} epochs" if epochs > 1 else "")
+        return self._hows[key]
+
+    @cached_property
+    def _hows(self) -> dict[tuple[int, str, int], str]:
+        return {}
