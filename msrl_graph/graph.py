@@ -244,29 +244,23 @@ class Graph(GraphViews):
         return {kind: tuple(e for e in self.edges if e.kind == kind) for kind in ("sample", "reshard")}
 
     @cached_property
-    def _into(self) -> dict[str, list[Edge]]:
-        found: dict[str, list[Edge]] = {}
+    def _ends(self) -> tuple[dict[str, list[Edge]], dict[str, list[Edge]]]:
+        into, out = dict[str, list[Edge]](), dict[str, list[Edge]]()
         for edge in self.samples():
-            found.setdefault(edge.dst, []).append(edge)
-        return found
-
-    @cached_property
-    def _out(self) -> dict[str, list[Edge]]:
-        found: dict[str, list[Edge]] = {}
-        for edge in self.samples():
-            found.setdefault(edge.src, []).append(edge)
-        return found
+            into.setdefault(edge.dst, []).append(edge)
+            out.setdefault(edge.src, []).append(edge)
+        return into, out
 
     def samples(self) -> tuple[Edge, ...]:
         return self._kinds["sample"]
 
     def into(self, node: str) -> Sequence[Edge]:
         """The sample edges that lead to a node."""
-        return self._into.get(node, ())
+        return self._ends[0].get(node, ())
 
     def out_of(self, node: str) -> Sequence[Edge]:
         """The sample edges that begin at a node."""
-        return self._out.get(node, ())
+        return self._ends[1].get(node, ())
 
     def reshards(self) -> tuple[Edge, ...]:
         return self._kinds["reshard"]

@@ -28,20 +28,16 @@ def starved(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
-def _rows(graph: Graph, level: int) -> int:
-    return graph.rows[min(level, len(graph.rows) - 1)]
-
-
 def _has(graph: Graph, level: int) -> str:
     """How many rows an iteration has, in words."""
-    prompts, rows = graph.rows[0], _rows(graph, level)
+    prompts, rows = graph.rows[0], graph.rows[level]
     return f"{rows:,}" + (f" ({prompts:,} x {rows // prompts:,})" if rows > prompts > 0 else "")
 
 
 def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     stated = node.attributes.get("mini_batch")
     level = graph.level(node)
-    size, rows = int(node.number("mini_batch", 0)), _rows(graph, level)
+    size, rows = int(node.number("mini_batch", 0)), graph.rows[level]
     if node.verb == "update" and stated is not None and size > rows > 0:
         message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
         help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
@@ -59,7 +55,7 @@ def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
             yield Diagnostic("dock-starves", message, _at(stated.span, edge.span), "leave `stream` out")
             continue
         level = graph.unit_level(node)
-        units = _rows(graph, level)
+        units = graph.rows[level]
         if size > units > 0:
             what = "rows" if level == graph.level(node) else "groups"
             message = f"`{node.name}` waits for batches of {int(size):,} {what}, and an iteration has {_has(graph, level)}"
@@ -117,7 +113,7 @@ def _capacity(plan: Plan) -> Iterator[Diagnostic]:
     ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
     level = plan.graph.level(waits)
-    rows = f"{_rows(plan.graph, level):,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")
+    rows = f"{plan.graph.rows[level]:,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")
     message = f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and `capacity` is {_size(capacity)}"
     help = f"`capacity = {_least(need)}`"
     if need > host:

@@ -75,12 +75,15 @@ def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def _typed_updates(graph: Graph) -> list[Node]:
+    """Without those that read a column whose type is wrong, as is told where it is declared."""
+    return [n for n in graph.verb("update") if all(graph.column(c).element in ELEMENTS for c in n.reads)]
+
+
 def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
     """Terms of the tokens of one column in an update that scores several: which one they mean cannot be told."""
     found = []
-    for node in graph.verb("update"):
-        if any(graph.column(c).element not in ELEMENTS for c in node.reads):
-            continue  # told where the column is declared
+    for node in _typed_updates(graph):
         scored = sequences(graph, node).scored
         for call, signature in calls(node, library):
             if len(scored) > 1 and {*signature.fills} & {*FILLED}:
@@ -95,9 +98,7 @@ def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
 def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
     found = []
-    for node in graph.verb("update"):
-        if any(graph.column(c).element not in ELEMENTS for c in node.reads):
-            continue  # told where the column is declared
+    for node in _typed_updates(graph):
         used = {*(_named(node.attributes["loss"]) if "loss" in node.attributes else ()), *sampled(graph, node)}
         for call, signature in calls(node, library):
             used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
