@@ -7,12 +7,11 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import transformer
-from msrl_graph.runtime import wrong
 from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, ragged
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.engines import Engines
 from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.training import Training
 from msrl_graph.runtime.worker import Rank
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -38,8 +37,8 @@ class Stage(Rank):
     """Needs a process group."""
 
     def __init__(self, plan, rank=0):
-        Engines.__init__(self, plan, rank)
-        self.seed, self.watch, self.stepped, self.recording = plan.deploy.run.seed, wrong.Watch(plan), False, None
+        Training.__init__(self, plan, rank)
+        self.seed, self.recording = plan.deploy.run.seed, None
         self.told = Report("rank")
         self.build()
         (self.generator,) = self.generators.values()

@@ -16,11 +16,11 @@ from torch import distributed as dist
 
 from msrl_graph import compile, models
 from msrl_graph.plan import from_json
-from msrl_graph.runtime import memory, wrong
+from msrl_graph.runtime import memory
 from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, offsets_of, ragged
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.engines import Engines
+from msrl_graph.runtime.training import Training
 from msrl_graph.runtime.worker import Rank
 
 ROOT = Path(__file__).parent.parent
@@ -84,8 +84,8 @@ class Walk(Rank):
     """Needs a process group of the plan's devices."""
 
     def __init__(self, plan, rank):
-        Engines.__init__(self, plan, rank)
-        self.seed, self.watch, self.recording, self.client = plan.deploy.run.seed, wrong.Watch(plan), None, self
+        Training.__init__(self, plan, rank)
+        self.seed, self.recording, self.client = plan.deploy.run.seed, None, self
         self.waited = self.moving = 0.0
         self.columns = {}
         with memory.Peak() as peak:

@@ -7,7 +7,6 @@ Layouts number the ranks of a pool, torch.distributed those of all pools: `first
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -17,27 +16,26 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ..engine import Sampling
 from ..graph import Node
 from ..plan import Instruction, from_json
-from . import computing, loss, memory, wrong
+from . import computing, memory, wrong
 from .actors import Client, Task, settle
-from .columns import Array, Column, offsets_of, ragged
+from .columns import Array, Column, ragged
 from .dock import Batch, expand, home, readers
-from .engines import Engines
-from .packing import distinct, flat, pack
+from .packing import distinct
 from .report import Report
 from .rows import Recording
+from .training import Training
 
 # The instructions that take time: what a process tells of itself costs a message.
 TOLD = ("RESHARD", "RUN")
 
 
-class Rank(Engines):
+class Rank(Training):
     """A rank of one of the pools of devices."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
@@ -45,7 +43,6 @@ class Rank(Engines):
         computing.prepare(threads)
         super().__init__(from_json(plan), rank)
         self.seed = self.plan.deploy.run.seed
-        self.watch = wrong.Watch(self.plan)
         self.store: Any = None
         self.recording: Recording | None = None  # where responses of training come from, if not from the generator
 
@@ -78,7 +75,7 @@ class Rank(Engines):
         """Walks the stream of this pool for one task."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
-        self.stepped = False  # whether weights have changed since the task began
+        self.stepped = False
         here = self.pool.name if self.pool else ""
         instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
         nodes = [self.plan.graph.node(i.node) for i in instructions if i.op == "RUN"]
@@ -164,8 +161,6 @@ class Rank(Engines):
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
-    # The verbs: a batch in, the written columns out.
-
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         if not len(batch.rows):  # a last chunk smaller than the groups are many
             return {}
@@ -197,108 +192,6 @@ class Rank(Engines):
             report.count(name, float(number), 0)
         report.peak("response_length_max", float(column.lengths.max(initial=0)))
         return {response: (rows, column), as_drawn: (rows, logp)}
-
-    def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:
-        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
-        empty."""
-        size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
-        count = max(1, -(-batch.share.most // size))
-        return np.array_split(np.argsort(lengths, kind="stable"), count)
-
-    def _as_drawn(self, node: Node, batch: Batch, order: Array) -> Column | None:
-        """The log-probabilities that the node's are to be compared with: none once a step has changed the weights."""
-        compared = self.watch.comparison
-        compares = compared is not None and compared.node == node.name and not self.stepped
-        return batch.columns[compared.column].take(order) if compared and compares else None
-
-    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column, Array]:
-        """The context columns and the target's, of a node that reads tokens, and which rows hold tokens that the model does not know."""
-        empty = Column(np.zeros(0, np.int32), np.zeros(1, np.int64))
-        graph, size = self.plan.graph, self.plan.model(node.name).vocabulary
-        names = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
-        columns = [batch.columns.get(c, empty) for c in (*names, target)]
-        (*contexts, response), strange = wrong.known_tokens(columns, size)
-        return contexts, response, strange
-
-    def _temperature(self, target: str) -> float:
-        writer = self.plan.graph.writer(target)
-        return writer.number("temperature", 1.0) if writer.verb == "generate" else 1.0
-
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        (written,) = node.writes
-        target = self.plan.graph.column(written).dims[0].like
-        contexts, response, known = self._columns(node, batch, target)
-        values, micro = [], self._micro_batches(node, batch, _total(contexts, response))
-        with torch.no_grad():
-            for rows in micro:
-                values.append(self.trainers[node.worker].logp(pack(contexts, response, rows), self._temperature(target)))
-        if not len(batch.rows):
-            return {}
-        order = np.concatenate(micro)
-        rows, column = batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order]))
-        known = self.watch.logp(node, task, report, rows, column, self._as_drawn(node, batch, order), known[order])
-        column.values[np.repeat(known, column.lengths)] = math.nan  # what is wrong with a row goes on to whoever reads it
-        return {written: (rows, column)}
-
-    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        graph, trainer = self.plan.graph, self.trainers[node.worker]
-        target = next(c for c in node.reads if graph.writer(c).verb == "generate" and graph.column(c).element == "i32")
-        contexts, response, known = self._columns(node, batch, target)
-        for column in batch.columns.values():
-            known = known | wrong.not_finite(column)
-        whole = loss.Whole(batch.share.elements[target], batch.share.round_units)
-        needed = sorted(loss.columns(node))
-        micro, logps, losses = self._micro_batches(node, batch, _total(contexts, response)), [], []
-        sums: list[tuple[str, float, int]] = []
-        for rows in micro:
-            lengths = response.lengths[rows]
-            logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
-            values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
-            sizes = torch.from_numpy(lengths)
-            per_token, parts = loss.evaluate(node, logp, sizes, values)
-            total = loss.reduce(node, per_token, sizes, whole)
-            trainer.backward(total)
-            logps.append(logp.detach())
-            losses.append(per_token.detach())
-            sums.append(("loss", float(total.detach()), 0))
-            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in parts.items()]
-        order = np.concatenate(micro)
-        if len(batch.rows):
-            numbers, offsets = batch.rows[order], offsets_of(response.lengths[order])
-            own, cost = (Column(torch.cat(pieces).numpy(), offsets) for pieces in (logps, losses))
-            known = self.watch.logp(node, task, report, numbers, own, self._as_drawn(node, batch, order), known[order])
-            known = self.watch.finite(node, task, report, "loss", "a token's loss is {}", numbers, cost, known)
-        report.count("rows", len(batch.rows), 0)
-        step = self.steps.get(node.name, 0) + 1
-        sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
-        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound)
-        taken = math.isfinite(norm)
-        if taken:
-            self.steps[node.name], self.stepped = step, True
-            for name, value, weight in sums:
-                report.count(name, value, weight)
-        if self.local == 0:
-            if taken:
-                report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
-                report.count("grad_norm", norm, 1)
-            report.count("updates", taken, 0)
-            report.count("skipped", not taken, 0)
-        if not taken and (self.local == 0 or self.watch.stops):
-            what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
-            self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
-        return {}
-
-
-def _total(contexts: list[Column], response: Column) -> Array:
-    """Tokens of each row."""
-    lengths: Array = np.sum([c.lengths for c in (*contexts, response)], axis=0)
-    return lengths
-
-
-def _learning_rate(node: Node, step: int) -> float:
-    """The learning rate of the step-th optimizer step (from 1): it rises in equal parts over `warmup` steps, then stays."""
-    given = node.attributes["optimizer"].options()
-    return float(given["lr"]) * min(1.0, step / max(int(given.get("warmup", 1)), 1))
 
 
 def _note(report: Report, when: str, held: dict[str, int]) -> None:
