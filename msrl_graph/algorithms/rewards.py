@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from .registry import Count, NotNegative, function
@@ -31,6 +34,71 @@ def math_verify(response: str, answer: str, prompt: str = "") -> float:
     return float(library.verify(gold, library.parse(response)))
 
 
+@function()
+def contains(response: str, answer: str, prompt: str = "") -> float:
+    """1 if the words of the answer stand in the response, one after another, else 0.
+
+    Words as `f1` takes them. An answer without words stands in no response.
+    """
+    words = _words(answer)
+    return float(bool(words) and f" {' '.join(words)} " in f" {' '.join(_words(response))} ")
+
+
+@function()
+def f1(response: str, answer: str, prompt: str = "") -> float:
+    """How far the words of response and answer are the same, from 0 to 1: the F1 score of SQuAD (arXiv:1606.05250, section 6.1).
+
+    2 c / (n + m) for n and m words of which c are common, each as often as it stands in both. Words are in lower case, without
+    punctuation and the articles a, an and the. 1 where neither has a word.
+    """
+    given, right = Counter(_words(response)), Counter(_words(answer))
+    total = given.total() + right.total()
+    return 2 * (given & right).total() / total if total else 1.0
+
+
+@function()
+def matches(response: str, prompt: str = "", *, pattern: str) -> float:
+    r"""1 if the whole response matches a regular expression of Python, in which `.` stands for a line's end too, else 0.
+
+    A program writes a backslash as two: `matches(pattern = "-?\\d+")`. ValueError where the pattern is none.
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern!r} is no regular expression: {error}") from error
+    return float(compiled.fullmatch(response) is not None)
+
+
+@function()
+def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> float:
+    """1 if the response is `<think>…</think> <answer>…</answer>`, blanks between them aside, else 0 (arXiv:2501.12948, section 2.2.2).
+
+    `tags` are the names, in their order; each tag is opened once and closed once. ValueError where there is no name. Where the prompt
+    ends with an opening tag, as that of some chat templates does, the response lacks it: `matches` takes a pattern of such responses.
+    """
+    names = tags.split()
+    if not names:
+        raise ValueError("`tags` holds no name")
+    once = all(response.count(f"<{name}>") == response.count(f"</{name}>") == 1 for name in names)
+    whole = r"\s*".join(rf"<{re.escape(name)}>.*</{re.escape(name)}>" for name in names)
+    return float(once and re.fullmatch(rf"\s*{whole}\s*", response, re.DOTALL) is not None)
+
+
+@function(scope="group")
+def length_reward(response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0) -> NDArray[np.float32]:
+    """Kimi k1.5's length reward: among a prompt's responses, short ones gain and long ones lose (arXiv:2501.12599, section 2.3.3).
+
+    score + weight * l, l = 0.5 - (length - shortest) / (longest - shortest) of a correct response, min(l, 0) of another; 0 where all are
+    as long. Lengths in tokens. Correct is a `score` over 0. (The paper starts with a weight of 0 and raises it during training.)
+    """
+    import numpy as np
+
+    lengths = np.array([len(tokens) for tokens in response], np.float64)
+    spread = np.ptp(lengths)
+    gain = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros(len(lengths))
+    return np.asarray(score + weight * np.where(score > 0, gain, np.minimum(gain, 0)), np.float32)
+
+
 @function(scope="group")
 def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.float32]:
     """The scores of the group, dealt anew at random: a control, from which nothing can be learnt."""
@@ -56,3 +124,9 @@ def weighted_sum(*scores: float, weights: Sequence[float]) -> float:
     ValueError unless there is a weight for each.
     """
     return float(sum(w * float(s) for w, s in zip(weights, scores, strict=True)))
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text as SQuAD's script compares them."""
+    plain = text.lower().translate(str.maketrans("", "", string.punctuation))
+    return [word for word in plain.split() if word not in ("a", "an", "the")]

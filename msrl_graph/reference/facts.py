@@ -133,7 +133,8 @@ def _option(option: Option, default: ast.expr | None) -> str:
     if default is None:
         return option.name
     value = ast.literal_eval(default)
-    shown = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    text = f'"{value}"' if option.kind == "str" else str(value)
+    shown = {True: "true", False: "false"}.get(value, text) if isinstance(value, bool) else text
     return option.name if value is None else f"{option.name} = {shown}"
 
 
