@@ -66,10 +66,8 @@ def test_no_spread_gives_zero_never_nan(rewards):
 
 
 def test_rewards():
-    exact, verify = algorithms.load("function", "exact_match"), algorithms.load("function", "math_verify")
+    exact = algorithms.load("function", "exact_match")
     assert exact(" 85", "85") == 1.0 and exact("85.", "85") == 0.0
-    assert verify("so the answer is $\\frac{1}{2}$", "0.5") == 1.0
-    assert verify("the answer is 41", "42") == 0.0
     shuffle = algorithms.load("function", "shuffle")
     scores = np.arange(100, dtype=np.float32)
     dealt = shuffle(scores, np.random.default_rng(0))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import string
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .registry import Count, NotNegative, function
+from .registry import Count, NotNegative, Positive, function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,15 +24,25 @@ def exact_match(response: str, answer: str, prompt: str = "") -> float:
 
 
 @function()
-def math_verify(response: str, answer: str, prompt: str = "") -> float:
-    """1 if the response's last mathematical answer equals `answer` as the library math-verify judges it, else 0.
+def math_verify(response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0) -> float:
+    r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
-    `answer` is LaTeX or plain text; it is read as mathematics first as it stands, then between dollar signs.
+    The response's answer is what stands in its last `\boxed{}` or behind its last `####`, else behind "answer is", else the last
+    expression of its last 4,000 characters. `answer` is LaTeX or plain, or a whole solution that marks its answer so, as GSM8K's.
+    Numbers and words are compared here, all else by the library math-verify. Units and currencies are not compared; 50% equals 50 and
+    0.5; decimals are equal to six places, as 1/3 and 0.333333. An answer on which math-verify takes more than `timeout` seconds (of a
+    processor, a busy machine changes no score), or more than a gibibyte, counts 0; of time the run's log tells. RuntimeError where the
+    library cannot be started.
     """
-    import math_verify as library
+    from . import answers, judge
 
-    gold = library.parse(f"${answer}$")
-    return float(library.verify(gold, library.parse(response)))
+    given, gold = answers.given(response), answers.gold(answer)
+    verdict = answers.same(given, gold)
+    if verdict is None:
+        verdict, why = judge.equal(given.text, gold.text, marked=given.marked, timeout=timeout)
+        if why:
+            print(f"math_verify: {why}, which counts 0, on {given.text[-100:]!r} against {gold.text[:100]!r}", file=sys.stderr)
+    return float(verdict)
 
 
 @function()

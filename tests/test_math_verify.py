@@ -1,0 +1,371 @@
+"""The reward `math_verify`: what it takes for an answer, what it judges equal, and that no answer holds it up or leaves a process."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import psutil
+import pytest
+
+from msrl_graph import algorithms
+from msrl_graph.algorithms import answers, judge
+
+math_verify = algorithms.load("function", "math_verify")
+DATA = Path(__file__).parent / "data" / "gsm8k_test_solutions.jsonl"
+SOLUTIONS = [json.loads(line)["answer"] for line in DATA.read_text(encoding="utf-8").splitlines()]
+GOLDS = [solution.rpartition("#### ")[2] for solution in SOLUTIONS]
+HARD = r"\boxed{9^{9^{9^{9}}}}"  # sympy would compute it
+
+EQUAL = (
+    ("\\boxed{1,234}", "1234"),
+    ("\\boxed{1} then \\boxed{2}", "2"),
+    ("#### 1,234", "1234"),
+    ("#### 3 #### 18\n", "blah #### 18"),
+    ("The answer is 42.", "42"),
+    ("**Answer:** 42", "42"),
+    ("Answer: $18", "18"),
+    ("She makes $18 a day, so 18.", "18"),
+    ("\\boxed{\\$18}", "18"),
+    ("\\boxed{18 dollars}", "18"),
+    ("\\boxed{18\\text{ dollars}}", "$18"),
+    ("\\boxed{5 km}", "5"),
+    ("\\boxed{5\\ \\mathrm{km}}", "5 km"),
+    ("\\boxed{5\\text{ m}}", "5"),
+    ("\\boxed{50\\%}", "50"),
+    ("\\boxed{50\\%}", "0.5"),
+    ("50 percent", "50%"),
+    ("\\boxed{-3}", "-3"),
+    ("The answer is \u22123.", "-3"),
+    ("\\boxed{\\frac12}", "0.5"),
+    ("\\boxed{\\dfrac{1}{2}}", "1/2"),
+    ("\\boxed{1/3}", "0.333333"),
+    ("0.333333", "\\frac{1}{3}"),
+    ("\\boxed{1\\frac{1}{2}}", "3/2"),
+    ("1 1/2 hours", "1.5"),
+    ("\\boxed{(1,2)}", "(1,2)"),
+    ("\\boxed{(1, 2)}", "(1,2)"),
+    ("\\boxed{\\{1,2\\}}", "\\{2,1\\}"),
+    ("\\boxed{[1,2)}", "[1,2)"),
+    ("\\boxed{[0.5,2)}", "[\\frac12,2)"),
+    ("\\boxed{(-\\infty,3]\\cup[5,\\infty)}", "(-\\infty, 3] \\cup [5, \\infty)"),
+    ("\\boxed{1\\,234}", "1234"),
+    ("\\boxed{1{,}234}", "1234"),
+    ("\\boxed{1,\\!234}", "1234"),
+    ("\\boxed{42.}", "42"),
+    ("\\boxed{042}", "42"),
+    ("\\boxed{€18}", "18"),
+    ("\\boxed{x=5}", "5"),
+    ("x = 5", "5"),
+    ("\\boxed{\\sqrt{8}}", "2\\sqrt2"),
+    ("\\boxed{2x+2}", "2(x+1)"),
+    ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"),
+    ("\\boxed{2.5 million}", "2500000"),
+    ("\\boxed{1e-7}", "10^{-7}"),
+    ("\\boxed{1.5\\times10^{3}}", "1500"),
+    ("\\boxed{\\text{Evelyn}}", "Evelyn"),
+    ("The answer is Tuesday.", "Tuesday"),
+    ("\\boxed{90^\\circ}", "90"),
+    ("\\boxed{B}", "B"),
+    ("\\boxed{\\text{(B)}}", "B"),
+    ("The answer is (B).", "B"),
+    ("\\boxed{\\begin{pmatrix}1\\\\2\\end{pmatrix}}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+    ("\\boxed{1, 2}", "2,1"),
+    ("\\boxed{5\\text{ m}^2}", "5"),
+    ("3 times", "3"),
+    ("\\boxed{3\\text{ times}}", "3"),
+    ("#### 5 dozen", "5"),
+    ("$x^2+1$", "x^2+1"),
+    ("so $\\frac{1}{2}$", "0.5"),
+    ("so it is $x^2$.", "x^2"),
+    ("\\boxed{\\frac{-1}{2}}", "-0.5"),
+    ("\\boxed{6!}", "720"),
+    ("\\boxed{2^{10}}", "1024"),
+    ("\\boxed{y=2x+3}", "y=2x+3"),
+    ("\\boxed{2x+3}", "y=2x+3"),
+    ("\\boxed{10\\text{ miles per hour}}", "10"),
+    ("\\boxed{3:2}", "3:2"),
+    ("\\boxed{3/2}", "3:2"),
+    ("-18", "-$18"),
+    ("\\boxed{-\\$18}", "-18"),
+    ("\\boxed{12:30}", "12:30"),
+    ("The final answer is 1/2.", "0.5"),
+    ("\\boxed{\\text{No solution}}", "no solution"),
+    ("\\boxed{100\\text{ cm}^2}", "100"),
+    ("\\(\\boxed{7}\\)", "7"),
+    ("\\boxed{x \\in [1,2]}", "[1,2]"),
+    ("\\boxed{1 \\le x \\le 2}", "[1,2]"),
+    ("\\boxed{.5}", "1/2"),
+    ("\\boxed{4 eggs}", "4"),
+    ("\\boxed{2+3i}", "3i+2"),
+    ("\\boxed{\\sqrt{2}\\cdot 10^{-5}}", "\\frac{10^{-5}\\cdot 2}{\\sqrt2}"),
+    ("\\boxed{\\emptyset}", "\\emptyset"),
+    ("\\boxed{\\infty}", "\\infty"),
+)
+UNEQUAL = (
+    ("\\boxed{41}", "42"),
+    ("\\boxed{42} no, \\boxed{41}", "42"),
+    ("\\boxed{}", "42"),
+    ("", "42"),
+    ("I do not know", "42"),
+    ("\\boxed{3xy}", "3"),
+    ("\\boxed{2\\pi}", "2"),
+    ("\\boxed{5 million}", "5"),
+    ("\\boxed{dog}", "god"),
+    ("1e-7", "1"),
+    ("\\boxed{10^{-7}}", "2\\cdot10^{-7}"),
+    ("\\boxed{0.0000001}", "0.0000002"),
+    ("\\boxed{\\sqrt{2}\\cdot 10^{-7}}", "\\sqrt{3}\\cdot 10^{-7}"),
+    ("\\boxed{1\\,234}", "235"),
+    ("\\boxed{-5}", "5"),
+    ("\\boxed{(1,2)}", "[1,2]"),
+    ("\\boxed{(1,2)}", "(2,1)"),
+    ("\\boxed{\\{1,2\\}}", "{1,3}"),
+    ("\\boxed{1/3}", "0.3"),
+    ("\\boxed{0.33}", "1/3"),
+    ("\\boxed{5\\%}", "50"),
+    ("\\boxed{1000001}", "1000000"),
+    ("\\boxed{1,2}", "12"),
+    ("\\boxed{(1,200)}", "1200"),
+    ("\\boxed{18 or 20}", "18"),
+    ("\\boxed{x}", "y"),
+    ("\\boxed{x+1}", "x"),
+    ("\\boxed{A}", "B"),
+    ("The answer is Monday", "Tuesday"),
+    ("\\boxed{3 apples and 4 pears}", "3"),
+    ("\\boxed{2\\sqrt{2}}", "2"),
+    ("\\boxed{1234567.1}", "1234567.2"),
+    ("#### ", "18"),
+    ("\\boxed{\\frac{1}{0}}", "0"),
+    ("\\boxed{3 + 4i}", "3"),
+    ("\\boxed{12", "12"),
+    ("between 17 and 18", "17"),
+    ("\\boxed{18x}", "18"),
+    ("\\boxed{18^2}", "18"),
+    ("\\boxed{18!}", "18"),
+    ("\\boxed{\\sin 18}", "18"),
+    ("\\boxed{18^\\circ C\\text{ or }20}", "18"),
+    ("\\boxed{x>5}", "5"),
+    ("\\boxed{x \\neq 5}", "x=5"),
+    ("\\boxed{1}", "1,2"),
+    ("\\boxed{5\\frac12}", "5"),
+)
+
+
+@pytest.mark.parametrize(("response", "answer"), EQUAL)
+def test_equal(response, answer):
+    assert math_verify(response, answer) == 1
+
+
+@pytest.mark.parametrize(("response", "answer"), UNEQUAL)
+def test_unequal(response, answer):
+    assert math_verify(response, answer) == 0
+
+
+def spellings(gold):
+    """A whole number as models write it."""
+    n = int(gold.replace(",", ""))
+    thousands = f"{n:,}"
+    return (
+        rf"So it is \boxed{{{n}}}.",
+        rf"First \boxed{{{n + 1}}}, no: $\boxed{{{thousands}}}$",
+        rf"\[\boxed{{{thousands.replace(',', '{,}')}}}\]",
+        f"6 * 7 = 42\n#### {n}",
+        f"#### {thousands}",
+        f"The answer is {n}.",
+        f"The final answer is: **{thousands}**. I hope it is correct.",
+        f"Answer: ${thousands}",
+        rf"\boxed{{{'-' * (n < 0)}\${abs(n)}}}",
+        rf"\boxed{{{n} dollars}}",
+        rf"\boxed{{{thousands}\text{{ km}}}}",
+        f"#### {n} eggs per day",
+        rf"\boxed{{{n}.00}}",
+        f"The answer is ${thousands}.0.",
+        rf"\boxed{{\frac{{{3 * n}}}{{3}}}}" if n >= 0 else rf"\boxed{{-\frac{{{-3 * n}}}{{3}}}}",
+        f"#### {7 * n}/7",
+        rf"\boxed{{{n}\%}}",
+    )
+
+
+def test_every_answer_of_gsm8k_is_equal_to_itself_in_usual_spellings():
+    assert len(GOLDS) == 1319
+    missed = [(r, g) for solution, g in zip(SOLUTIONS, GOLDS, strict=True) for r in spellings(g) if not math_verify(r, solution)]
+    missed += [(s, g) for s, g in zip(SOLUTIONS, GOLDS, strict=True) if not (math_verify(s, g) and math_verify(s, s))]
+    assert missed == []
+
+
+def test_no_answer_of_gsm8k_is_equal_to_another():
+    rng = random.Random(0)
+    taken = []
+    for gold in GOLDS:
+        for response in spellings(gold):
+            other = rng.choice(GOLDS)
+            hundredth = "%" in response and int(gold.replace(",", "")) == 100 * int(other.replace(",", ""))
+            if other.replace(",", "") != gold.replace(",", "") and not hundredth and math_verify(response, other):
+                taken.append((response, other))
+    assert taken == []
+
+
+def test_the_library_says_the_same_of_numbers():
+    # What is said of numbers here, and by math-verify of the same LaTeX.
+    rng = random.Random(1)
+    texts = ["0", "7", "-7", "1/2", r"\frac{1}{2}", "0.5", "0.333333", r"-\frac{1}{3}", "1234", "1,234", "50", r"50\%", "2.50", "5/2"]
+    pairs = [(a, b) for a in texts for b in texts] + [(rng.choice(GOLDS), rng.choice(GOLDS)) for _ in range(100)]
+    for a, b in pairs:
+        assert answers.number(a) and answers.number(b)
+        assert (math_verify(rf"\boxed{{{a}}}", b) == 1) == judge.equal(a, b, marked=True, timeout=9)[0], (a, b)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 234 567", 1234567),
+        ("1,23", None),
+        (r"-2\frac{1}{2}", Fraction(-5, 2)),
+        (r"2 \frac 1 2 \text{ hours}", Fraction(5, 2)),
+        ("3.5e-2", Fraction(35, 1000)),
+        ("2 \u00d7 10^3 kg", 2000),
+        ("1.5 million people", 1500000),
+        ("18 or 20", None),
+        ("5 km/h", 5),
+        ("5 x", None),
+        ("5x", None),
+        ("5kg", 5),
+        ("-40 °C", -40),
+        ("1/0", None),
+        ("12:30", None),
+        ("3 cm²", 3),
+        ("3^2", None),
+        ("9" * 5000, None),
+        ("1e9999", None),
+    ],
+)
+def test_what_is_a_number(text, value):
+    found = answers.number(text)
+    assert (found and found.value) == value
+
+
+def test_patterns_are_linear_in_a_hostile_response():
+    pieces = ("$", "x ", "the answer ", "1 ", r"\boxed{", "}", "{", "#", "#### \n", "answer" + " " * 50, "1,", r"\frac", "answer is ")
+    for piece in pieces:
+        text = piece * (200_000 // len(piece))
+        since = time.process_time()
+        found = answers.given(text)
+        answers.same(found, answers.gold(text))
+        assert time.process_time() - since < 2, piece
+
+
+def judges():
+    return [p for p in psutil.Process().children() if any(a.endswith("judge.py") for a in p.cmdline())]
+
+
+def gone(pid):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_past_its_time_an_answer_counts_0_and_the_log_says_so(capsys):
+    since = time.monotonic()
+    assert math_verify("x" * 500 + HARD, "3", timeout=0.3) == 0
+    assert time.monotonic() - since < 10
+    assert capsys.readouterr().err == ("math_verify: math-verify took more than 0.3 s, which counts 0, on '9^{9^{9^{9}}}' against '3'\n")
+    assert math_verify(r"\boxed{2x}", "x + x") == 1 and capsys.readouterr().err == ""
+
+
+def test_any_thread_may_ask_and_callers_at_once_have_a_judge_each():
+    got = {}
+
+    def ask(i):
+        got[i] = [math_verify(rf"\boxed{{\sqrt{{{i}}} + {n}}}", rf"{n + i % 2} + \sqrt{{{i}}}") for n in range(5)]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in (2, 3, 5)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert got == {2: [1] * 5, 3: [0] * 5, 5: [0] * 5} and 1 <= len(judges()) <= 3
+
+
+def test_a_judge_is_bounded_and_holds_nothing_heavy():
+    math_verify(r"\boxed{2x}", "x + x")
+    process = judges()[0]
+    assert process.rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
+    assert not re.search("/(torch|ray|transformers|numpy)/", Path(f"/proc/{process.pid}/maps").read_text())
+    assert process.memory_info().rss < 300 * 2**20
+
+
+def test_a_judge_that_runs_out_of_memory_dies_of_it(capfd):
+    one = judge.Judge()
+    process = psutil.Process(one.process.pid)
+    limit = process.memory_info().vms + 2**24
+    process.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    assert one.ask(b" " * 2**26 + b"\n") is None
+    one.end()
+    assert "MemoryError" in capfd.readouterr().err
+
+
+def test_a_judge_that_someone_kills_has_not_judged(capsys):
+    math_verify(r"\boxed{2x}", "x + x")
+    for process in judges():
+        process.kill()
+    assert math_verify(r"\boxed{2x}", "x + x") == 1
+    killed = threading.Timer(0.5, lambda: [p.kill() for p in judges()])
+    killed.start()
+    assert math_verify(HARD, "3", timeout=1.5) == 0  # asked anew, of another
+    killed.join()
+    assert "took more than 1.5 s" in capsys.readouterr().err
+
+
+def test_a_library_that_does_not_start_is_no_score(tmp_path, monkeypatch):
+    (tmp_path / "math_verify.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(judge, "_idle", [])
+    with pytest.raises(RuntimeError, match="the process that runs math-verify did not start: it ended with status 7"):
+        math_verify(r"\boxed{2x}", "x + x")
+
+
+CALLER = """
+import os, sys, time
+from msrl_graph import algorithms
+verify = algorithms.load("function", "math_verify")
+assert verify("\\\\boxed{2x}", "x + x") == 1
+child = os.fork() if "fork" in sys.argv else 1
+if not child:
+    assert verify("\\\\boxed{3x}", "x + 2x") == 1
+    os._exit(0)
+if child > 1:
+    assert os.waitpid(child, 0)[1] == 0
+assert verify("\\\\boxed{3x}", "x + 2x") == 1
+import psutil
+print(*(p.pid for p in psutil.Process().children()), flush=True)
+if "busy" in sys.argv:
+    verify("\\\\boxed{9^{9^{9^{9}}}}", "3", timeout=2)
+if "stay" in sys.argv:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", [["stay"], ["busy"], ["fork", "stay"], [], ["fork"]], ids=str)
+def test_no_judge_outlives_its_caller(how):
+    caller = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", CALLER, *how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    with caller:
+        pids = [int(p) for p in caller.stdout.readline().split()]
+        assert len(pids) == 1
+        if how and how[-1] in ("stay", "busy"):
+            time.sleep(0.3)
+            os.kill(caller.pid, signal.SIGKILL)
+        assert caller.stderr.read() == ""
+    assert gone(pids[0])
