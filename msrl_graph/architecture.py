@@ -11,6 +11,8 @@ from functools import cached_property
 from .diagnostics import NOWHERE, Span
 from .layout import Kind, Tensor, kinds
 
+HEAD = "score.weight"  # of a model that scores
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -77,7 +79,7 @@ class Model(Shape):
     @cached_property
     def scoring(self) -> Model:
         """The model with a head of one number in place of its logits: a value worker's, or a reward model's."""
-        head = Tensor("score.weight", (1, self.hidden), layer=self.layers, layers=self.layers)
+        head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
         body = tuple(t if not t.tied else replace(t, tied=False) for t in self.tensors if t.name != "lm_head.weight")
         return replace(self, tensors=(*body, head), tied=False, scores=True)
 

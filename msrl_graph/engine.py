@@ -5,9 +5,9 @@ Invariant: torch-free; the runtime half of an engine stands in the same file of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from .layout import Box, Layout, Side
 
@@ -117,13 +117,38 @@ class Shard:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of tokens as a trainer takes them: `ids` [rows, width] padded at the right, and for each response token, all rows one after
-    another, its row, the position *before* it (whose logits predict it), and the token."""
+    """Sequences of tokens as a trainer takes them: `ids` [sequences, width] padded at the right, and for each token that is asked for, all
+    sequences one after another, its sequence (`row`), the position *before* it (whose state predicts it), and the token. Where a sequence
+    is scored as a whole, its last position is asked for, and `token` means nothing."""
 
     ids: Tensor
     row: Tensor
     position: Tensor
     token: Tensor
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a forward pass is to give of each token that is asked for, beside its log-probability: the `entropy` of the distribution that it
+    is drawn from, the `best` likeliest tokens there, and the log-probabilities of the tokens `given` [tokens, k]. All are at a
+    `temperature`, one for all or [tokens, 1]."""
+
+    temperature: float | Tensor = 1.0
+    entropy: bool = False
+    best: int = 0
+    given: Tensor | None = None
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives, in float32: a policy all that it was asked for, a scoring model `values` alone. [tokens], or [tokens, k];
+    differentiable, but for the k best."""
+
+    logp: Tensor | None = None
+    values: Tensor | None = None  # the score of the state before each token, or of a whole sequence
+    entropy: Tensor | None = None  # nats
+    given: Tensor | None = None
+    best: Tensor | None = None  # log-probabilities, the likeliest first
+    ids: Tensor | None = None  # of the best
 
 
 @dataclass(frozen=True)
@@ -140,20 +165,22 @@ class Sampling:
 
 
 class Trainer(Protocol):
-    """The training half of an engine. Collectives span tp, and dp where weights are divided: all ranks make the same calls."""
+    """The training half of an engine, of a policy or of a scoring model (Model.scoring). Collectives span tp, and dp where weights are
+    divided: all ranks make the same calls."""
 
     def shards(self) -> list[Shard]:
         """The weights at rest on this rank."""
 
-    def logp(self, packed: Packed, temperature: float) -> Tensor:
-        """The log-probability of each response token, [tokens]; differentiable unless torch.no_grad() is in force."""
+    def forward(self, packed: Packed, asked: Asked) -> Outputs:
+        """One pass over the sequences; nothing is differentiable where torch.no_grad() is in force."""
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of this rank's part of the loss (the parts of all dp ranks add up to the mini-batch's)."""
 
-    def step(self, lr: float, clip_grad: float, sound: bool = True) -> float:
+    def step(self, lr: float, clip_grad: float, sound: bool = True, options: Mapping[str, Any] = {}) -> float:
         """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where the norm is not
-        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are."""
+        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are. `options` are
+        AdamW's, for this step."""
 
     def moments(self) -> dict[str, list[Shard]]:
         """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`; empty before the first step. A collective."""

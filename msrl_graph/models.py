@@ -8,6 +8,7 @@ order is the model's own (embedding, layers, norm, head). The families differ by
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(config.get("model_type", "unknown"))
+    architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)  # with another head, Model.scoring
     if architecture not in FAMILIES:
         known = ", ".join(f"`{f}`" for f in FAMILIES)
         raise Fault(Diagnostic("not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"))

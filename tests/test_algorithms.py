@@ -85,6 +85,10 @@ def update(ratio="token", **attributes):
     return Node("actor.update", "actor", "update", reads, attributes={"loss": terms, **attributes})
 
 
+def inputs(logp, lengths, columns):
+    return loss.Inputs({"logp": logp, "lengths": lengths}, columns)
+
+
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=9),
     cut=st.integers(1, 9),
@@ -108,7 +112,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, ra
         for rows in parts:
             a, b = (starts[rows[0]], starts[rows[-1] + 1]) if len(rows) else (0, 0)
             sizes = torch.tensor([lengths[r] for r in rows], dtype=torch.long)
-            per_token, _ = loss.evaluate(node, logp[a:b], sizes, {c: v[a:b] for c, v in values.items()})
+            per_token = loss.evaluate(node, inputs(logp[a:b], sizes, {c: v[a:b] for c, v in values.items()})).loss
             value = value + loss.reduce(node, per_token, sizes, whole)
         value.backward()
         return float(value.detach()), logp.grad
@@ -118,7 +122,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, ra
     assert many[0] == pytest.approx(one[0], rel=1e-10, abs=1e-12)
     assert torch.allclose(many[1], one[1], rtol=1e-10, atol=1e-14)
     # The reduction written out anew.
-    per_token, _ = loss.evaluate(node, torch.linspace(-1, 0, n, dtype=torch.float64), torch.tensor(lengths), values)
+    per_token = loss.evaluate(node, inputs(torch.linspace(-1, 0, n, dtype=torch.float64), torch.tensor(lengths), values)).loss
     pieces = [per_token[a:b] for a, b in itertools.pairwise(starts)]
     expected = {
         "tokens": per_token.mean(),

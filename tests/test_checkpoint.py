@@ -11,7 +11,7 @@ import ranks
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import NOWHERE, Fault
-from msrl_graph.engine import Packed, Shard
+from msrl_graph.engine import Asked, Packed, Shard
 from msrl_graph.layout import Layout, Side, elements, full, owns, shard
 from msrl_graph.runtime import checkpoint
 from msrl_graph.runtime.checkpoint import Manifest, Source, Unsound, begin, commit, found, newest, program, resumed, sound, write
@@ -191,7 +191,7 @@ def step(engine, layout, rank):
     ids = torch.tensor(mine)
     rows, width = ids.shape
     row, position = torch.arange(rows).repeat_interleave(width - 1), torch.arange(width - 1).repeat(rows)
-    logp = engine.logp(Packed(ids[:, :-1], row, position, ids[:, 1:].reshape(-1)), 1.0)
+    logp = engine.forward(Packed(ids[:, :-1], row, position, ids[:, 1:].reshape(-1)), Asked()).logp
     engine.backward(-logp.sum() / 10)
     return engine.step(1e-3, 1.0)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from msrl_graph import models
 from msrl_graph.backends import fsdp, hf, transformer
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.engine import Sampling, Shard
+from msrl_graph.engine import Asked, Sampling, Shard
 from msrl_graph.layout import Layout, Side, full, shard, slices
 from msrl_graph.runtime.columns import ragged
 from msrl_graph.runtime.packing import pack
@@ -76,7 +76,9 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
     engine = fsdp.Engine(model(), Layout(), 0, None, False, None)
     tokens, logps = generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes))
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
-    expected = engine.logp(pack([prompts], ragged(tokens, np.int32), np.arange(12)), changes.get("temperature", 1.0)).numpy()
+    expected = engine.forward(
+        pack([prompts], [ragged(tokens, np.int32)], np.arange(12)), Asked(changes.get("temperature", 1.0))
+    ).logp.numpy()
     assert all(x.dtype == np.float32 for x in logps)
     assert np.allclose(np.concatenate(logps), expected, atol=2e-5)
 
@@ -106,12 +108,12 @@ def test_bf16_weights_learn_by_float32_masters():
     engine = fsdp.Engine(model("bf16"), Layout(), 0, None, False, {"weight_decay": 0.0})
     assert all(s.tensor.dtype == torch.bfloat16 for s in engine.shards())
     before = [s.tensor.clone() for s in engine.shards()]
-    packed = pack([ragged(PROMPTS, np.int32)], ragged([np.array([3, 4, 1])] * 3, np.int32), np.arange(3))
-    first = float(engine.logp(packed, 1.0).detach().mean())
+    packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
+    first = float(engine.forward(packed, Asked()).logp.detach().mean())
     for _ in range(20):
-        engine.backward(-engine.logp(packed, 1.0).mean())
+        engine.backward(-engine.forward(packed, Asked()).logp.mean())
         engine.step(2e-5, 1.0)
-    assert float(engine.logp(packed, 1.0).detach().mean()) > first
+    assert float(engine.forward(packed, Asked()).logp.detach().mean()) > first
     assert all(m.dtype == torch.float32 for m in engine._optimizer.masters)
     moved = [not torch.equal(a, s.tensor) for a, s in zip(before, engine.shards(), strict=True)]
     assert any(moved)
@@ -135,5 +137,5 @@ def test_dropout_in_a_config_makes_no_noise(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     engine = fsdp.Engine(models.load(str(folder), tmp_path, None, NOWHERE), Layout(), 0, None, False, {})
-    packed = pack([ragged(PROMPTS, np.int32)], ragged([np.array([3, 4, 1])] * 3, np.int32), np.arange(3))
-    assert torch.equal(engine.logp(packed, 1.0), engine.logp(packed, 1.0))
+    packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
+    assert torch.equal(engine.forward(packed, Asked()).logp, engine.forward(packed, Asked()).logp)

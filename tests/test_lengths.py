@@ -33,7 +33,7 @@ def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
 
 
 def nodes(prompts: list[np.ndarray], found: list[np.ndarray], some: np.ndarray) -> int:
-    return len(prefixes.tree(pack([ragged(prompts, np.int32)], ragged(found, np.int32), some)).ids)
+    return len(prefixes.tree(pack([ragged(prompts, np.int32)], [ragged(found, np.int32)], some)).ids)
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 5.0])

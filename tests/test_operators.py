@@ -11,7 +11,7 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES, fsdp, hf
-from msrl_graph.engine import Act, Sampling
+from msrl_graph.engine import Act, Asked, Sampling
 from msrl_graph.layout import Layout
 from msrl_graph.runtime.columns import ragged
 from msrl_graph.runtime.packing import pack
@@ -32,14 +32,14 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
     engine = fsdp.Engine(model, ALONE, 0, None, False, {})  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
-    packed = pack([prompt], response, np.arange(4))
+    packed = pack([prompt], [response], np.arange(4))
 
     def infer() -> None:
         with torch.no_grad():
-            engine.logp(packed, 1.0)
+            engine.forward(packed, Asked())
 
     def update() -> None:
-        engine.backward(engine.logp(packed, 1.0).sum())
+        engine.backward(engine.forward(packed, Asked()).logp.sum())
 
     assert operators(infer) == pytest.approx(counted("fsdp", "infer", model.layers), rel=0.1)
     assert operators(update) == pytest.approx(counted("fsdp", "update", model.layers), rel=0.1)

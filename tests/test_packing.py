@@ -16,7 +16,7 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
     contexts = [ragged([np.array(r[i]) for r in rows], np.int32) for i in (0, 1)]
     response = ragged([np.array(r[2]) for r in rows], np.int32)
     chosen = np.array(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
-    packed = pack(contexts, response, chosen)
+    packed = pack(contexts, [response], chosen)
     asked = list(zip(packed.row.tolist(), packed.position.tolist(), packed.token.tolist(), strict=True))
     expected = []
     for i, r in enumerate(chosen):
@@ -30,7 +30,7 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
 
 def test_no_rows_still_make_a_batch():
     empty = ragged([np.zeros(2, np.int32)], np.int32)
-    packed = pack([empty], empty, np.zeros(0, np.int64))
+    packed = pack([empty], [empty], np.zeros(0, np.int64))
     assert packed.ids.shape == (1, 1) and len(packed.token) == len(packed.row) == len(packed.position) == 0
 
 

@@ -19,7 +19,7 @@ rows_of_tokens = st.lists(
 
 def packed_rows(rows):
     contexts, responses = ([np.array(r[i], np.int32) for r in rows] for i in (0, 1))
-    return pack([ragged(contexts, np.int32)], ragged(responses, np.int32), np.arange(len(rows)))
+    return pack([ragged(contexts, np.int32)], [ragged(responses, np.int32)], np.arange(len(rows)))
 
 
 @given(rows_of_tokens)

@@ -18,7 +18,7 @@ from msrl_graph import models
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.engine import Sampling, Shard
+from msrl_graph.engine import Asked, Sampling, Shard
 from msrl_graph.layout import Layout, Side, elements, overlap, shard
 from msrl_graph.plan import Reshard, Step, Way
 from msrl_graph.redistribute import gather_block
@@ -118,12 +118,12 @@ def train(rank, folder, weights, out, cases):
         rows = np.arange(12)
         norms = []
         for mine in (np.array_split(rows, layout.dp)[dp], rows if dp == 0 else rows[:0]):
-            logp = engine.logp(pack([prompts], responses, mine), 0.7)
+            logp = engine.forward(pack([prompts], [responses], mine), Asked(0.7)).logp
             index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine] or [np.zeros(0, int)])
             engine.backward((logp * weight[index]).sum() / len(weight))
             norms.append(engine.step(1e-3, 0.5))
         with torch.no_grad():
-            logp = engine.logp(pack([prompts], responses, rows), 1.0)
+            logp = engine.forward(pack([prompts], [responses], rows), Asked(1.0)).logp
         if rank == 0:
             torch.save((norms, logp), Path(out) / f"{dist.get_world_size()}-{number}")
 
@@ -256,7 +256,7 @@ def swap_engine(rank, folder):
                 swap.wait()
                 assert [s.tensor.untyped_storage().nbytes() for s in engine.shards()] == sizes
             mine = np.arange(12)[rank::3]
-            logp = engine.logp(pack([prompts], responses, mine), 1.0)
+            logp = engine.forward(pack([prompts], [responses], mine), Asked(1.0)).logp
             index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine])
             engine.backward((logp * weight[index]).sum() / len(weight))
             engine.step(1e-3, 1.0)

@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.backends import fsdp
+from msrl_graph.engine import Asked
 from msrl_graph.layout import Layout
 from msrl_graph.runtime import wrong
 from msrl_graph.runtime.actors import Task
@@ -98,7 +99,7 @@ def test_log_probabilities_as_sampled_may_stand_for_the_old_ones():
 
 def infer_alone(stage, columns):
     with torch.no_grad():
-        return stage.trainers["actor"].logp(pack([columns["prompt"]], columns["response"], np.arange(8)), 1.0).numpy()
+        return stage.trainers["actor"].forward(pack([columns["prompt"]], [columns["response"]], np.arange(8)), Asked()).logp.numpy()
 
 
 # The numbers, one by one.
@@ -246,7 +247,7 @@ def skip_on_all(rank, folder, cases):
             rows = np.array_split(np.arange(4), layout.dp)[group]
 
             def step(factor=1.0, sound=True, rows=rows, engine=engine):
-                logp = engine.logp(pack([prompts], responses, rows), 1.0)
+                logp = engine.forward(pack([prompts], [responses], rows), Asked(1.0)).logp
                 engine.backward(logp.sum() * factor / 12)
                 return engine.step(1e-3, 1.0, sound)
 

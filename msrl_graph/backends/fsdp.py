@@ -8,11 +8,11 @@ the gathered weights after forward.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..architecture import Model
-from ..engine import Act, Calls, EngineSpec, Lint, Packed, Shard, Situation
+from ..engine import Act, Asked, Calls, EngineSpec, Lint, Outputs, Packed, Shard, Situation
 from ..layout import Layout, shard
 from . import peaks, prefixes, transformer
 from .peaks import CHUNK
@@ -61,7 +61,7 @@ SPEC = EngineSpec(
 
 
 class Engine:
-    """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where they are stated, None where nothing is updated."""
+    """A model on this rank; `optimizer` holds AdamW's betas, eps and weight_decay where steps state none, None where nothing is updated."""
 
     def __init__(
         self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: dict[str, Any] | None
@@ -74,9 +74,9 @@ class Engine:
         module.requires_grad_(optimizer is not None)
         prefixes.prepare(module)
         if layout.tp > 1:
-            _divide_tensors(module, mesh["tp"])
+            _divide_tensors(module, mesh["tp"], model.scores)
             self._tie(module)
-        module.forward = lambda *args: _token_logp(module, *args)
+        module.forward = lambda *args: _outputs(module, *args)
         if self.divided:
             from torch.distributed.fsdp import fully_shard
 
@@ -106,23 +106,23 @@ class Engine:
     def shards(self) -> list[Shard]:
         return self._shards
 
-    def logp(self, packed: Packed, temperature: float) -> torch.Tensor:
+    def forward(self, packed: Packed, asked: Asked) -> Outputs:
         import torch
 
-        values: torch.Tensor = self.module(prefixes.tree(packed), packed.token, temperature)
+        found: Outputs = self.module(prefixes.tree(packed), packed.token, asked)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
             for part in (*self.module.model.layers, self.module):
                 part.reshard()
-        return values
+        return found
 
     def backward(self, loss: torch.Tensor) -> None:
         # FSDP2 averages over dp, the loss's parts add up.
         (loss * self.layout.dp if self.divided else loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, lr: float, clip_grad: float, sound: bool = True) -> float:
+    def step(self, lr: float, clip_grad: float, sound: bool = True, options: Mapping[str, Any] = {}) -> float:
         assert self._optimizer is not None
-        return self._optimizer.step(lr, clip_grad, sound)
+        return self._optimizer.step({**options, "lr": lr}, clip_grad, sound)
 
     def moments(self) -> dict[str, list[Shard]]:
         return {} if self._optimizer is None else self._optimizer.moments()
@@ -132,7 +132,7 @@ class Engine:
         self._optimizer.restore(moments, steps)
 
 
-def _divide_tensors(module: Any, mesh: DeviceMesh) -> None:
+def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -144,20 +144,34 @@ def _divide_tensors(module: Any, mesh: DeviceMesh) -> None:
     }
     for block in module.model.layers:
         parallelize_module(block, mesh, layer)
-    ends = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
+    ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+    if not scores:  # one number: each rank makes it
+        ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(module, mesh, ends)
 
 
-def _token_logp(module: Any, found: prefixes.Tree, token: torch.Tensor, temperature: float) -> torch.Tensor:
+def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Asked) -> Outputs:
     """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are made only where a
-    response token is predicted, and in float32."""
+    token is asked for, and in float32."""
     import torch
 
     hidden = prefixes.states(module.model, found).index_select(0, found.before)
-    return -torch.nn.functional.cross_entropy(module.lm_head(hidden).float() / temperature, token, reduction="none")
+    if hasattr(module, "score"):
+        return Outputs(values=module.score(hidden).float()[:, 0])
+    logits = module.lm_head(hidden).float() / asked.temperature
+    if not asked.entropy and not asked.best and asked.given is None:
+        return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"))
+    logps = logits.log_softmax(-1)
+    del logits
+    best, ids = logps.detach().topk(asked.best) if asked.best else (None, None)
+    return Outputs(
+        logp=logps.gather(1, token[:, None])[:, 0],
+        # A product of vectors keeps the two of them and makes no third.
+        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else None,
+        given=None if asked.given is None else logps.gather(1, asked.given),
+        best=best,
+        ids=ids,
+    )
 
 
 def _local(parameter: Any) -> torch.Tensor:
@@ -219,7 +233,7 @@ class _Optimizer:
             own[where] = piece
         return own
 
-    def step(self, lr: float, clip_grad: float, sound: bool) -> float:
+    def step(self, options: Mapping[str, Any], clip_grad: float, sound: bool) -> float:
         gradients = []
         # From here on a gradient lives as long as it is in the list.
         for parameter in self.engine._parameters:
@@ -229,7 +243,7 @@ class _Optimizer:
             self._add_up(gradients)
         norm = self._norm(gradients, sound)
         if math.isfinite(norm):
-            self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr)
+            self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, options)
         for master in self.masters:
             master.grad = None
         return norm
@@ -249,7 +263,7 @@ class _Optimizer:
                     g.copy_(total.view(g.shape))
                 bucket = []
 
-    def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float) -> None:
+    def _apply(self, gradients: list[torch.Tensor], scale: float, options: Mapping[str, Any]) -> None:
         if self.flat:
             gradients[:] = [self._stretch(gradients)]
         if self.copied:
@@ -259,7 +273,7 @@ class _Optimizer:
             gradient = gradients.pop(0)
             master.grad = (gradient.mul_(scale) if scale != 1.0 else gradient).to(master.dtype)
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group.update({**self.adamw.defaults, **options})
         self.adamw.step()
         for master in self.masters:
             master.grad = None

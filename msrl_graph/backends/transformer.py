@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..architecture import Model
+from ..architecture import HEAD, Model
 from ..engine import Shard
-from ..layout import slices
+from ..layout import elements, slices
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def empty(model: Model) -> Any:
-    """The transformers model of a folder, its parameters on the meta device, its buffers real."""
+    """The transformers model of a folder, its parameters on the meta device, its buffers real; one that scores has `score`, a product
+    without bias, in place of `lm_head`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model.path)
+    dtype = getattr(torch, DTYPES[model.dtype])
     for name in [n for n in vars(config) if n.endswith("dropout")]:
         setattr(config, name, 0.0)  # a log-probability is a function of tokens and weights, in training too
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, DTYPES[model.dtype]))
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if model.scores:
+            del module.lm_head
+            module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
     # Rotary frequencies are computed, not loaded; on the meta device they were lost.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
     return module
+
+
+def scoring(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model that scores, as transformers' classes for the classification of sequences read it."""
+    names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
+    return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
 
 
 def named_weights(module: Any) -> dict[str, Any]:
@@ -34,7 +46,8 @@ def named_weights(module: Any) -> dict[str, Any]:
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
-    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read."""
+    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read. A head of scores
+    that the folder lacks begins at zero, as that of a critic does that is begun from a policy."""
     import torch
     from safetensors import safe_open
 
@@ -44,6 +57,9 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
             with safe_open(file, framework="pt") as weights:
                 for name in missing.keys() & set(weights.keys()):
                     piece = missing.pop(name)
-                    piece.tensor.copy_(weights.get_slice(name)[slices(piece.box)])
+                    if elements(piece.box):
+                        piece.tensor.copy_(weights.get_slice(name)[slices(piece.box)])
+        if HEAD in missing:
+            missing.pop(HEAD).tensor.zero_()
     if missing:
         raise FileNotFoundError(f"{model.path} holds no weights for {min(missing)} ({len(missing)} missing)")

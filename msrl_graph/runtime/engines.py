@@ -6,6 +6,7 @@ moments leave and enter by their boxes, so that neither checkpoints nor exported
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from importlib import import_module
@@ -82,7 +83,7 @@ class Engines:
             if update is not None and update.name != node.name:
                 return self._build(update)  # what an update states holds for the weights that its other states share
             recompute = options.get("recompute") == "full"
-            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, _optimizer(node) if update else None)
+            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, {} if update else None)
 
     def _spec(self, node: str) -> EngineSpec:
         spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
@@ -113,7 +114,7 @@ class Engines:
         """Writes the weights and moments of which this rank is the first holder: the files, optimizer steps by update, and what went
         wrong."""
         files, failed = [], ""
-        for node in self.plan.graph.verb("update"):
+        for node in self._updates():
             if node.worker in self.swaps:
                 self.swaps[node.worker].wait()
             if node.worker not in self.trainers:
@@ -133,7 +134,7 @@ class Engines:
         """Takes weights and moments from a checkpoint."""
         source = checkpoint.Source(Path(folder))
         self.steps = dict(steps)
-        for node in self.plan.graph.verb("update"):
+        for node in self._updates():
             if node.worker not in self.trainers:
                 continue
             trainer, name = self.trainers[node.worker], node.worker
@@ -144,7 +145,12 @@ class Engines:
                     kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards()}
                     for kind in source.kinds(name) - {"weights"}
                 }
-                trainer.restore(moments, self.steps.get(node.name, 0))
+                # Its optimizer has taken the steps of all of a worker's updates.
+                trainer.restore(moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name))
+
+    def _updates(self) -> list[Node]:
+        """The first update of each worker that has one."""
+        return list({n.worker: n for n in reversed(list(self.plan.graph.verb("update")))}.values())
 
     def save(self, worker: str, folder: str) -> None:
         """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have some."""
@@ -155,7 +161,7 @@ class Engines:
         dist.gather_object(mine, everyone, dst=0)
         if everyone is None:
             return
-        model = self.plan.deploy.models[self.plan.graph.worker(worker).model]
+        model = self.plan.model(next(n.name for n in self._updates() if n.worker == worker))
         given = [piece for shards in everyone for piece in shards]
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:
@@ -167,10 +173,13 @@ class Engines:
         for file in Path(model.path).iterdir():
             if file.suffix == ".json" and not file.name.endswith(".index.json"):
                 shutil.copy(file, target)
+        if model.scores:
+            config = target / "config.json"
+            config.write_text(json.dumps(transformer.scoring(json.loads(config.read_text())), indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
         target.rename(folder)
 
 
-def _optimizer(node: Node) -> dict[str, Any]:
+def adamw(node: Node) -> dict[str, Any]:
     """The options of torch's AdamW as the node states them; the learning rate comes with each step."""
     return {k: v for k, v in node.attributes["optimizer"].options().items() if k in ("betas", "eps", "weight_decay")}

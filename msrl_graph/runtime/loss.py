@@ -7,14 +7,15 @@ by a count of the whole mini-batch, all ranks and micro-batches together.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import algorithms
+from ..functions import Signature
 from ..graph import Expr, Node
-from ..unready import FILLED
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -27,56 +28,110 @@ class Whole:
     rows: int
 
 
-def terms(expr: Expr) -> list[Expr]:
-    """The calls in a loss."""
-    return [expr] if expr.kind == "call" else [t for a in expr.args for t in terms(a)]
+@dataclass(frozen=True)
+class Inputs:
+    """What terms are computed from, of the rows of a micro-batch one after another. `fills` by name: `logp`, `entropy` and `values` of each
+    token of the one column that is scored, `lengths` its tokens of each row. By column: `logps` of its tokens, or of each token's ids;
+    `lengths` of the tokens of each row; and what `columns` hold."""
+
+    fills: Mapping[str, torch.Tensor]
+    columns: Mapping[str, torch.Tensor]
+    logps: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def columns(node: Node) -> set[str]:
-    """The columns that the loss's terms need of those that the node reads."""
-    needed: set[str] = set()
-    for term in terms(node.attributes["loss"]):
-        needed |= set(_bound(term, node).values())
-    return needed
+@dataclass(frozen=True)
+class Value:
+    """The loss of each token, or of each row; by name what each term gives, and the figures that terms tell, as TERM/FIGURE."""
+
+    loss: torch.Tensor
+    terms: dict[str, torch.Tensor]
+    figures: dict[str, torch.Tensor]
 
 
-def _bound(term: Expr, node: Node) -> dict[str, str]:
+def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
+    """The calls in a loss, with their signatures."""
+    if expr.kind == "call":
+        yield expr, algorithms.library()["loss", str(expr.value)][0]
+    else:
+        for part in expr.args:
+            yield from terms(part)
+
+
+def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
     """Parameter -> column of a term."""
-    signature = algorithms.library()["loss", str(term.value)][0]
     renamed = term.columns()
     return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in node.reads}
 
 
-def evaluate(
-    node: Node, logp: torch.Tensor, lengths: torch.Tensor, values: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of each response token, and each term's own value by its name. `lengths` are the response tokens of each row."""
-    parts: dict[str, torch.Tensor] = {}
-    return _value(node.attributes["loss"], node, dict(zip(FILLED, (logp, lengths), strict=True)), values, parts), parts
+def fills(node: Node) -> set[str]:
+    """What the terms of an update want filled."""
+    return {f for _, signature in terms(node.attributes["loss"]) for f in signature.fills}
 
 
-def _value(expr: Expr, node: Node, filled: dict[str, torch.Tensor], values: dict[str, torch.Tensor], parts: dict[str, torch.Tensor]) -> Any:
+def columns(node: Node) -> tuple[set[str], set[str]]:
+    """The columns that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of what they hold."""
+    held, scored = _named(node.attributes["loss"]), set[str]()
+    for term, signature in terms(node.attributes["loss"]):
+        for parameter, column in bound(term, signature, node).items():
+            (scored if parameter in signature.logps else held).add(column)
+    return held, scored
+
+
+def _named(expr: Expr) -> set[str]:
+    """Columns that stand in the loss itself, as factors of terms."""
+    return {str(expr.value)} if expr.kind == "column" else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
+
+
+def of_rows(node: Node) -> bool:
+    """Whether the loss is one number a row, not one a token."""
+    return any(signature.rows for _, signature in terms(node.attributes["loss"]))
+
+
+def evaluate(node: Node, inputs: Inputs) -> Value:
+    """The loss of the rows of a micro-batch."""
+    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+    return Value(_value(node.attributes["loss"], node, inputs, *found), *found)
+
+
+def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]) -> Any:
     """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be a cycle, which
     holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
     if expr.kind == "call":
-        function, fills = algorithms.load("loss", str(expr.value)), algorithms.library()["loss", str(expr.value)][0].fills
-        given = {p: filled[p] for p in fills} | {p: values[c] for p, c in _bound(expr, node).items()}
-        parts[str(expr.value)] = function(**given, **expr.options())
-        return parts[str(expr.value)]
+        name = str(expr.value)
+        part = algorithms.load("loss", name)(**_arguments(expr, node, inputs), **expr.options())
+        part, told = part if isinstance(part, tuple) else (part, {})
+        parts[name] = part
+        figures |= {f"{name}/{figure}": value.detach() for figure, value in told.items()}
+        return part
+    if expr.kind == "column":
+        return inputs.columns[str(expr.value)]
     if expr.kind == "neg" or not expr.args:
-        return expr.literal() if not expr.args else -_value(expr.args[0], node, filled, values, parts)
-    left, right = (_value(arg, node, filled, values, parts) for arg in expr.args)
+        return expr.literal() if not expr.args else -_value(expr.args[0], node, inputs, parts, figures)
+    left, right = (_value(arg, node, inputs, parts, figures) for arg in expr.args)
     return OPERATORS[expr.kind](left, right)
 
 
-def reduce(node: Node, per_token: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
+def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, torch.Tensor]:
+    signature = algorithms.library()["loss", str(term.value)][0]
+    binds = bound(term, signature, node)
+    given = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
+    for name in signature.fills:
+        of = name.removesuffix("_lengths")
+        given[name] = inputs.lengths[binds[of]] if of != name else inputs.fills[name]
+    return given
+
+
+def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
     """This micro-batch's part of the loss. `lengths` are the response tokens of each row."""
     how = node.attributes.get("reduce")
-    kind = "tokens" if how is None else str(how.value)
+    kind = "rows" if of_rows(node) else "tokens" if how is None else str(how.value)
     if kind == "tokens":
-        return per_token.sum() / max(whole.tokens, 1)
+        return value.sum() / max(whole.tokens, 1)
+    if kind == "rows":
+        return value.sum() / max(whole.rows, 1)
     if kind == "sequences":
-        weight = lengths.clamp(min=1).to(per_token.dtype).reciprocal().repeat_interleave(lengths)
-        return (per_token * weight).sum() / max(whole.rows, 1)
+        weight = lengths.clamp(min=1).to(value.dtype).reciprocal().repeat_interleave(lengths)
+        return (value * weight).sum() / max(whole.rows, 1)
     assert how is not None and kind == "constant"
-    return per_token.sum() / float(how.args[0].literal()) / max(whole.rows, 1)
+    return value.sum() / float(how.args[0].literal()) / max(whole.rows, 1)

@@ -156,7 +156,7 @@ def row() -> float:
     rows = np.arange(count)
 
     def once() -> None:
-        prefixes.tree(pack(columns[:1], columns[1], rows))
+        prefixes.tree(pack(columns[:1], columns[1:], rows))
         for _ in range(3):
             flat(values, rows, values.lengths)
         ragged(list(values.values.reshape(count, response)), np.float32)

@@ -7,18 +7,22 @@ engine, ranks without rows too.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 
+from .. import graph as ir
+from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
 from . import loss, wrong
 from .actors import Task
 from .columns import Array, Column, offsets_of
 from .dock import Batch
-from .engines import Engines
-from .packing import flat, pack
+from .engines import Engines, adamw
+from .packing import Given, flat, given
 from .report import Report
 
 
@@ -30,84 +34,67 @@ class Training(Engines):
         self.watch = wrong.Watch(plan)
         self.stepped = False  # whether weights have changed since the task began
 
-    def _micro_batches(self, node: Node, batch: Batch, lengths: Array) -> list[Array]:
-        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
-        empty."""
-        size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
-        count = max(1, -(-batch.share.most // size))
-        return np.array_split(np.argsort(lengths, kind="stable"), count)
-
-    def _as_drawn(self, node: Node, batch: Batch, order: Array) -> Column | None:
-        """The log-probabilities that the node's are to be compared with: none once a step has changed the weights."""
-        compared = self.watch.comparison
-        compares = compared is not None and compared.node == node.name and not self.stepped
-        return batch.columns[compared.column].take(order) if compared and compares else None
-
-    def _columns(self, node: Node, batch: Batch, target: str) -> tuple[list[Column], Column, Array]:
-        """The context columns and the target's, of a node that reads tokens, and which rows hold tokens that the model does not know."""
-        empty = Column(np.zeros(0, np.int32), np.zeros(1, np.int64))
-        graph, size = self.plan.graph, self.plan.model(node.name).vocabulary
-        names = [c for c in node.reads if graph.column(c).element == "i32" and c != target]
-        columns = [batch.columns.get(c, empty) for c in (*names, target)]
-        (*contexts, response), strange = wrong.known_tokens(columns, size)
-        return contexts, response, strange
-
-    def _temperature(self, target: str) -> float:
-        writer = self.plan.graph.writer(target)
-        return writer.number("temperature", 1.0) if writer.verb == "generate" else 1.0
-
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        (written,) = node.writes
-        target = self.plan.graph.column(written).dims[0].like
-        contexts, response, known = self._columns(node, batch, target)
-        values, micro = [], self._micro_batches(node, batch, _total(contexts, response))
+        seen, written = self._given(node, batch), [self.plan.graph.column(c) for c in node.writes]
+        best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
+        micro = self._micro_batches(node, batch, seen)
         with torch.no_grad():
-            for rows in micro:
-                values.append(self.trainers[node.worker].logp(pack(contexts, response, rows), self._temperature(target)))
+            outputs = [self._forward(node, seen, rows, best=best) for rows in micro]
         if not len(batch.rows):
             return {}
-        order = np.concatenate(micro)
-        rows, column = batch.rows[order], Column(torch.cat(values).numpy(), offsets_of(response.lengths[order]))
-        known = self.watch.logp(node, task, report, rows, column, self._as_drawn(node, batch, order), known[order])
-        column.values[np.repeat(known, column.lengths)] = math.nan  # what is wrong with a row goes on to whoever reads it
-        return {written: (rows, column)}
+        order, found = np.concatenate(micro), {}
+        rows, known = batch.rows[order], seen.strange[order]
+        for column in written:
+            made = found[column.name] = _made(column, seen, micro, outputs)
+            if column.element != "i32":
+                known = self._look(node, task, report, rows, made, self._as_drawn(node, seen, column, order), known)
+        for made in found.values():
+            if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
+                made.values[np.repeat(known, made.lengths)] = math.nan
+        return {name: (rows, made) for name, made in found.items()}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        graph, trainer = self.plan.graph, self.trainers[node.worker]
-        target = next(c for c in node.reads if graph.writer(c).verb == "generate" and graph.column(c).element == "i32")
-        contexts, response, known = self._columns(node, batch, target)
-        for column in batch.columns.values():
+        if not batch.share.round_units:
+            if self.local == 0:
+                report.remarks.append(f"`{node.name}` (line {node.span.line}) has no rows in iteration {task.number}: it takes no step")
+            return {}
+        trainer, seen = self.trainers[node.worker], self._given(node, batch)
+        known = seen.strange
+        for column in seen.columns.values():
             known = known | wrong.not_finite(column)
-        whole = loss.Whole(batch.share.elements[target], batch.share.round_units)
-        needed = sorted(loss.columns(node))
-        micro, logps, losses = self._micro_batches(node, batch, _total(contexts, response)), [], []
+        whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
+        micro = self._micro_batches(node, batch, seen)
+        outputs, losses = [], []
         sums: list[tuple[str, float, int]] = []
+        figures: list[tuple[str, float, int]] = []
         for rows in micro:
-            lengths = response.lengths[rows]
-            logp = trainer.logp(pack(contexts, response, rows), self._temperature(target))
-            values = {c: flat(batch.columns[c], rows, lengths) if len(rows) else logp.detach() for c in needed}
-            sizes = torch.from_numpy(lengths)
-            per_token, parts = loss.evaluate(node, logp, sizes, values)
-            total = loss.reduce(node, per_token, sizes, whole)
+            inputs, own = self._computed(node, seen, rows)
+            found = loss.evaluate(node, inputs)
+            total = loss.reduce(node, found.loss, inputs.lengths[next(iter(seen.scored))], whole)
             trainer.backward(total)
-            logps.append(logp.detach())
-            losses.append(per_token.detach())
+            outputs.append(own)
+            losses.append(found.loss.detach())
             sums.append(("loss", float(total.detach()), 0))
-            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in parts.items()]
+            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
+            figures += [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
+            del inputs, found, total  # or the next micro-batch would have them beside its own
         order = np.concatenate(micro)
         if len(batch.rows):
-            numbers, offsets = batch.rows[order], offsets_of(response.lengths[order])
-            own, cost = (Column(torch.cat(pieces).numpy(), offsets) for pieces in (logps, losses))
-            known = self.watch.logp(node, task, report, numbers, own, self._as_drawn(node, batch, order), known[order])
-            known = self.watch.finite(node, task, report, "loss", "a token's loss is {}", numbers, cost, known)
+            numbers, known = batch.rows[order], known[order]
+            for target in map(self.plan.graph.column, seen.scored):
+                as_drawn = self._as_drawn(node, seen, target, order)
+                known = self._look(node, task, report, numbers, _made(target, seen, micro, outputs), as_drawn, known)
+            each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(next(iter(seen.lengths.values()))[order]))
+            cost = Column(torch.cat(losses).numpy(), offsets)
+            known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
         report.count("rows", len(batch.rows), 0)
         step = self.steps.get(node.name, 0) + 1
         sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
-        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound)
+        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound, adamw(node))
         taken = math.isfinite(norm)
         if taken:
             self.steps[node.name], self.stepped = step, True
-            for name, value, weight in sums:
+            for name, value, weight in (*sums, *figures):
                 report.count(name, value, weight)
         if self.local == 0:
             if taken:
@@ -120,11 +107,107 @@ class Training(Engines):
             self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
         return {}
 
+    # From rows to what is computed of them.
 
-def _total(contexts: list[Column], response: Column) -> Array:
-    """Tokens of each row."""
-    lengths: Array = np.sum([c.lengths for c in (*contexts, response)], axis=0)
-    return lengths
+    def _given(self, node: Node, batch: Batch) -> Given:
+        compared = self.watch.comparison
+        like = {compared.column: compared.response} if compared else {}
+        return given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
+
+    def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:
+        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
+        empty."""
+        size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
+        count = max(1, -(-batch.share.most // size))
+        return np.array_split(np.argsort(seen.size, kind="stable"), count)
+
+    def _forward(self, node: Node, seen: Given, rows: Array, **asked: Any) -> Outputs:
+        """One pass over the sequences of the rows at these positions."""
+        temperatures = [self._temperature(c) for c in seen.scored] or [1.0]
+        temperature: float | torch.Tensor = temperatures[0]
+        if len({*temperatures}) > 1:
+            tokens = torch.tensor([int(n[rows].sum()) for n in seen.lengths.values()])
+            temperature = torch.tensor(temperatures).repeat_interleave(tokens)[:, None]
+        return self.trainers[node.worker].forward(seen.pack(rows), Asked(temperature, **asked))
+
+    def _temperature(self, target: str) -> float:
+        writer = self.plan.graph.writer(target)
+        return writer.number("temperature", 1.0) if writer.verb == "generate" else 1.0
+
+    def _computed(self, node: Node, seen: Given, rows: Array) -> tuple[loss.Inputs, Outputs]:
+        """What the terms of an update are computed from, and of the forward pass, apart from its graph, what is looked at."""
+        held, asked = loss.columns(node)
+        wants, graph = loss.fills(node), self.plan.graph
+        beside = {c: graph.column(c) for c in sorted(asked - seen.scored.keys())}
+        ids = [_ids(column, seen, rows) for column in beside.values()]
+        made = self._forward(node, seen, rows, entropy="entropy" in wants, given=torch.cat(ids, 1) if ids else None)
+        lengths = {c: torch.from_numpy(n[rows]) for c, n in seen.lengths.items()}
+        logps = {} if made.logp is None else seen.split(rows, made.logp)
+        if made.given is not None:
+            for part, (name, column) in zip(torch.split(made.given, [i.shape[1] for i in ids], 1), beside.items(), strict=True):
+                logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(-1, *(d.size for d in column.dims[1:]))
+                lengths[name] = lengths[column.dims[0].like]
+        # A scalar stands for each token of its row, but where the loss is of rows.
+        spread = None if loss.of_rows(node) else seen.lengths[next(iter(seen.scored))][rows]
+        columns = {c: flat(seen.columns[c], rows, spread) for c in sorted(held & seen.columns.keys())}
+        fills = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
+        inputs = loss.Inputs(fills | {"lengths": lengths[next(iter(seen.scored))]}, columns, logps, lengths)
+        return inputs, Outputs(*(x if x is None else x.detach() for x in made[:2]))
+
+    def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:
+        """Tokens that enter the loss, over all ranks."""
+        target = next(iter(seen.scored))
+        if target not in seen.masks:
+            return batch.share.elements[target]
+        count = torch.tensor(int(seen.lengths[target].sum()))
+        placement = self.plan.placement(node.name)
+        if placement.layout.dp > 1:
+            dist.all_reduce(count, group=self._mesh(placement)["dp"].get_group())
+        return int(count)
+
+    # What is looked at.
+
+    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> Column | None:
+        """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none once a step has
+        changed the weights."""
+        compared = self.watch.comparison
+        if compared is None or compared.node != node.name or self.stepped:
+            return None
+        return seen.columns[compared.column].take(order) if compared.response == _of(column, seen) and len(column.dims) == 1 else None
+
+    def _look(self, node: Node, task: Task, report: Report, rows: Array, made: Column, as_drawn: Column | None, known: Array) -> Array:
+        """The rows that are `known` to be wrong, or hold what is."""
+        if self.plan.model(node.name).scores:
+            return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)
+        return self.watch.logp(node, task, report, rows, made, as_drawn, known)
+
+
+def _of(column: ir.Column, seen: Given) -> str:
+    """The scored column whose tokens a column has values of, itself perhaps; "" where it has one value a row."""
+    return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
+
+
+def _made(column: ir.Column, seen: Given, micro: list[Array], outputs: list[Outputs]) -> Column:
+    """What forward passes gave for a column that is written, or of the tokens of a column that is scored, in the order of the passes."""
+    of = _of(column, seen)
+    width = column.dims[1].size if len(column.dims) > 1 else 0
+    parts = []
+    for rows, found in zip(micro, outputs, strict=True):
+        one = found.logp if found.values is None else found.values
+        values = one if not width else found.ids if column.element == "i32" else found.best
+        assert values is not None
+        parts.append(seen.split(rows, values)[of] if of else values)
+    joined = torch.cat(parts).numpy()
+    if width:
+        joined = np.ascontiguousarray(joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width])
+    return Column(joined, offsets_of(seen.lengths[of][np.concatenate(micro)]) if of else None)
+
+
+def _ids(column: ir.Column, seen: Given, rows: Array) -> torch.Tensor:
+    """The ids that a column has of each token, [tokens, k]; of another column's tokens zeros."""
+    ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(d.size for d in column.dims[1:]))
+    counts = {c: int(n[rows].sum()) for c, n in seen.lengths.items()}
+    return torch.cat([ids if c == column.dims[0].like else ids.new_zeros(n, ids.shape[1]) for c, n in counts.items()])
 
 
 def _learning_rate(node: Node, step: int) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 from ..graph import Graph, Node
 from ..passes.holdings import dtype
 from ..plan import Plan
+from ..sequences import sequences
 from .columns import Array, Column
 from .report import Report, RunError
 
@@ -56,9 +57,11 @@ def comparison(plan: Plan) -> Comparison | None:
         if any("staleness" in e.attributes and e.attributes["staleness"].value for e in edges):
             continue
         worker = graph.node(edges[0].src).worker if edges else node.worker
+        fed = (*sequences(graph, node).context, response)
         for state in order:
-            tokens = tuple(c for c in state.reads if graph.column(c).element == "i32")
-            if state.worker == worker and state.verb in ("infer", "update") and tokens == (*node.reads, response):
+            read = sequences(graph, state)
+            gives = state.verb == "update" or any([d.like for d in graph.column(c).dims] == [response] for c in state.writes)
+            if state.worker == worker and state.verb != "generate" and gives and (*read.context, *read.scored) == fed:
                 kinds = {dtype(plan, node.name), dtype(plan, state.name)}
                 # Temperatures below 1 stretch the errors of logits.
                 tolerance = max(TOLERANCE[k] for k in kinds) / min(1.0, node.number("temperature", 1.0))
@@ -162,7 +165,8 @@ def known_tokens(columns: list[Column], size: int) -> tuple[list[Column], Array]
 
 def _any(column: Column, bad: Array) -> Array:
     """The rows of which one element is bad."""
-    rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[bad], minlength=len(column)) > 0
+    elements = bad.any(axis=tuple(range(1, bad.ndim)))
+    rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[elements], minlength=len(column)) > 0
     return rows
 
 
