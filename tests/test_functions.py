@@ -129,6 +129,18 @@ def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writ
     assert message.format(path=tmp_path / "mine.py") in str(error.value)
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("reward", ["weighted_sum(score, float(bad), weights=[1, 0])", "overlong([], float(bad), max=4, buffer=2)"])
+def test_a_reward_that_is_no_number_ends_the_run_at_its_row(tmp_path, bad, reward):
+    source = "from msrl_graph.algorithms.rewards import overlong, weighted_sum\n"
+    source += f"def f(score):\n    bad = '{bad}' if score == 3 else '0'\n    return {reward}\n"
+    message = "`host.mine` (line 0) failed on row 2 of iteration 7: BadResult: it returned "
+    with pytest.raises(RunError) as error:
+        call(tmp_path, source, ("reward",))
+    got = "nan" if reward.startswith("weighted") else bad  # 0 times an infinite number
+    assert str(error.value) == f"{message}{got} for `reward`"
+
+
 def test_the_row_of_a_group_that_holds_no_number_is_named(tmp_path):
     source = "def f(score):\n    return [1.0, 2.0] if score[0] == 1 else [0.0, float('inf')]\n"
     message = "`host.mine` (line 0) failed on prompt 1, row 3 of iteration 7: BadResult: it returned inf for `reward`"

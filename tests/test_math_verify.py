@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from msrl_graph import algorithms
 from msrl_graph.algorithms import answers, judge
@@ -25,6 +27,9 @@ GOLDS = [solution.rpartition("#### ")[2] for solution in SOLUTIONS]
 HARD = r"\boxed{9^{9^{9^{9}}}}"  # sympy would compute it
 
 EQUAL = (
+    ("Answer: 2, 3 and 4", "4,3,2"),
+    ("The answer is 15 - 3 = 12.", "12"),
+    ("\\boxed{15 - 3 = 12}", "12"),
     ("\\boxed{1,234}", "1234"),
     ("\\boxed{1} then \\boxed{2}", "2"),
     ("#### 1,234", "1234"),
@@ -110,6 +115,11 @@ EQUAL = (
     ("\\boxed{\\infty}", "\\infty"),
 )
 UNEQUAL = (
+    ("The answer is 2 or 3.", "2"),
+    ("The answer is either $2 or $3.", "2"),
+    ("Answer: 2, 3, 4", "2"),
+    ("The answer is between 2 and 5", "2"),
+    ("The answer is $2$ or $3$", "3"),
     ("\\boxed{41}", "42"),
     ("\\boxed{42} no, \\boxed{41}", "42"),
     ("\\boxed{}", "42"),
@@ -252,6 +262,20 @@ def test_what_is_a_number(text, value):
     assert (found and found.value) == value
 
 
+@given(st.fractions(), st.booleans())
+def test_a_number_is_read_back_as_it_is_written(value, percent):
+    found = answers.Number(value, percent)
+    assert answers.number(str(found)) == found
+    assert math_verify(rf"\boxed{{{found}}}", str(found)) == 1 != math_verify(rf"\boxed{{{found}}}", str(value + 1000))
+
+
+@given(st.decimals(-(10**9), 10**9, places=3), st.sampled_from(["{}", "${}", "{} dollars", r"{}\text{{ m}}", r"\${}", "**{}**", "{}."]))
+def test_a_decimal_is_its_value_in_any_spelling(value, spelling):
+    for written in (f"{value:f}", f"{value:,f}"):
+        found = answers.number(spelling.format(written))
+        assert found and found.value == Fraction(value) and found.rounded
+
+
 def test_patterns_are_linear_in_a_hostile_response():
     pieces = ("$", "x ", "the answer ", "1 ", r"\boxed{", "}", "{", "#", "#### \n", "answer" + " " * 50, "1,", r"\frac", "answer is ")
     for piece in pieces:
@@ -267,7 +291,7 @@ def judges():
 
 
 def gone(pid):
-    until = time.monotonic() + 20
+    until = time.monotonic() + 40
     while time.monotonic() < until:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True

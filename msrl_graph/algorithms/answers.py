@@ -17,6 +17,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"####[ \t]*([^\n]*)")
 _SAID = re.compile(r"\banswer(?:\s+\w+){0,6}?[\s*]*(?:\bis\b|\bare\b|[:=])[\s:*]*([^\n]*)", re.IGNORECASE)
 _SENTENCE = re.compile(r"[.;](?:\s|$)")
+# Of several, math-verify would take one.
+_SEVERAL = re.compile(r"(?:either |between |from )?-?[\d.]+%?(?:(?:,? (?:or|and|to) |, ?)-?[\d.]+%?)+")
 
 _CHARACTERS = str.maketrans(dict.fromkeys("−–‐‑", "-") | dict.fromkeys("\u00a0\u2009\u202f~", " ") | {"％": "%"})  # noqa: RUF001
 _CURRENCY = re.compile(r"\\?[$€£¥₹]")
@@ -91,6 +93,8 @@ def given(text: str) -> Answer:
         found, words = number(part), _words(part)
         if found or words:
             return Answer(text[-TAIL:], False, found, words)
+        if len(part) <= LONGEST and _SEVERAL.fullmatch(tidy(part)):
+            return _answer(part)
     return Answer(text[-TAIL:].translate(_CHARACTERS), False)
 
 
