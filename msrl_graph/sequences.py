@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import Graph, Node
+from .graph import Graph, Node, Worker
 
 # Tokens of a text that nothing is known of.
 TEXT_TOKENS = 1024
@@ -47,10 +47,32 @@ def is_tokens(graph: Graph, column: str) -> bool:
     return found.element in ("i32", "i64") and len(found.dims) == 1 and not found.dims[0].like
 
 
+def speaker(graph: Graph) -> Worker | None:
+    """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the first that is trained,
+    else the first."""
+    trained = {n.worker for n in graph.verb("update")}
+    found = [w for w in graph.workers if w.kind != "function"]
+    return min(found, key=lambda w: (w.kind != "policy", w.name not in trained), default=None)
+
+
+def models(graph: Graph) -> list[Node]:
+    """The states with weights."""
+    kinds = {w.name: w.kind for w in graph.workers}
+    return [n for n in graph.nodes if kinds.get(n.worker, "function") != "function"]
+
+
+def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """The source's columns that some state scores and none has before what it scores: a response that was not generated. Each with
+    the source's columns that stand before it."""
+    found = [sequences(graph, n) for n in models(graph)]
+    given = {c for n in graph.verb("source") for c in n.writes}
+    before = {c for s in found for c in s.context}
+    return {c: tuple(x for x in s.context if x in given) for s in found for c in s.scored if c in given - before}
+
+
 def token_columns(graph: Graph) -> list[str]:
     """All columns of tokens, and the texts that models read."""
-    kinds = {w.name: w.kind for w in graph.workers}
-    read = {c for n in graph.nodes if kinds.get(n.worker, "function") != "function" for c in sequences(graph, n).context}
+    read = {c for n in models(graph) for c in sequences(graph, n).context}
     return [c.name for c in graph.columns if is_tokens(graph, c.name) or c.name in read]
 
 

@@ -26,9 +26,14 @@ def tokenizer():
 
 
 def plan(bound=6, seed=0, vocabulary=16):
-    columns = (Column("prompt", "i32", (Dim(bound, ragged=True),)), Column("answer", "text"))
+    columns = (
+        Column("prompt", "i32", (Dim(bound, ragged=True),)),
+        Column("answer", "text"),
+        Column("response", "i32", (Dim(6, ragged=True),)),
+    )
+    source = Node("source", "", "source", (), ("prompt", "answer"))
     node = Node("actor.generate", "actor", "generate", ("prompt",), ("response",))
-    graph = Graph("g", {}, columns, (Worker("actor", "policy", model="policy"),), (node,), (), (1,))
+    graph = Graph("g", {}, columns, (Worker("actor", "policy", model="policy"),), (source, node), (), (1,))
     model = replace(models.load("./model", EXAMPLE), vocabulary=vocabulary)
     return Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=seed)))
 
@@ -47,16 +52,14 @@ ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in rang
 def test_every_pass_deals_each_row_once(tmp_path_factory, count, seed):
     data = dataset(tmp_path_factory.mktemp("d"), ROWS, seed)
     dealt = []
-    iteration = 0
     while len(dealt) < 30:
-        rows = data.rows(iteration, count)
+        rows = data.rows(len(dealt), count)
         dealt += [rows["answer"].text(i) for i in range(count)]
-        iteration += 1
     for turn in range(3):
         assert sorted(map(int, dealt[10 * turn : 10 * turn + 10])) == list(range(1, 11))
     assert dealt[:10] != dealt[10:20] or dealt[10:20] != dealt[20:30]
-    # Any iteration can be had at once, without those before it.
-    again = data.rows(iteration - 1, count)
+    # Any rows can be had at once, without those before them.
+    again = data.rows(len(dealt) - count, count)
     assert [again["answer"].text(i) for i in range(count)] == dealt[-count:]
 
 
@@ -90,8 +93,8 @@ def test_prompts_that_are_too_long_or_empty_are_left_out_and_counted(tmp_path):
         ("{", "line 2 of {path} is not JSON: Expecting property name enclosed in double quotes at column 2"),
         ("[1]", "line 2 of {path} is not an object"),
         ('{"question": "1"}', "line 2 of {path} has no field `gold`, which the column `answer` reads"),
-        ('{"question": 1, "gold": "2"}', "line 2 of {path} has int in `question`, where text belongs"),
-        ('{"question": "1", "gold": true}', "line 2 of {path} has bool in `gold`, where text belongs"),
+        ('{"question": 1, "gold": "2"}', "line 2 of {path} has int in `question`, where text, messages or token ids belong"),
+        ('{"question": "1", "gold": true}', "line 2 of {path} has bool in `gold`, where text, a number or messages belong"),
     ],
 )
 def test_what_is_wrong_with_a_row(tmp_path, line, message):
@@ -162,8 +165,8 @@ def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questi
     one = Dataset(Data("source", str(folder / "rows.jsonl"), PAIRS), plan(), tokenizer())
     other = Dataset(parquet(folder / "rows.parquet", rows, row_group_size=part), plan(), tokenizer())
     assert (len(one), one.too_long) == (len(other), other.too_long)
-    for iteration in range(2):
-        mine, theirs = one.rows(iteration, 4), other.rows(iteration, 4)
+    for position in (0, 4):
+        mine, theirs = one.rows(position, 4), other.rows(position, 4)
         for name in PAIRS:
             assert mine[name].lengths.tolist() == theirs[name].lengths.tolist()
             assert mine[name].values.tobytes() == theirs[name].values.tobytes()
@@ -172,13 +175,19 @@ def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questi
 def test_what_is_wrong_with_a_parquet_file(tmp_path):
     path = tmp_path / "rows.parquet"
     row = {"question": "1+1=", "gold": "2"}
+    wanted = "where text, messages or token ids belong"
     assert told(parquet(path, [row, {"question": None, "gold": "2"}])) == (
-        *("bad-data", f"row 2 of {path} has NoneType in `question`, where text belongs", ""),
+        *("bad-data", f"row 2 of {path} has NoneType in `question`, {wanted}", ""),
     )
     assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(f"row 3 of {path} has NoneType in `gold`")
     chat = [{"question": [{"role": "user", "content": "1+1="}], "gold": "2"}]
-    assert told(parquet(path, chat))[1] == f"row 1 of {path} has list in `question`, where text belongs"
-    assert told(parquet(path, [{"question": b"1+1=", "gold": "2"}]))[1] == f"row 1 of {path} has bytes in `question`, where text belongs"
+    assert told(parquet(path, chat)) == (
+        "bad-data",
+        f"row 1 of {path} has messages in `question`, and the model folder {EXAMPLE / 'model'} has no chat template to render them: "
+        "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json",
+        "name the folder of a model that was trained to chat, or write the field as text",
+    )
+    assert told(parquet(path, [{"question": b"1+1=", "gold": "2"}]))[1] == f"row 1 of {path} has bytes in `question`, {wanted}"
     assert told(parquet(path, [{"question": "1+1=", "answer": "2", "n": 1}])) == (
         "bad-data",
         f"the data file {path} has no field `gold`, which the column `answer` reads",

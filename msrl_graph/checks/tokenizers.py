@@ -11,6 +11,7 @@ from ..diagnostics import NOWHERE, Diagnostic
 from ..graph import Column, Graph, Node, Worker
 from ..models import tokenizer, tokens
 from ..plan import Plan
+from ..sequences import speaker
 
 KINDS = ("policy", "value", "reward_model")
 
@@ -40,9 +41,7 @@ def _tokens(column: Column) -> bool:
 def _writer(graph: Graph, node: Node) -> Worker | None:
     """The worker whose tokenizer a node's tokens are of; None where a function wrote them."""
     if node.verb == "source":
-        policies = [w for w in graph.workers if w.kind == "policy"]
-        trained = [w for w in policies if any(n.worker == w.name for n in graph.verb("update"))]
-        return next(iter([*trained, *policies]), None)
+        return speaker(graph)
     worker = graph.worker(node.worker)
     return worker if worker.kind in KINDS else None
 

@@ -1,23 +1,27 @@
 """The rows of a data file: read, checked, tokenised, and dealt to iterations.
 
-Invariant: which rows an iteration gets is a function of (seed, iteration) alone; a row that cannot be used is told with its number before
-anything is started. The same rows in the same order are the same data, whichever kind of file they are in.
+Invariant: which row stands at a position is a function of the seed, and of the iteration and the weights where it is drawn by some; a row
+that cannot be used is told with its number before anything is started, or left out and counted. The same rows in the same order are the
+same data, whichever kind of file they are in.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import noise
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Graph
 from ..plan import Data, Plan
-from .columns import Array, Column, ragged, texts
+from ..sequences import models, responses, sequences, speaker
+from . import fields, order
+from .columns import DTYPES, Array, Column, ragged, texts
+from .tokens import BadMessages, Messages, Tokens, messages
 from .wrong import outside, vocabulary
 
 
@@ -98,58 +102,154 @@ def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str
     for column, name in data.fields.items():
         if name not in row:
             raise _without(data, _where(data, number), column, row)
-        value = row[name]
-        if graph.column(column).element == "text" and isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = str(value)
-        if not isinstance(value, str):
-            raise _bad(data, number, f"has {type(value).__name__} in `{name}`, where text belongs")
-        found[column] = value
+        try:
+            found[column] = fields.take(row[name], graph.column(column))
+        except fields.Misfit as misfit:
+            raise _bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
     return found
 
 
 class Dataset:
-    """The usable rows of a data file; prompts longer than their column's bound are left out and counted in `too_long`."""
+    """The usable rows of a data file, numbered from 0 in its order. `left_out` counts the others, each by the first of its columns that is
+    longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words."""
 
     def __init__(self, data: Data, plan: Plan, tokenizer: Any) -> None:
-        graph = plan.graph
-        rows = read(data, graph)
-        self.seed = plan.deploy.run.seed
-        self.columns: dict[str, Column] = {}
+        worker = speaker(plan.graph)
+        assert worker is not None
+        self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
+        self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
+        self.responses = responses(plan.graph)
+        rows = read(data, plan.graph)
+        self.lines = list(rows)
+        self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
+        self._match()
+        self.left_out: dict[str, int] = {}
         keep = np.ones(len(rows), bool)
         for name in data.fields:
-            column = graph.column(name)
-            values = [row[name] for row in rows.values()]
-            if column.element == "text":
-                self.columns[name] = texts(values)
-            else:
-                encoded = tokenizer.encode_batch(values, add_special_tokens=False)
-                self.columns[name] = ragged([np.asarray(e.ids, np.int32) for e in encoded], np.int32)
-                keep &= (self.columns[name].lengths <= graph.bound(name)) & (self.columns[name].lengths > 0)
+            fits = self._fits(name, plan)
+            if out := int((keep & ~fits).sum()):
+                self.left_out[name] = out
+            keep &= fits
         self.usable = np.flatnonzero(keep)
-        self.too_long = int((~keep).sum())
         if not len(self.usable):
-            raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span))
-        for name, tokens in self.columns.items():
-            size = vocabulary(plan, name)
-            if size and len(strange := self.usable[outside(tokens.take(self.usable), size)]):
-                token, line = int(tokens[strange[0]].max()), list(rows)[strange[0]]
-                what = f"{_where(data, line)} has the token {token} ({tokenizer.id_to_token(token)!r}) in `{name}`"
-                help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
-                raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", data.span, help))
+            raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
+        for name, column in self.columns.items():
+            if size := vocabulary(plan, name):
+                self._known(name, column, size)
+
+    @property
+    def too_long(self) -> int:
+        return sum(self.left_out.values())
+
+    @property
+    def why(self) -> str:
+        """Why rows are left out, for a sentence."""
+        bounds = {c: self.graph.bound(c) for c in self.left_out}
+        return ", ".join(f"`{c}` of {n:,} is empty or longer than {bounds[c]:,}" for c, n in self.left_out.items())
+
+    def _column(self, name: str, rows: list[dict[str, Any]]) -> Column:
+        column = self.graph.column(name)
+        values = [row[name] for row in rows]
+        if column.element in ("text", "json"):
+            return texts(values)
+        if not fields.holds_tokens(column):
+            return ragged(values, DTYPES[column.element]) if column.dims else Column(np.concatenate(values))
+        written = [i for i, v in enumerate(values) if not isinstance(v, np.ndarray)]
+        encoded = self.tokens.encode([self._text(name, rows[i], self.lines[i]) for i in written])
+        for i, ids in zip(written, encoded, strict=True):
+            values[i] = ids
+        if name in self.responses and (ends := self.tokens.ends):
+            values = [np.append(v, ends[0]) if len(v) and v[-1] not in ends else v for v in values]
+        return ragged(values, DTYPES[column.element])
+
+    def _text(self, name: str, row: dict[str, Any], line: int) -> str:
+        """What a row's tokens are encoded from: text as it is, messages as the chat template writes them."""
+        value: str | Messages = row[name]
+        if isinstance(value, str):
+            return value
+        if name not in self.responses:
+            return self._rendered(name, line, self.tokens.prompt, value)
+        before = [c for c in self.responses[name] if c in row]
+        prompts = [v if isinstance(v, list) else messages(v) if isinstance(v, str) else None for v in (row[c] for c in before)]
+        if len(prompts) > 1 or None in prompts:
+            others = " and ".join(f"`{self.data.fields[c]}`" for c in before)
+            what = f"has messages in `{self.data.fields[name]}`, and before it, in {others}, not one list of messages"
+            raise _bad(self.data, line, what, "write both as messages, or the response as text")
+        return self._rendered(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
+
+    def _rendered(self, name: str, line: int, render: Callable[..., str], *given: str | Messages) -> str:
+        try:
+            return render(*given)
+        except BadMessages as error:
+            help = "name the folder of a model that was trained to chat, or write the field as text"
+            raise _bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
+
+    def _match(self) -> None:
+        """Looks at columns that are as long as another."""
+        for name, column in self.columns.items():
+            dims = self.graph.column(name).dims
+            if not dims or dims[0].like not in self.columns:
+                continue
+            each = math.prod(d.size for d in dims[1:])
+            wanted = self.columns[dims[0].like].lengths
+            if len(wrong := np.flatnonzero(column.lengths != wanted * each)):
+                row = wrong[0]
+                what = f"has {column.lengths[row] // each} values in `{self.data.fields[name]}`"
+                raise _bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
+
+    def _fits(self, name: str, plan: Plan) -> Array:
+        """The rows whose column is no longer than its bound, nor empty where a model reads it."""
+        kind, column = self.graph.column(name), self.columns[name]
+        read = [(n, sequences(self.graph, n)) for n in models(self.graph)]
+        readers = {plan.model(n.name).path for n, s in read if name in (*s.context, *s.scored)}
+        lengths = [column.lengths]
+        if kind.element == "text":
+            lengths = []
+            for tokens in map(Tokens, sorted(readers)):
+                asked = [self._rendered(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
+                lengths.append(np.array([len(ids) for ids in tokens.encode(asked)]))
+        fits = np.ones(len(column), bool)
+        for some in lengths:
+            fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))
+        return fits
+
+    def _known(self, name: str, column: Column, size: int) -> None:
+        """Looks for tokens outside the vocabulary of a model that reads them."""
+        if not len(strange := self.usable[outside(column.take(self.usable), size)]):
+            return
+        ids, line = column[strange[0]], self.lines[strange[0]]
+        token = int(ids[(ids < 0) | (ids >= size)][0])
+        text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
+        what = f"{_where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
+        help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+        if text is None:
+            help = "the ids are of another tokenizer: write the field as text or messages"
+        raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", self.data.span, help))
 
     def __len__(self) -> int:
         return len(self.usable)
 
-    def rows(self, iteration: int, count: int) -> dict[str, Column]:
-        """`count` rows: the next of an endless sequence of passes over the data, each in its own order."""
-        positions = np.arange(iteration * count, (iteration + 1) * count)
-        size = len(self.usable)
-        chosen = np.concatenate([self._order(p)[positions[positions // size == p] % size] for p in np.unique(positions // size)])
-        return {name: column.take(self.usable[chosen]) for name, column in self.columns.items()}
+    def indices(self, position: int, count: int) -> Array:
+        """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
+        return order.shuffled(self.seed, len(self), position, count)
+
+    def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
+        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row: without replacement, those of weight 0
+        last. ValueError for a weight that is negative or not finite."""
+        weights = np.asarray(weights, np.float64)
+        assert weights.shape == (len(self),), f"{weights.shape} weights for {len(self)} rows"
+        if len(wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
+            where = _where(self.data, self.lines[self.usable[wrong[0]]])
+            raise ValueError(f"the weight of {where} is {weights[wrong[0]]:g}, where a finite number of 0 or more belongs")
+        return order.drawn(self.seed, iteration, weights, position, count)
+
+    def take(self, indices: Array) -> dict[str, Column]:
+        """The columns of these rows, in this order."""
+        return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
+
+    def rows(self, position: int, count: int) -> dict[str, Column]:
+        """The columns of `indices(position, count)`."""
+        return self.take(self.indices(position, count))
 
     def all(self) -> dict[str, Column]:
-        return {name: column.take(self.usable) for name, column in self.columns.items()}
-
-    def _order(self, turn: int) -> Array:
-        order: Array = np.argsort(noise.keys(self.seed, int(turn), np.arange(len(self.usable))), kind="stable")
-        return order
+        return self.take(np.arange(len(self)))

@@ -84,7 +84,7 @@ class FunctionHost:
     def _source(self, task: Task) -> None:
         training = task.name == "train"
         dataset = self.data["source" if training else task.name]
-        columns = dataset.rows(task.number, task.prompts) if training else dataset.all()
+        columns = dataset.rows(task.number * task.prompts, task.prompts) if training else dataset.all()
         numbers = np.arange(task.prompts)
         self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
 

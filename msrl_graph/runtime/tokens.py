@@ -1,0 +1,141 @@
+"""Text and messages as a model reads them, and its tokens as text.
+
+Invariant: text is encoded without special tokens; messages are rendered by the chat template of the model that reads them, and what the
+template writes is all that is added. The same text gives the same tokens in every process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .columns import Array, Column, ragged
+
+Messages = list[dict[str, Any]]
+
+
+class BadMessages(ValueError):
+    """Messages that the chat template of a model's folder does not render; says why."""
+
+
+def are_messages(value: Any) -> bool:
+    """Whether a value is a list of {"role": …, "content": …}, at least one."""
+    return isinstance(value, list) and bool(value) and all(_is_message(m) for m in value)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and bool(value.keys() & {"content", "tool_calls"})
+
+
+def messages(text: str) -> Messages | None:
+    """The messages that a text is the JSON of; None for any other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value: Messages = json.loads(text)
+    except (ValueError, RecursionError):  # whatever a function or a model wrote
+        return None
+    return value if are_messages(value) else None
+
+
+class Tokens:
+    """The tokenizer of a model's folder. `ends` are the tokens that end a response, first the one that is appended where none does; none
+    where the folder names none."""
+
+    def __init__(self, folder: str, tokenizer: Any = None) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer or _tokenizer(folder)
+        self.ends = _ends(folder)
+
+    def read(self, column: Column) -> Column:
+        """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of other text its own.
+        Raises BadMessages."""
+        return ragged(self.encode([self.asked(column.text(row)) for row in range(len(column))]), np.int32)
+
+    def asked(self, text: str) -> str:
+        """What `read` encodes for a text. Raises BadMessages."""
+        return self.prompt(found) if (found := messages(text)) else text
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """The tokens of each text, as it is."""
+        return [np.asarray(e.ids, np.int32) for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, rows: Iterable[Array], special: bool = False) -> list[str]:
+        """The text of each row of tokens, with or without its special tokens."""
+        texts: list[str] = self.tokenizer.decode_batch([r.tolist() for r in rows], skip_special_tokens=not special)
+        return texts
+
+    def prompt(self, messages: Messages) -> str:
+        """The text that asks for a response to these messages. Raises BadMessages."""
+        return self._rendered(messages, True)
+
+    def response(self, prompt: Messages, messages: Messages) -> str:
+        """What the template writes of `messages` after `prompt`, up to the end token where it writes one: the text that a generation
+        would have written. `messages` may begin with those of the prompt. Raises BadMessages."""
+        whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
+        before, text = self.prompt(prompt) if prompt else "", self._rendered(whole, False)
+        if not text.startswith(before):
+            same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
+            what = f"writes {text[same : same + 20]!r} with the response where the prompt alone has {before[same : same + 20]!r}"
+            raise BadMessages(f"the chat template of {self.folder} {what}, so that none is the beginning of the other")
+        text = text[len(before) :]
+        # Templates go on after the end token, most with a newline, which no generation reaches.
+        shorter = text.rstrip()
+        return shorter if shorter.endswith(tuple(t for e in self.ends if (t := self.tokenizer.id_to_token(e)))) else text
+
+    def _rendered(self, messages: Messages, prompt: bool) -> str:
+        chat = _chat(self.folder)
+        if not chat.chat_template:
+            what = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
+            raise BadMessages(f"the model folder {self.folder} has no chat template to render them: {what}")
+        try:
+            text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        except Exception as error:  # a template is a program, which may raise anything
+            raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
+        return text
+
+
+@cache
+def _tokenizer(folder: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    # Many files store how their authors padded and cut batches; here nothing is padded or cut.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+@cache
+def _chat(folder: str) -> Any:
+    """What renders messages. Its import costs seconds, so it is left to those who have messages."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise BadMessages(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
+@cache
+def _ends(folder: str) -> tuple[int, ...]:
+    stated = [_config(folder, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    found: int | list[int] = next((e for e in stated if e is not None), [])
+    ends = found if isinstance(found, list) else [found]
+    name = _config(folder, "tokenizer_config.json").get("eos_token")
+    own = _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name) if name and len(ends) > 1 else None
+    # Of several, the tokenizer's own is the one that ends a turn.
+    return tuple(sorted(ends, key=lambda end: end != own))
+
+
+def _config(folder: str, name: str) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return content

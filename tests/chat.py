@@ -1,0 +1,84 @@
+"""A model's folder whose tokenizer has a chat template, and what is made of a small program and rows with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import msrl_graph
+from msrl_graph.runtime.data import Dataset
+from msrl_graph.runtime.tokens import Tokens
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "model"
+SPECIAL = ("<|end|>", "<|start|>", "<|stop|>")
+# As ChatML, with a newline after each turn, which is no part of a response.
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == "nobody" %}{{ raise_exception("nobody speaks") }}{% endif -%}
+{{ "<|start|>" + message.role + "\n" + message.content + "<|stop|>\n" }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ "<|start|>assistant\n" }}{% endif -%}
+"""
+
+
+def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: Any = (0, 2), own: str = "<|stop|>") -> Path:
+    """A model's folder; its template stands in a file of its own (`separate`), or in the tokenizer's config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [AddedToken(s, special=True, normalized=False) for s in SPECIAL]
+    words = ["user assistant system what is one plus two three four"] * 4
+    tokenizer.train_from_iterator(
+        words, trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
+    # What its author's batches were padded and cut to; nothing here may be.
+    tokenizer.enable_padding(length=64)
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": own}
+    if template and not separate:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if separate:
+        (folder / "chat_template.jinja").write_text(template)
+    shape = json.loads((EXAMPLE / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends is not None else {}))
+    shutil.copy(EXAMPLE / "model.safetensors", folder)
+    return folder
+
+
+def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], nodes: str, parquet: bool = False) -> Dataset:
+    """The rows as the source of a program with these columns; its model is in `folder`/model. A node that begins with `actor.update`
+    has a loss."""
+    path = folder / ("rows.parquet" if parquet else "rows.jsonl")
+    if parquet:
+        import pyarrow as pa
+        from pyarrow import parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    given = [name for name in columns if not name.startswith("out")]
+    program = f"""
+        algorithm a {{
+          columns {{ {" ".join(f"{name} : {kind}" for name, kind in columns.items())} }}
+          worker actor : policy
+          worker judge : policy frozen
+          worker host : function
+          source(1) -> {", ".join(given)}
+          {nodes}
+        }}
+        cluster one {{ device = "cpu" }}
+        deploy a on one {{
+          model policy = "{folder / "model"}"
+          data source = "{path}"
+        }}
+    """
+    plan = msrl_graph.compile(folder / "program.rlg", text=program)
+    return Dataset(plan.deploy.data["source"], plan, Tokens(str(folder / "model")).tokenizer)

@@ -1,0 +1,73 @@
+"""Fields by the type of their column: what is taken, and what is told of what is not."""
+
+import numpy as np
+import pytest
+
+from msrl_graph.graph import Column, Dim
+from msrl_graph.runtime.fields import Misfit, take
+
+MOST, FOUR, LIKE = Dim(9, ragged=True), Dim(4), Dim(like="chosen")
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("element", "dims", "value", "taken"),
+    [
+        ("i32", (), 3, [3]),
+        ("f32", (), 3, [3.0]),
+        ("bf16", (), 0.1, [np.float32(0.1)]),
+        ("i64", (), 2**40, [2**40]),
+        ("bool", (), True, [True]),
+        ("f32", (LIKE,), [1, 0.5], [1, 0.5]),
+        ("f32", (FOUR,), [1, 2, 3, 4], [1, 2, 3, 4]),
+        ("f32", (MOST, Dim(2)), [[1, 2], [3, 4], [5, 6]], [1, 2, 3, 4, 5, 6]),
+        ("bool", (MOST,), [], []),
+        ("i32", (MOST,), [5, 6], [5, 6]),
+        ("i32", (MOST,), "text", "text"),
+        ("i32", (MOST,), [{**CHAT[0], "name": None}], CHAT),
+        ("text", (), 1.5, "1.5"),
+        ("text", (), [{**CHAT[0], "name": None}], '[{"role": "user", "content": "hello"}]'),
+        ("text", (Dim(9, ragged=True),), "é", "é"),
+        ("json", (), {"a": [1, None, "é"]}, '{"a": [1, null, "é"]}'),
+        ("json", (), "text", '"text"'),
+        ("json", (), None, "null"),
+    ],
+)
+def test_what_is_taken(element, dims, value, taken):
+    found = take(value, Column("c", element, dims))
+    assert (found.tolist() if isinstance(found, np.ndarray) else found) == taken
+
+
+@pytest.mark.parametrize(
+    ("element", "dims", "value", "message"),
+    [
+        ("i32", (), True, "bool, where a whole number of 32 bits belongs"),
+        ("i32", (), 3.0, "float, where a whole number of 32 bits belongs"),
+        ("i32", (), 2**31, "2.15e+09, where a whole number of 32 bits belongs"),
+        ("i64", (), None, "NoneType, where a whole number of 64 bits belongs"),
+        ("bool", (), 1, "int, where true or false belongs"),
+        ("f32", (), "3", "str, where a finite number belongs"),
+        ("f32", (), float("nan"), "nan, where a finite number belongs"),
+        ("f32", (), 1e39, "1e+39, where a finite number belongs"),
+        ("f32", (), [1.0], "list, where a finite number belongs"),
+        ("f32", (FOUR,), [1, 2, 3], "a list of 3, where a list of 4 finite numbers belongs"),
+        ("f32", (FOUR,), 1, "int, where a list of 4 finite numbers belongs"),
+        ("f32", (LIKE,), [1, None], "a list with NoneType, where a list of finite numbers belongs"),
+        ("f32", (LIKE, FOUR), [[1, 2, 3, 4], [1]], "a list of 1, where a list of 4 finite numbers belongs"),
+        ("f32", (LIKE, FOUR), [1, 2], "int, where a list of 4 finite numbers belongs"),
+        ("i32", (MOST,), [1, "2"], "a list with str, where text, messages or token ids belong"),
+        ("i32", (MOST,), [2**40], "a list with 1.1e+12, where text, messages or token ids belong"),
+        ("i32", (MOST,), [{"role": "user"}], "a list with dict, where text, messages or token ids belong"),
+        ("i32", (MOST,), [{"role": 1, "content": "a"}], "a list with dict, where text, messages or token ids belong"),
+        ("i32", (MOST,), {}, "dict, where text, messages or token ids belong"),
+        ("i32", (MOST,), "\ud800", "half a character (U+D800), where text, messages or token ids belong"),
+        ("text", (), [], "list, where text, a number or messages belong"),
+        ("json", (), {"a": ["\ud800"]}, "half a character (U+D800), where JSON belongs"),
+        ("json", (), b"a", "what JSON does not know (Object of type bytes is not JSON serializable), where JSON belongs"),
+        ("json", (), [float("inf")], "what JSON does not know (Out of range float values are not JSON compliant), where JSON belongs"),
+    ],
+)
+def test_what_is_not(element, dims, value, message):
+    with pytest.raises(Misfit) as misfit:
+        take(value, Column("c", element, dims))
+    assert str(misfit.value) == message
