@@ -106,13 +106,12 @@ def _refused(plan: Plan) -> list[_Refusal]:
         if column.per:
             tell(f"`per` of the column `{column.name}`", column.span, "give each row its own value")
         source = any(column.name in n.writes for n in plan.graph.verb("source"))
-        tokens = column.element == "i32" and len(column.dims) == 1 and column.dims[0].ragged
-        if column.element in ("json", "bool") or len(column.dims) > 1 or (source and not tokens and column.element != "text"):
+        if column.element == "json" or (column.element == "bool" and not source) or len(column.dims) > 1:
             what = "a field" if source else "a column"
             tell(
                 f"{what} of the type of `{column.name}`",
                 column.span,
-                "numbers and tokens of one dimension run; from data text and tokens",
+                "text, tokens and numbers of one dimension run; from data true and false too",
                 "run with",
             )
     for node in plan.graph.nodes:

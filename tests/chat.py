@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import msrl_graph
+from msrl_graph.plan import Plan
 from msrl_graph.runtime.data import Dataset
 from msrl_graph.runtime.tokens import Tokens
 
@@ -54,8 +55,7 @@ def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: 
 
 
 def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], nodes: str, parquet: bool = False) -> Dataset:
-    """The rows as the source of a program with these columns; its model is in `folder`/model. A node that begins with `actor.update`
-    has a loss."""
+    """The rows as the source of `plan`."""
     path = folder / ("rows.parquet" if parquet else "rows.jsonl")
     if parquet:
         import pyarrow as pa
@@ -64,6 +64,12 @@ def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], n
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    made = plan(folder, path, columns, nodes)
+    return Dataset(made.deploy.data["source"], made, Tokens(str(folder / "model")).tokenizer)
+
+
+def plan(folder: Path, path: Path, columns: dict[str, str], nodes: str) -> Plan:
+    """A program with these columns, whose model is in `folder`/model; the source gives those that do not begin with `out`."""
     given = [name for name in columns if not name.startswith("out")]
     program = f"""
         algorithm a {{
@@ -80,5 +86,4 @@ def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], n
           data source = "{path}"
         }}
     """
-    plan = msrl_graph.compile(folder / "program.rlg", text=program)
-    return Dataset(plan.deploy.data["source"], plan, Tokens(str(folder / "model")).tokenizer)
+    return msrl_graph.compile(folder / "program.rlg", text=program)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.columns import texts
 from msrl_graph.runtime.tokens import BadMessages, Tokens, messages
+from msrl_graph.unready import unready
 
 USER = {"role": "user", "content": "what is one plus two"}
 SAYS = {"role": "assistant", "content": "three"}
@@ -173,6 +174,13 @@ def test_fields_of_all_types_travel_as_columns(pairs, parquet):
     assert [columns[n][1].tolist() for n in ("level", "hard", "weight", "shape")] == [3, True, 0.5, [1, 2, 3.5]]
     assert all((columns[n].offsets is None) == (n in ("level", "hard", "weight")) for n in columns)
     assert json.loads(columns["task"].text(1)) == row["task"] and json.loads(columns["note"].text(0)) == [USER]
+
+
+def test_what_a_field_may_hold_a_run_takes(tmp_path):
+    chat.model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").touch()
+    plan = chat.plan(tmp_path, tmp_path / "rows.jsonl", {**MIXED, "out": "i32[<= 9]"}, PROMPTS)
+    assert [d.message.split("`")[1] for d in unready(plan)] == ["task"]
 
 
 def test_a_column_as_long_as_another_is_held_against_it(pairs):

@@ -18,7 +18,7 @@ import numpy as np
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Graph
 from ..plan import Data, Plan
-from ..sequences import models, responses, sequences, speaker
+from ..sequences import is_tokens, models, responses, sequences, speaker
 from . import fields, order
 from .columns import DTYPES, Array, Column, ragged, texts
 from .tokens import BadMessages, Messages, Tokens, messages
@@ -134,7 +134,7 @@ class Dataset:
         if not len(self.usable):
             raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
         for name, column in self.columns.items():
-            if size := vocabulary(plan, name):
+            if is_tokens(plan.graph, name) and (size := vocabulary(plan, name)):
                 self._known(name, column, size)
 
     @property
