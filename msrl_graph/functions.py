@@ -175,7 +175,8 @@ def _scope(item: ast.FunctionDef) -> Scope:
 def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:
     several = isinstance(returns, ast.Subscript) and ast.unparse(returns.value) == "tuple" and isinstance(returns.slice, ast.Tuple)
     parts = returns.slice.elts if several else [returns]  # type: ignore[union-attr]
-    known: dict[str, Literal["array", "number"]] = {"list[Array]": "array", "float": "number", "NDArray[np.float32]": "number"}
+    known: dict[str, Literal["array", "number"]] = {"list[Array]": "array", "float": "number"}
+    known |= {f"NDArray[np.{dtype}]": "number" for dtype in ("float32", "float64")}
     return tuple(known.get(ast.unparse(part), "") if part is not None else "" for part in parts)
 
 

@@ -100,7 +100,7 @@ def tokens(*sizes):
 def test_length_reward_by_hand():
     # Lengths 2, 4, 6, 6: l = 0.5, 0, -0.5, -0.5; only what is correct gains.
     got = length_reward(tokens(2, 4, 6, 6, 2), np.array([1, 1, 1, 0, 0], np.float32), weight=0.5)
-    assert list(got) == [1.25, 1, 0.75, -0.25, 0] and got.dtype == np.float32
+    assert list(got) == [1.25, 1, 0.75, -0.25, 0] and got.dtype == np.float64
     assert list(length_reward(tokens(3, 3), np.array([1, 0], np.float32))) == [1, 0]
     assert list(length_reward(tokens(3), np.array([-1], np.float32))) == [-1]
     assert list(length_reward(tokens(0, 9), np.array([1, 1], np.float32), weight=0)) == [1, 1]

@@ -96,7 +96,7 @@ def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> fl
 
 
 @function(scope="group")
-def length_reward(response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0) -> NDArray[np.float32]:
+def length_reward(response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0) -> NDArray[np.float64]:
     """Kimi k1.5's length reward: among a prompt's responses, short ones gain and long ones lose (arXiv:2501.12599, section 2.3.3).
 
     score + weight * l, l = 0.5 - (length - shortest) / (longest - shortest) of a correct response, min(l, 0) of another; 0 where all are
@@ -107,7 +107,7 @@ def length_reward(response: Sequence[NDArray[np.int32]], score: NDArray[np.float
     lengths = np.array([len(tokens) for tokens in response], np.float64)
     spread = np.ptp(lengths)
     gain = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros(len(lengths))
-    return np.asarray(score + weight * np.where(score > 0, gain, np.minimum(gain, 0)), np.float32)
+    return np.asarray(score, np.float64) + weight * np.where(score > 0, gain, np.minimum(gain, 0))
 
 
 @function(scope="group")
