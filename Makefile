@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_TRL := .venv-trl
+VENV_VERL := .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper docs clean
+.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -77,10 +78,21 @@ invariance: $(VENV)/ready
 paper: $(VENV)/ready
 	$(BIN)/python bench/paper.py
 
+$(VENV_VERL)/ready: constraints/verl.txt
+	$(PYTHON) -m venv $(VENV_VERL)
+	$(VENV_VERL)/bin/pip install --quiet --constraint constraints/verl.txt torch
+	$(VENV_VERL)/bin/pip install --quiet --no-deps --requirement constraints/verl.txt
+	touch $@
+
+# What trl and verl compute, to which tests/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
+peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
+	$(VENV_TRL)/bin/python tests/peers/from_trl.py
+	$(VENV_VERL)/bin/python -W ignore tests/peers/from_verl.py
+
 # Pages that are written from sources.
 docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.codes > docs/codes.md
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL)
