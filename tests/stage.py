@@ -41,14 +41,13 @@ class Stage(Rank):
         self.seed, self.recording = plan.deploy.run.seed, None
         self.told = Report("rank")
         self.build()
-        (self.generator,) = self.generators.values()
-        model = plan.model("actor.generate")
-        transformer.fill(model, self.generator.allocate())
+        for name, self.generator in self.generators.items():
+            transformer.fill(plan.model(name), self.generator.allocate())
 
     def act(self, name, columns, rows=None):
         """What a node-state writes, handed these columns."""
         node = self.plan.graph.node(name)
-        columns = {c: columns[c] for c in columns if c in (*node.reads, "response.logp")}
+        columns = {c: columns[c] for c in (*node.reads, "response.logp") if c in columns}
         size = len(next(iter(columns.values())))
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}

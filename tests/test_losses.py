@@ -19,6 +19,7 @@ def f64(*values):
 
 
 def same(got, *expected):
+    got = got[0] if isinstance(got, tuple) else got  # without the figures beside
     return torch.allclose(got, f64(*expected), rtol=1e-9, atol=1e-12)
 
 
@@ -33,7 +34,7 @@ def test_the_ratio_of_a_sequence_by_hand():
     # Two rows of 2 and 1 tokens and an empty one: mean log-ratios (0.3 - 0.1) / 2 = 0.1 and -0.5.
     logp, old = f64(-0.7, -1.1, -1.5).requires_grad_(), f64(-1, -1, -1)
     advantage, lengths = f64(2, 2, 1), torch.tensor([2, 0, 1])
-    loss = clip(logp, advantage, old, lengths, low=0.9, high=0.9, ratio="sequence")
+    loss = clip(logp, advantage, old, lengths, low=0.9, high=0.9, ratio="sequence")[0]
     one, two = math.exp(0.1), math.exp(-0.5)
     assert same(loss.detach(), -2 * one, -2 * one, -two)
     # The mean of each row's mean has the gradient -A r / length for each of its tokens (arXiv:2507.18071, eq. 10), halved for two rows.
@@ -60,7 +61,7 @@ def test_value_clip_by_hand():
 
 def test_the_gradient_of_a_clipped_value():
     values = f64(0.2, 2, 2).requires_grad_()
-    value_clip(values, f64(0, 0, 0), f64(1, 3, 0)).sum().backward()
+    value_clip(values, f64(0, 0, 0), f64(1, 3, 0))[0].sum().backward()
     assert same(values.grad, -0.8, 0, 2)  # none where the clipped one counts
 
 
@@ -92,9 +93,22 @@ def test_dpo_of_large_margins_and_of_no_rows():
     ends = {"ref_chosen": f64(0), "ref_rejected": f64(0), "chosen_lengths": one, "rejected_lengths": one}
     assert same(dpo(f64(0), f64(-1e5), **ends), 0) and same(dpo(f64(-1e5), f64(0), **ends), 1e4)
     none = {k: v[:0] for k, v in PAIRS.items()}
-    assert len(dpo(**none)) == 0
+    assert len(dpo(**none)[0]) == 0
     empty = {**PAIRS, "rejected": f64(-3), "ref_rejected": f64(-2), "rejected_lengths": torch.tensor([1, 0])}
     assert same(dpo(**empty, form="ipo"), 3.75**2, 36)  # an empty response counts as 0: z = -1
+
+
+def test_figures_by_hand():
+    # Ratios 1.5, 1.5, 0.5, 0.5 of advantages 1, -1, 1, -1: the bound of 0.2 counts where it makes the loss worse.
+    logp = torch.log(f64(1.5, 1.5, 0.5, 0.5)).requires_grad_()
+    loss, figures = clip(logp, f64(1, -1, 1, -1), f64(0, 0, 0, 0))
+    assert same(figures["ratio"].detach(), 1.5, 1.5, 0.5, 0.5) and figures["clipped"].tolist() == [1, 0, 0, 1]
+    loss.sum().backward()
+    assert (logp.grad == 0).tolist() == [True, False, False, True]
+    _, figures = value_clip(f64(0.2, 2, 2), f64(0, 0, 0), f64(1, 3, 0))
+    assert same(figures["error"], -0.8, -1, 2) and figures["clipped"].tolist() == [0, 1, 0]
+    _, figures = dpo(**PAIRS)
+    assert same(figures["margin"], 1.5, -1.5) and figures["accuracy"].tolist() == [1, 0]
 
 
 @given(st.integers(1, 5), st.floats(0.05, 1), st.sampled_from(["sigmoid", "hinge", "ipo"]), st.integers(0, 99))

@@ -2,7 +2,8 @@
 
 Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives such a tensor
 back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What the update
-fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers.
+fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers. A term may
+give figures beside its loss, (loss, {name: values}), whose means are metrics.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     Tokens: TypeAlias = Tensor
     LogProbs: TypeAlias = Tensor
     Rows: TypeAlias = Tensor
+    Figures: TypeAlias = dict[str, Tensor]
 else:
-    Tokens = LogProbs = Rows = object  # annotations are read by the compiler, where torch is not installed
+    Tokens = LogProbs = Rows = Figures = object  # annotations are read by the compiler, where torch is not installed
 
 
 @loss_term
@@ -32,13 +34,14 @@ def clip(
     high: NotNegative | None = None,
     dual: Positive | None = None,
     ratio: Literal["token", "sequence"] = "token",
-) -> Tokens:
+) -> tuple[Tokens, Figures]:
     """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp) (arXiv:1707.06347, eq. 7).
 
     `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a batch. `dual` bounds
     the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
     row) for each token of the row; its gradient is r times that of the token's `logp`, so that one advantage for the row gives GSPO's
-    (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's (eq. 14). ValueError where it has no `lengths`.
+    (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's (eq. 14). ValueError where it has no `lengths`. Tells the `ratio` of each
+    token, and whether it is `clipped`, so that it has no gradient.
     """
     old = logp.detach() if old_logp is None else old_logp
     log_ratio = logp - old
@@ -50,7 +53,8 @@ def clip(
     r = log_ratio.exp()
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
     loss = (-advantage * r).maximum(-advantage * clipped)
-    return loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
+    loss = loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
+    return loss, {"ratio": r, "clipped": (loss != -advantage * r).float()}
 
 
 @loss_term
@@ -93,14 +97,17 @@ def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: Positive = 2.0) -> To
 
 
 @loss_term
-def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> Tokens:
+def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> tuple[Tokens, Figures]:
     """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
 
     v are the predictions of the weights being updated (`values`), V those that the advantages were computed from (`value`), R the
-    returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.)
+    returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Tells the `error` v - R of each token, and whether
+    it is `clipped`, so that it has no gradient.
     """
     clipped = value + (values - value).clamp(-range, range)
-    return (values - returns).square().maximum((clipped - returns).square()) / 2
+    error = values - returns
+    worst = error.square().maximum((clipped - returns).square())
+    return worst / 2, {"error": error, "clipped": (error.square() < worst).float()}
 
 
 @loss_term
@@ -115,12 +122,13 @@ def dpo(
     beta: Positive = 0.1,
     form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
     smoothing: Share = 0.0,
-) -> Rows:
+) -> tuple[Rows, Figures]:
     """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq. 7).
 
     z = (chosen - rejected) - (ref_chosen - ref_rejected), the log-probabilities of all of a response's tokens added up, of the weights
     being updated and of the reference. f(z) is -log sigmoid(beta z); with `hinge` max(0, 1 - beta z) (arXiv:2305.10425); with `ipo`
-    (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0.
+    (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0. Tells the
+    `margin` z of each pair, and whether it is above 0 (`accuracy`).
     """
     from torch.nn.functional import softplus
 
@@ -134,7 +142,8 @@ def dpo(
             return softplus(-beta * z)
         return (1 - beta * z).clamp(min=0) if form == "hinge" else (z - 1 / (2 * beta)).square()
 
-    return (1 - smoothing) * f(z) + smoothing * f(-z) if smoothing else f(z)
+    loss = (1 - smoothing) * f(z) + smoothing * f(-z) if smoothing else f(z)
+    return loss, {"margin": z, "accuracy": (z > 0).float()}
 
 
 @loss_term

@@ -59,9 +59,9 @@ def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
 
 
 def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
-    """Parameter -> column of a term."""
+    """Parameter -> column, or state, of a term."""
     renamed = term.columns()
-    return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in node.reads}
+    return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in (*node.reads, *node.states)}
 
 
 def fills(node: Node) -> set[str]:
@@ -70,7 +70,7 @@ def fills(node: Node) -> set[str]:
 
 
 def columns(node: Node) -> tuple[set[str], set[str]]:
-    """The columns that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of what they hold."""
+    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of what they hold."""
     held, scored = _named(node.attributes["loss"]), set[str]()
     for term, signature in terms(node.attributes["loss"]):
         for parameter, column in bound(term, signature, node).items():
@@ -79,8 +79,8 @@ def columns(node: Node) -> tuple[set[str], set[str]]:
 
 
 def _named(expr: Expr) -> set[str]:
-    """Columns that stand in the loss itself, as factors of terms."""
-    return {str(expr.value)} if expr.kind == "column" else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
+    """Columns and states that stand in the loss itself, as factors of terms."""
+    return {str(expr.value)} if expr.kind in ("column", "state") else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
 
 
 def of_rows(node: Node) -> bool:
@@ -104,7 +104,7 @@ def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor
         parts[name] = part
         figures |= {f"{name}/{figure}": value.detach() for figure, value in told.items()}
         return part
-    if expr.kind == "column":
+    if expr.kind in ("column", "state"):
         return inputs.columns[str(expr.value)]
     if expr.kind == "neg" or not expr.args:
         return expr.literal() if not expr.args else -_value(expr.args[0], node, inputs, parts, figures)

@@ -1,0 +1,228 @@
+"""Infers and updates of all kinds of workers, against transformers and torch alone, and on real ranks against one."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from stage import EXAMPLE
+from tiny import PAIRS, ROLLOUT, built, scoring
+from torch import distributed as dist
+from torch.nn.functional import logsigmoid
+
+from msrl_graph.runtime.actors import Task
+from msrl_graph.runtime.columns import Column
+from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.report import Report
+
+TASK = Task("train", 3, 4, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory):
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    return str(scoring(tmp_path_factory.mktemp("judge") / "model"))
+
+
+@pytest.fixture(scope="module")
+def rolled(judge):
+    return built(ROLLOUT, judge=judge)
+
+
+@pytest.fixture(scope="module")
+def paired():
+    return built(PAIRS)
+
+
+def net(stage, worker, kind="ForCausalLM"):
+    """A worker's model as transformers has it, in float64."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(EXAMPLE / "model", num_labels=1)
+    model = getattr(transformers, f"Qwen2{kind}")(config).double()
+    wrong = model.load_state_dict({s.name: s.tensor.double() for s in stage.trainers[worker].shards()}, strict=True)
+    assert not wrong.missing_keys
+    return model
+
+
+def sequence(columns, i, *names):
+    return torch.from_numpy(np.concatenate([columns[c][i] for c in names]).astype(np.int64))[None]
+
+
+def token_logps(model, columns, i, scored, temperature=1.0):
+    """The log-probabilities of the whole vocabulary before each token of a row's scored column, and the tokens."""
+    ids = sequence(columns, i, "prompt", scored)
+    tokens = columns[scored][i].astype(np.int64)
+    logits = model(ids).logits[0, len(columns["prompt"][i]) - 1 : -1] / temperature
+    return logits.log_softmax(-1), torch.from_numpy(tokens)[:, None]
+
+
+def values(model, columns, i):
+    states = model.model(sequence(columns, i, "prompt", "response")).last_hidden_state[0]
+    return model.score(states)[len(columns["prompt"][i]) - 1 : -1, 0]
+
+
+def close(got, expected, **more):
+    return np.allclose(got, np.concatenate([e.detach().numpy() for e in expected]), **{"rtol": 1e-5, "atol": 1e-5, **more})
+
+
+def test_what_a_policy_infers(rolled):
+    stage, columns = rolled
+    whole = [token_logps(net(stage, "teacher"), columns, i, "response", 0.8) for i in range(8)]
+    assert close(columns["ref_logp"].values, [p.gather(1, t)[:, 0] for p, t in whole])
+    assert close(columns["top_logp"].values, [p.topk(3).values for p, _ in whole])
+    assert np.array_equal(columns["top_ids"].values, torch.cat([p.topk(3).indices for p, _ in whole]).numpy())
+    assert columns["top_ids"].values.dtype == np.int32 and columns["top_ids"].take(np.array([7]))[0].shape == (2, 3)
+
+
+def test_what_scoring_models_infer(rolled, judge):
+    from transformers import AutoModelForSequenceClassification
+
+    stage, columns = rolled
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    expected = [model(sequence(columns, i, "prompt", "response")).logits[0] for i in range(8)]
+    assert close(columns["score"].values, expected) and columns["score"].offsets is None
+    critic = net(stage, "critic", "ForSequenceClassification")
+    assert close(columns["value"].values, [values(critic, columns, i) for i in range(8)])
+
+
+def test_several_columns_after_one_prompt(paired):
+    stage, columns = paired
+    model = net(stage, "reference")
+    for name in ("chosen", "rejected"):
+        whole = [token_logps(model, columns, i, name) for i in range(8)]
+        assert close(columns[f"ref_{name}"].values, [p.gather(1, t)[:, 0] for p, t in whole])
+
+
+def test_a_critic_that_is_begun_from_a_policy_predicts_nothing(judge):
+    stage, columns = built(ROLLOUT, judge=judge)
+    next(s.tensor for s in stage.trainers["critic"].shards() if s.name == "score.weight").zero_()
+    assert not stage.act("critic.infer", columns)["value"].values.any()
+
+
+def policy_loss(stage, columns, kept):
+    """clip(0.2, ratio = sequence) + 0.1 kl() - 0.01 entropy() + 0.1 distil(reverse) of each token that is kept, row by row."""
+    model, found = net(stage, "actor"), []
+    for i in range(8):
+        where = torch.from_numpy(kept[i])
+        whole, tokens = (x[where] for x in token_logps(model, columns, i, "response", 0.8))
+        logp = whole.gather(1, tokens)[:, 0]
+        old, ref, advantage, top = (
+            torch.from_numpy(columns[c][i]).double()[where] for c in ("old_logp", "ref_logp", "advantage", "top_logp")
+        )
+        # Several advantages a row: each token has the row's ratio, and the gradient of its own (arXiv:2507.18071, eq. 14).
+        ratio = (logp - old).mean().detach().exp() * (logp - logp.detach()).exp()
+        surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        d = ref - logp
+        mine = whole.gather(1, torch.from_numpy(columns["top_ids"][i].astype(np.int64))[where]).log_softmax(-1)
+        reverse = (mine.exp() * (mine - top.log_softmax(-1))).sum(-1)
+        entropy = -(whole.exp() * whole).sum(-1)
+        found.append(surrogate + 0.1 * (d.exp() - d - 1) - 0.01 * entropy + 0.1 * reverse)
+    return model, found
+
+
+def critic_loss(stage, columns, kept):
+    model, found = net(stage, "critic", "ForSequenceClassification"), []
+    for i in range(8):
+        where = torch.from_numpy(kept[i])
+        v = values(model, columns, i)[where]
+        old, returns = (torch.from_numpy(columns[c][i]).double()[where] for c in ("value", "returns"))
+        bounded = torch.minimum(torch.maximum(v, old - 0.5), old + 0.5)
+        found.append(torch.maximum((v - returns) ** 2, (bounded - returns) ** 2) / 2)
+    return model, found
+
+
+def pair_loss(stage, columns, kept):
+    model, found = net(stage, "actor"), []
+    for i in range(8):
+        sums = []
+        for name in ("chosen", "rejected"):
+            whole, tokens = token_logps(model, columns, i, name)
+            sums.append(whole.gather(1, tokens).sum() - columns[f"ref_{name}"][i].astype(np.float64).sum())
+        found.append(-logsigmoid(0.1 * (sums[0] - sums[1]))[None])
+    return model, found
+
+
+def norm(model):
+    return math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+REDUCED = {
+    "tokens": lambda rows: torch.cat(rows).mean(),
+    "sequences": lambda rows: torch.stack([r.mean() if len(r) else r.sum() for r in rows]).mean(),
+    "constant(3)": lambda rows: torch.stack([r.sum() / 3 for r in rows]).mean(),
+}
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+@pytest.mark.parametrize("reduce", REDUCED)
+@pytest.mark.parametrize(("node", "expected"), [("actor.update", policy_loss), ("critic.update", critic_loss)])
+def test_loss_and_gradient_are_those_of_torch(rolled, judge, node, expected, reduce, micro):
+    _, columns = rolled
+    stage, _ = built(ROLLOUT, ("optimizer = adamw", f"reduce = {reduce}, optimizer = adamw"), judge=judge)
+    kept = [columns["mask"][i] for i in range(8)]
+    model, rows = expected(stage, columns, kept)
+    loss = REDUCED[reduce](rows)
+    loss.backward()
+    stage.plan.placement(node).engine.options["micro_batch"] = micro
+    stage.told = Report("")
+    stage.act(node, columns)
+    assert stage.told.sums["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-6)
+    assert stage.told.sums["grad_norm"][0] == pytest.approx(norm(model), rel=1e-5)
+    term = "loss/value_clip" if node == "critic.update" else "loss/clip"
+    assert stage.told.sums[term][1] == columns["mask"].values.sum() < len(columns["response"].values)
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+def test_pairs_and_their_figures(micro):
+    stage, columns = built(PAIRS)
+    model, rows = pair_loss(stage, columns, None)
+    torch.cat(rows).mean().backward()
+    stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+    stage.act("actor.update", columns)
+    told = {name: total / max(weight, 1) for name, (total, weight) in stage.told.sums.items()}
+    assert told["loss"] == pytest.approx(told["loss/dpo"]) == pytest.approx(float(torch.cat(rows).detach().mean()), rel=1e-5)
+    assert told["grad_norm"] == pytest.approx(norm(model), rel=1e-5)
+    z = -10 * torch.log(torch.expm1(torch.cat(rows).detach()))  # from -log sigmoid(z / 10)
+    assert told["dpo/margin"] == pytest.approx(float(z.mean()), rel=1e-4) and told["dpo/accuracy"] == float((z > 0).double().mean())
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_mask_that_leaves_nothing_or_little(rolled, judge, left):
+    stage, columns = built(ROLLOUT, judge=judge)
+    values = np.zeros(len(columns["mask"].values), bool)
+    values[:left] = True
+    columns = columns | {"mask": Column(values, columns["mask"].offsets)}
+    for name in ("advantage", "old_logp"):  # what is not looked at may be anything
+        columns[name] = Column(np.where(values, columns[name].values, np.nan).astype(np.float32), columns[name].offsets)
+    stage.act("actor.update", columns)
+    assert stage.told.sums["updates"] == (1, 0) and math.isfinite(stage.told.sums["loss"][0])
+    assert (stage.told.sums["grad_norm"][0] == 0) == (left == 0) and stage.told.sums["loss/clip"][1] == left
+
+
+def test_a_round_without_rows_takes_no_step(paired):
+    stage, _ = paired
+    none, report = np.zeros(0, np.int64), Report("")
+    before = [s.tensor.clone() for s in stage.trainers["actor"].shards()]
+    stage._update(stage.plan.graph.node("actor.update"), TASK, Batch(Share(none, {}, 0, 0, {}, 0, True), none, {}), report)
+    assert report.remarks == ["`actor.update` (line 14) has no rows in iteration 3: it takes no step"] and "updates" not in report.sums
+    assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.trainers["actor"].shards(), strict=True))
+
+
+def test_a_value_that_is_not_finite_is_told_once_and_goes_on(judge):
+    stage, columns = built(ROLLOUT, judge=judge)
+    stage.watch.stops = False
+    next(s.tensor for s in stage.trainers["critic"].shards() if s.name == "score.weight")[0, 0] = math.inf
+    found = stage.act("critic.infer", columns)["value"]
+    assert not np.isfinite(found.values).any() and stage.told.sums["wrong/value"][0] == 8
+    columns["value"] = Column(np.full(25, np.nan, np.float32), found.offsets)
+    stage.act("critic.update", columns)
+    assert stage.told.sums["skipped"][0] == 1 and stage.told.sums["wrong/value"][0] == 8
