@@ -27,6 +27,8 @@ GOLDS = [solution.rpartition("#### ")[2] for solution in SOLUTIONS]
 HARD = r"\boxed{9^{9^{9^{9}}}}"  # sympy would compute it
 
 EQUAL = (
+    (r"\boxed{2^{5000}}", r"4^{2500}"),
+    (r"\boxed{2^{300}}", r"4^{150}"),
     ("Answer: 2, 3 and 4", "4,3,2"),
     ("The answer is 15 - 3 = 12.", "12"),
     ("\\boxed{15 - 3 = 12}", "12"),
@@ -69,6 +71,7 @@ EQUAL = (
     ("\\boxed{€18}", "18"),
     ("\\boxed{x=5}", "5"),
     ("x = 5", "5"),
+    (r"\boxed{1.414214}", r"\sqrt{2}"),
     ("\\boxed{\\sqrt{8}}", "2\\sqrt2"),
     ("\\boxed{2x+2}", "2(x+1)"),
     ("\\boxed{\\pi/2}", "\\frac{\\pi}{2}"),
@@ -115,6 +118,9 @@ EQUAL = (
     ("\\boxed{\\infty}", "\\infty"),
 )
 UNEQUAL = (
+    (r"\boxed{2^{5000}}", r"4^{2501}"),
+    (r"\boxed{2^{300}}", r"4^{151}"),
+    (r"\boxed{\sqrt{2}}", "1.41422"),
     ("The answer is 2 or 3.", "2"),
     ("The answer is either $2 or $3.", "2"),
     ("Answer: 2, 3, 4", "2"),

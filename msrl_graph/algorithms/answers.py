@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
 LONGEST = 200  # characters of a number with its unit, or of words
@@ -63,8 +64,10 @@ class Number:
     rounded: bool = False
 
     def __str__(self) -> str:
+        """LaTeX, a rounded one as a decimal."""
         n, d = self.value.as_integer_ratio()
-        return (str(n) if d == 1 else rf"{'-' * (n < 0)}\frac{{{abs(n)}}}{{{d}}}") + r"\%" * self.percent
+        exact = str(n) if d == 1 else rf"{'-' * (n < 0)}\frac{{{abs(n)}}}{{{d}}}"
+        return (f"{Decimal(n) / d:f}" if self.rounded else exact) + r"\%" * self.percent
 
 
 @dataclass(frozen=True)
