@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import algorithms
 from .backends import ENGINES
-from .checks.scope import calls
 from .diagnostics import Diagnostic, Span
-from .functions import Signature
 from .graph import Edge, Node
 from .passes.pools import FUNCTIONS
 from .plan import Note, Plan
@@ -21,8 +18,6 @@ from .sequences import sequences
 NODES = {
     "partial": "leave it out: each response is generated whole",
     "stop": "leave it out: a response ends at the end token or at `max_tokens`",
-    "after": "leave it out: the update runs from the first iteration",
-    "every": "leave it out: the update runs in every iteration",
     "keep": "leave the filter out: every row goes on",
     "select": "leave the filter out: every row goes on",
     "environment": "leave it out, and score the response in a function node: one turn is generated",
@@ -30,9 +25,7 @@ NODES = {
 }
 EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
 # The values that mean nothing: what the runtime does anyway.
-NOTHING = {"partial": 1, "after": 0, "every": 1, "staleness": 0}
-# Of the parameters of loss terms that an update fills (functions.py), those that this version computes.
-FILLED = ("logp", "lengths")
+NOTHING = {"partial": 1, "every": 1, "staleness": 0}
 NAMED = 6  # things that a note names
 
 
@@ -85,13 +78,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
             tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
     for state in plan.graph.states:
         tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
-    for worker in plan.graph.workers:
-        if worker.kind in ("value", "reward_model"):
-            help = "score in a function node" if worker.kind == "reward_model" else "estimate advantages from the rewards of a group"
-            tell(f"a worker of the kind `{worker.kind}`", worker.span, help)
-    for worker in plan.graph.workers:
-        for node in [n for n in plan.graph.sharing(worker.name) if n.verb == "update"][1:]:
-            tell(f"the second update of `{worker.name}`, `{node.name}`,", node.span, "one update a worker: add its terms to the first")
     for node in plan.graph.verb("generate")[1:]:
         tell(f"the second generation `{node.name}`", node.span, "one state generates all the responses of a prompt")
     for node in plan.graph.nodes:
@@ -100,38 +86,27 @@ def _refused(plan: Plan) -> list[_Refusal]:
         read = sequences(plan.graph, node)
         for text in (c for c in (*read.context, *read.scored) if plan.graph.column(c).element == "text"):
             tell(f"`{node.name}`, whose model reads the text `{text}`,", node.span, "declare it as tokens, `i32[<= n]`")
-        if node.verb == "update" and not any(plan.graph.writer(c).verb == "generate" for c in read.scored):
-            tell(f"`{node.name}`, which trains on data alone,", node.span, "train on what a `generate` wrote")
+    inferred = {c for n in plan.graph.verb("infer") for c in n.writes}
     for column in plan.graph.columns:
         if column.per:
             tell(f"`per` of the column `{column.name}`", column.span, "give each row its own value")
         source = any(column.name in n.writes for n in plan.graph.verb("source"))
-        if column.element == "json" or (column.element == "bool" and not source) or len(column.dims) > 1:
+        several = len(column.dims) > 1 and column.name not in inferred
+        if column.element == "json" or (column.element == "bool" and not source) or several:
             what = "a field" if source else "a column"
             tell(
                 f"{what} of the type of `{column.name}`",
                 column.span,
-                "text, tokens and numbers of one dimension run; from data true and false too",
+                "text, tokens and numbers of one dimension run, of two those of an infer; from data true and false too",
                 "run with",
             )
     for node in plan.graph.nodes:
-        if node.verb == "infer" and len(node.writes) > 1:
-            tell(f"several columns of `{node.name}`", node.span, "write one column; state a second node with a label for the other")
-        for term, signature in calls(node, algorithms.library()) if node.verb == "update" else ():
-            if lacking := unfilled(signature):
-                help = f"leave it out: an update does not compute its `{lacking[0]}` yet"
-                tell(f"the term `{term.value}` of `{node.name}`", term.span, help)
         for key in _stated(node, NODES):
             tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
     for edge in plan.graph.reshards():
         for key in _stated(edge, EDGES):
             tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])
     return found
-
-
-def unfilled(signature: Signature) -> list[str]:
-    """The parameters of a loss term that a run does not fill."""
-    return [p for p in (*sorted(signature.logps), *signature.fills) if p not in FILLED]
 
 
 def _stated(part: Node | Edge, known: dict[str, str]) -> list[str]:

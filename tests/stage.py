@@ -41,8 +41,9 @@ class Stage(Rank):
         self.seed, self.recording = plan.deploy.run.seed, None
         self.told = Report("rank")
         self.build()
-        for name, self.generator in self.generators.items():
-            transformer.fill(plan.model(name), self.generator.allocate())
+        for name, generator in self.generators.items():
+            transformer.fill(plan.model(name), generator.allocate())
+            self.generator = generator
 
     def act(self, name, columns, rows=None):
         """What a node-state writes, handed these columns."""

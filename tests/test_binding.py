@@ -12,7 +12,7 @@ from msrl_graph.checks.terms import term_worker
 from msrl_graph.compile import Source, translate
 from msrl_graph.functions import Option, signatures
 from msrl_graph.graph import Expr, Worker
-from msrl_graph.unready import unfilled, unready
+from msrl_graph.unready import unready
 
 
 @pytest.mark.parametrize("path", sorted(algorithms.FOLDER.glob("*.rlg")), ids=lambda p: p.stem)
@@ -109,12 +109,6 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
     assert [d.message for d in found] == ([message] if message else [])
     if kind != "policy" and message:
         assert found[0].help == "terms for it: `value_clip`"
-
-
-def test_what_a_run_cannot_fill_is_known() -> None:
-    terms = {name: unfilled(signature) for (kind, name), (signature, _) in algorithms.library().items() if kind == "loss"}
-    assert sorted(n for n, lacking in terms.items() if lacking) == ["distil", "dpo", "entropy", "value_clip"]
-    assert terms["dpo"] == ["chosen", "rejected", "chosen_lengths", "rejected_lengths"]
 
 
 @pytest.mark.parametrize(

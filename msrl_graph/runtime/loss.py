@@ -70,7 +70,8 @@ def fills(node: Node) -> set[str]:
 
 
 def columns(node: Node) -> tuple[set[str], set[str]]:
-    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of what they hold."""
+    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of the
+    tokens that they hold."""
     held, scored = _named(node.attributes["loss"]), set[str]()
     for term, signature in terms(node.attributes["loss"]):
         for parameter, column in bound(term, signature, node).items():

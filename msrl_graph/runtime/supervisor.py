@@ -28,7 +28,7 @@ from ..emit.text import many
 from ..graph import Node
 from ..plan import Plan
 from ..unready import unready
-from . import checkpoint, data, rows
+from . import checkpoint, data, rows, weights
 from .display import Screen
 from .folder import choose, lock, make
 from .pool import NoResources, check_machine
@@ -115,6 +115,8 @@ def check(plan: Plan) -> dict[str, int]:
         for pattern in ("*.safetensors", "tokenizer.json"):
             if not list(Path(model.path).glob(pattern)):
                 found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
+    if not found:
+        found = weights.lacking(plan)
     if "source" not in plan.deploy.data:
         found.append(
             Diagnostic(

@@ -88,20 +88,24 @@ class Training(Engines):
             cost = Column(torch.cat(losses).numpy(), offsets)
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
         report.count("rows", len(batch.rows), 0)
+        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
+            report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
+            report.count("response_tokens", float(sum(c.lengths.sum() for c in seen.scored.values())), 0)
         step = self.steps.get(node.name, 0) + 1
         sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
         norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound, adamw(node))
         taken = math.isfinite(norm)
+        told = [*sums, *figures] if taken else []
         if taken:
             self.steps[node.name], self.stepped = step, True
-            for name, value, weight in (*sums, *figures):
-                report.count(name, value, weight)
         if self.local == 0:
-            if taken:
-                report.count("loss", 0.0, 1)  # the parts of all ranks and micro-batches add up to one loss a step
-                report.count("grad_norm", norm, 1)
-            report.count("updates", taken, 0)
-            report.count("skipped", not taken, 0)
+            # The parts of all ranks and micro-batches add up to one loss a step.
+            told += [("loss", 0.0, 1), ("grad_norm", norm, 1)] if taken else []
+            told += [("updates", taken, 0), ("skipped", not taken, 0)]
+        # Where there are several updates each has its own metrics beside those of all.
+        for of in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
+            for name, value, weight in told:
+                report.count(of + name, value, weight)
         if not taken and (self.local == 0 or self.watch.stops):
             what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
             self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
@@ -180,6 +184,12 @@ class Training(Engines):
         if self.plan.model(node.name).scores:
             return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)
         return self.watch.logp(node, task, report, rows, made, as_drawn, known)
+
+
+def due(node: Node, iteration: int) -> bool:
+    """Whether a state runs in an iteration: an update from `after` on, in every so many-th."""
+    begin = int(node.number("after", 0))
+    return iteration >= begin and (iteration - begin) % int(node.number("every", 1)) == 0
 
 
 def _of(column: ir.Column, seen: Given) -> str:

@@ -29,7 +29,7 @@ from .dock import Batch, expand, home, readers
 from .packing import distinct
 from .report import Report
 from .rows import Recording
-from .training import Training
+from .training import Training, due
 
 # The instructions that take time: what a process tells of itself costs a message.
 TOLD = ("RESHARD", "RUN")
@@ -77,7 +77,8 @@ class Rank(Training):
         self.client.waited = self.client.moving = 0.0
         self.stepped = False
         here = self.pool.name if self.pool else ""
-        instructions = [i for s in self.plan.schedule if (s.pool, s.task) == (here, task.name) for i in s.instructions]
+        streams = [s.instructions for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
+        instructions = [i for stream in streams for i in stream if i.op != "RUN" or due(self.plan.graph.node(i.node), task.number)]
         nodes = [self.plan.graph.node(i.node) for i in instructions if i.op == "RUN"]
         self.following = {a.name: b for a, b in pairwise(nodes)}
         if nodes and self._first(nodes[0]):

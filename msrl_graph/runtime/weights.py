@@ -1,0 +1,68 @@
+"""What lies in the folders of weights, as the headers of their files have it.
+
+Invariant: nothing but names and shapes is read, and one number: the bias of a head of scores.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..architecture import HEAD, Model
+from ..diagnostics import Diagnostic
+from ..graph import Worker
+from ..plan import Plan
+
+BIAS = "score.bias"
+SCORING = "AutoModelForSequenceClassification with num_labels = 1"
+
+
+def lacking(plan: Plan) -> list[Diagnostic]:
+    """What workers need and the folders of their models do not hold as they need it."""
+    graph, found = plan.graph, []
+    for worker in graph.workers:
+        node = next((n for n in graph.nodes if n.worker == worker.name), None)
+        model = plan.model(node.name) if node is not None and worker.kind != "function" else None
+        if model is not None and model.path and not any("*" in t.name for t in model.tensors):
+            found += _wrong(worker, model, any(n.worker == worker.name for n in graph.verb("update")))
+    return found
+
+
+def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
+    there: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for file in sorted(Path(model.path).glob("*.safetensors")):
+        try:
+            there |= {name: (file, entry) for name, entry in _header(file).items()}
+        except (OSError, ValueError, AttributeError) as error:
+            return [Diagnostic("missing-file", f"the weights in {file} cannot be read: {error}", model.span)]
+    missing = [t for t in model.tensors if t.name not in there and not (t.name == HEAD and updated)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        what = f"the weights in {model.path} hold no `{missing[0].name}`{more}, which the {worker.kind} `{worker.name}` computes with"
+        help = f"name a folder that {SCORING} saved" if missing[0].name == HEAD else "name a folder with a language model's weights"
+        return [Diagnostic("missing-file", what, model.span, help)]
+    for tensor in model.tensors:
+        file, entry = there.get(tensor.name, (Path(), {"shape": [*tensor.shape]}))
+        if entry["shape"] != [*tensor.shape]:
+            what = f"`{tensor.name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes {[*tensor.shape]}"
+            help = f"name a folder that {SCORING} saved" if tensor.name == HEAD else "the folder's config.json is of another model"
+            return [Diagnostic("missing-file", what, model.span, help)]
+    if model.scores and BIAS in there and any(_bytes(*there[BIAS])):
+        what = f"`{BIAS}` in {there[BIAS][0]} is not zero, and `{worker.name}` has no bias"
+        return [Diagnostic("missing-file", what, model.span, f"name a folder that {SCORING} saved")]
+    return []
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+    """The tensors of a safetensors file, by name: an object's length in eight bytes, and the object."""
+    with file.open("rb") as opened:
+        found: dict[str, dict[str, Any]] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return {name: entry for name, entry in found.items() if name != "__metadata__"}
+
+
+def _bytes(file: Path, entry: dict[str, Any]) -> bytes:
+    start, stop = entry["data_offsets"]
+    with file.open("rb") as opened:
+        opened.seek(8 + int.from_bytes(opened.read(8), "little") + start)
+        return opened.read(stop - start)
