@@ -79,6 +79,12 @@ def gradient(of, total):
     return torch.autograd.grad(total, of)[0]
 
 
+def term(name, *given, **options):
+    """A term of a loss without the figures that it may tell beside it."""
+    found = FUNCTIONS[name](*given, **options)
+    return found[0] if isinstance(found, tuple) else found
+
+
 def bounded(batch, one, two, low, high):
     """`two`, moved where `one - two` would be out of its bounds."""
     one, two = tensors(batch, one, two)
@@ -170,7 +176,7 @@ def clip(batch, name, low, high, dual):
     """verl clamps log-ratios to +-20."""
     logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
     old = bounded(batch, "logp", "old_logp", -20, 20)
-    ours = FUNCTIONS["clip"](logp, advantage, old, low=low, high=high, dual=dual)
+    ours = term("clip", logp, advantage, old, low=low, high=high, dual=dual)
     inside = (flat(batch["logp"]) - flat(batch["old_logp"])).abs() <= 20
     return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * inside}
 
@@ -182,28 +188,28 @@ def gspo(batch, name, low, high, dual):
     lengths = torch.tensor(batch["lengths"])
     rows = zip(arrays(batch["logp"]), arrays(batch["old_logp"]), strict=True)
     over = flat([[max(0.0, (new - old).mean() - 10)] * len(new) if len(new) else [] for new, old in rows])
-    ours = FUNCTIONS["clip"](logp, advantage, flat(batch["old_logp"]) + over, lengths, low=low, high=high, ratio="sequence")
+    ours = term("clip", logp, advantage, flat(batch["old_logp"]) + over, lengths, low=low, high=high, ratio="sequence")
     return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * (over == 0)}
 
 
 @check("kl_penalty", "kl")
 def kl(batch, form):
     logp = differentiable(batch, "logp")
-    ours = FUNCTIONS["kl"](logp, flat(batch["ref_logp"]), form=form.removesuffix("_kl"))
+    ours = term("kl", logp, flat(batch["ref_logp"]), form=form.removesuffix("_kl"))
     return {"tokens": ours, "gradient": gradient(logp, ours.sum())}
 
 
 @check("compute_value_loss", "value_clip")
 def value_clip(batch, range):
     values = differentiable(batch, "values")
-    ours = FUNCTIONS["value_clip"](values, *tensors(batch, "value", "returns"), range=range)
+    ours = term("value_clip", values, *tensors(batch, "value", "returns"), range=range)
     return {"tokens": ours, "gradient": gradient(values, ours.sum())}
 
 
 @check("compute_rollout_correction_weights", "truncated")
 def truncated(batch, most):
     """verl clamps log-ratios to +-20."""
-    return {"tokens": FUNCTIONS["truncated"](flat(batch["old_logp"]), bounded(batch, "old_logp", "gen_logp", -20, 20), most=most)}
+    return {"tokens": term("truncated", flat(batch["old_logp"]), bounded(batch, "old_logp", "gen_logp", -20, 20), most=most)}
 
 
 @check("agg_loss")
@@ -262,10 +268,10 @@ def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
     logp, old, ref, advantage, spread = differentiable(batch, "logp"), *tensors(batch, "old_logp", "ref_logp", "advantage", "entropy")
     if level == "sequence":
         advantage = flat([[s] * n for s, n in zip(batch["score"], lengths, strict=True)])
-    ours = FUNCTIONS["clip"](logp, advantage, old, torch.tensor(lengths), low=low, high=high, dual=delta, ratio=level)
+    ours = term("clip", logp, advantage, old, torch.tensor(lengths), low=low, high=high, dual=delta, ratio=level)
     d = ref - logp
     clamped = (d.abs() > 20) | (d.exp() - d - 1 > 10)
-    ours = ours + beta * torch.where(clamped, d.exp() - d - 1, FUNCTIONS["kl"](logp, ref)) - entropy * FUNCTIONS["entropy"](spread)
+    ours = ours + beta * torch.where(clamped, d.exp() - d - 1, term("kl", logp, ref)) - entropy * term("entropy", spread)
     how = {"bnpo": ("tokens",), "dapo": ("tokens",), "grpo": ("sequences",), "dr_grpo": ("constant", 16)}[loss_type]
     total = reduced(ours, lengths, *how)
     return {"loss": total, "gradient": gradient(logp, total)}
@@ -277,11 +283,11 @@ def dpo(batch, loss_type, beta, smoothing):
     chosen, rejected = differentiable(batch, "chosen"), differentiable(batch, "rejected")
     lengths = [torch.tensor(batch[f"{side}_lengths"]) for side in ("chosen", "rejected")]
     if loss_type == "sft":
-        rows, total = [], reduced(FUNCTIONS["sft"](chosen), batch["chosen_lengths"], "tokens")
+        rows, total = [], reduced(term("sft", chosen), batch["chosen_lengths"], "tokens")
     else:
         form = "sigmoid" if loss_type == "aot" else loss_type
         references = tensors(batch, "ref_chosen", "ref_rejected")
-        rows = FUNCTIONS["dpo"](chosen, rejected, *references, *lengths, beta=beta, form=form, smoothing=smoothing)
+        rows = term("dpo", chosen, rejected, *references, *lengths, beta=beta, form=form, smoothing=smoothing)
         total = reduced(rows, [1] * len(rows), "rows", term="dpo")
     if loss_type == "aot":
         return {"rows": rows}
@@ -292,7 +298,7 @@ def dpo(batch, loss_type, beta, smoothing):
 @check("GKDTrainer.generalized_jsd_loss", "distil")
 def distil(batch, form):
     policy, teacher = (torch.tensor(told("trl")["distributions"][name], dtype=torch.float64) for name in ("policy", "teacher"))
-    return {"tokens": FUNCTIONS["distil"](teacher, policy, form=form)}
+    return {"tokens": term("distil", teacher, policy, form=form)}
 
 
 def numbers(given):
