@@ -111,6 +111,13 @@ def test_figures_by_hand():
     assert same(figures["margin"], 1.5, -1.5) and figures["accuracy"].tolist() == [1, 0]
 
 
+def test_a_value_inside_its_range_is_not_clipped():
+    torch.manual_seed(0)
+    values, value = torch.rand(2, 1000) / 2.01
+    loss, figures = value_clip(values, value, torch.randn(1000))
+    assert not figures["clipped"].any() and torch.equal(loss, figures["error"].square() / 2)
+
+
 @given(st.integers(1, 5), st.floats(0.05, 1), st.sampled_from(["sigmoid", "hinge", "ipo"]), st.integers(0, 99))
 def test_a_policy_that_is_its_reference_has_no_margin(rows, beta, form, seed):
     torch.manual_seed(seed)

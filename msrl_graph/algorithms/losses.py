@@ -104,7 +104,7 @@ def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positiv
     returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Tells the `error` v - R of each token, and whether
     it is `clipped`, so that it has no gradient.
     """
-    clipped = value + (values - value).clamp(-range, range)
+    clipped = values.clamp(value - range, value + range)  # to the last bit `values` where it is inside
     error = values - returns
     worst = error.square().maximum((clipped - returns).square())
     return worst / 2, {"error": error, "clipped": (error.square() < worst).float()}
