@@ -81,8 +81,18 @@ def gradient(of, total):
 
 def term(name, *given, **options):
     """A term of a loss without the figures that it may tell beside it."""
+    return told_by(name, *given, **options)[0]
+
+
+def told_by(name, *given, **options):
+    """A term of a loss, and the figures that it tells beside it."""
     found = FUNCTIONS[name](*given, **options)
-    return found[0] if isinstance(found, tuple) else found
+    return found if isinstance(found, tuple) else (found, {})
+
+
+def share(figure):
+    """A mean as verl's, over n + 1e-8."""
+    return figure.double().sum() / (len(figure) + 1e-8)
 
 
 def bounded(batch, one, two, low, high):
@@ -176,9 +186,9 @@ def clip(batch, name, low, high, dual):
     """verl clamps log-ratios to +-20."""
     logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
     old = bounded(batch, "logp", "old_logp", -20, 20)
-    ours = term("clip", logp, advantage, old, low=low, high=high, dual=dual)
+    ours, figures = told_by("clip", logp, advantage, old, low=low, high=high, dual=dual)
     inside = (flat(batch["logp"]) - flat(batch["old_logp"])).abs() <= 20
-    return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * inside}
+    return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * inside, "clipped": share(figures["clipped"])}
 
 
 @check("compute_policy_loss_gspo", "clip")
@@ -188,8 +198,9 @@ def gspo(batch, name, low, high, dual):
     lengths = torch.tensor(batch["lengths"])
     rows = zip(arrays(batch["logp"]), arrays(batch["old_logp"]), strict=True)
     over = flat([[max(0.0, (new - old).mean() - 10)] * len(new) if len(new) else [] for new, old in rows])
-    ours = term("clip", logp, advantage, flat(batch["old_logp"]) + over, lengths, low=low, high=high, ratio="sequence")
-    return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * (over == 0)}
+    old = flat(batch["old_logp"]) + over
+    ours, figures = told_by("clip", logp, advantage, old, lengths, low=low, high=high, ratio="sequence")
+    return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * (over == 0), "clipped": share(figures["clipped"])}
 
 
 @check("kl_penalty", "kl")
@@ -202,8 +213,8 @@ def kl(batch, form):
 @check("compute_value_loss", "value_clip")
 def value_clip(batch, range):
     values = differentiable(batch, "values")
-    ours = term("value_clip", values, *tensors(batch, "value", "returns"), range=range)
-    return {"tokens": ours, "gradient": gradient(values, ours.sum())}
+    ours, figures = told_by("value_clip", values, *tensors(batch, "value", "returns"), range=range)
+    return {"tokens": ours, "gradient": gradient(values, ours.sum()), "clipped": share(figures["clipped"])}
 
 
 @check("compute_rollout_correction_weights", "truncated")
@@ -279,20 +290,24 @@ def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
 
 @check("DPOTrainer._compute_loss", "dpo", "sft")
 def dpo(batch, loss_type, beta, smoothing):
-    """trl's smoothed loss of a single pair is the one that it calls `aot`."""
+    """trl's smoothed loss of a single pair is the one that it calls `aot`. Its margins are times beta, and with IPO too of sums."""
     chosen, rejected = differentiable(batch, "chosen"), differentiable(batch, "rejected")
     lengths = [torch.tensor(batch[f"{side}_lengths"]) for side in ("chosen", "rejected")]
     if loss_type == "sft":
         rows, total = [], reduced(term("sft", chosen), batch["chosen_lengths"], "tokens")
+        told = {}
     else:
+        given = (chosen, rejected, *tensors(batch, "ref_chosen", "ref_rejected"), *lengths)
         form = "sigmoid" if loss_type == "aot" else loss_type
-        references = tensors(batch, "ref_chosen", "ref_rejected")
-        rows = term("dpo", chosen, rejected, *references, *lengths, beta=beta, form=form, smoothing=smoothing)
+        rows, told = told_by("dpo", *given, beta=beta, form=form, smoothing=smoothing)
         total = reduced(rows, [1] * len(rows), "rows", term="dpo")
+        if form == "ipo":
+            told = told_by("dpo", *given)[1]
+        told = {"margins": beta * told["margin"].mean(), "accuracies": float(told["accuracy"].mean())}
     if loss_type == "aot":
         return {"rows": rows}
     slopes = torch.autograd.grad(total, (chosen, rejected), materialize_grads=True)
-    return {"rows": rows, "loss": total, "gradient": torch.cat(slopes)}
+    return {"rows": rows, "loss": total, "gradient": torch.cat(slopes), **told}
 
 
 @check("GKDTrainer.generalized_jsd_loss", "distil")

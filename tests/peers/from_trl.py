@@ -75,15 +75,17 @@ def dpo(batch: inputs.Batch) -> list[dict[str, Any]]:
         options = {"loss_type": loss_type, "beta": beta, "smoothing": smoothing}
         number = len(batch["chosen"])
         alone = [dpo_loss(batch, [i], **options)[0] for i in range(number)] if loss_type != "sft" else []
-        gives = {"rows": alone}
+        gives: dict[str, Any] = {"rows": alone}
         if loss_type != "aot":  # it sorts the pairs of a batch: only one at a time is DPO's
-            gives["loss"], gives["gradient"] = dpo_loss(batch, list(range(number)), **options)
+            gives["loss"], gives["gradient"], told = dpo_loss(batch, list(range(number)), **options)
+            if loss_type != "sft":
+                gives |= {name: told[f"rewards/{name}"][0] for name in ("margins", "accuracies")}
         found.append(value("DPOTrainer._compute_loss", options, **gives))
     return found
 
 
-def dpo_loss(batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, smoothing: float) -> tuple[float, list[list[float]]]:
-    """The mean over pairs, and its gradient in each chosen response's tokens."""
+def dpo_loss(batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, smoothing: float) -> tuple[float, list[list[float]], Any]:
+    """The mean over pairs, its gradient in the tokens of all chosen and then all rejected responses, and metrics."""
     both = [batch[side][i] for side in ("chosen", "rejected") for i in rows]
     lengths = [len(row) for row in both]
     logps = padded(both).requires_grad_()
@@ -101,7 +103,7 @@ def dpo_loss(batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, 
     given = {"input_ids": mask, "attention_mask": torch.ones_like(mask), "completion_mask": mask, **references}
     loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, given, False)
     loss.backward()
-    return loss.item(), ragged(logps.grad, lengths)
+    return loss.item(), ragged(logps.grad, lengths), trainer._metrics["train"]
 
 
 def distributions() -> list[dict[str, Any]]:

@@ -99,10 +99,11 @@ def losses(b: Padded) -> list[dict[str, Any]]:
     ):
         options = {"name": name, "low": low, "high": high, "dual": dual}
         logp = b.logp.clone().requires_grad_()
-        whole = policy_loss(b, logp, **options)
+        whole, told = policy_loss(b, logp, **options)
         whole.backward()
-        tokens = [policy_loss(b, b.logp, weights=one, **options).item() for one in b.each()]
-        found.append(value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad)))
+        tokens = [policy_loss(b, b.logp, weights=one, **options)[0].item() for one in b.each()]
+        clipped = told["actor/pg_clipfrac"] + told["actor/pg_clipfrac_lower"]  # the second is of the dual clip
+        found.append(value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad), clipped=clipped))
     for form in ("k1", "abs", "mse", "low_var_kl"):
         logp = b.logp.clone().requires_grad_()
         given = core_algos.kl_penalty(logp, b.ref_logp, form)
@@ -111,28 +112,33 @@ def losses(b: Padded) -> list[dict[str, Any]]:
     for size in (0.5, 0.1):
         predicted = b.values.clone().requires_grad_()
         options = {"range": size}
-        value_loss(b, predicted, b.mask, size).backward()
-        tokens = [value_loss(b, b.values, one, size).item() for one in b.each()]
-        found.append(value("compute_value_loss", options, tokens=tokens, gradient=b.ragged(predicted.grad)))
+        whole, clipped = value_loss(b, predicted, b.mask, size)
+        whole.backward()
+        tokens = [value_loss(b, b.values, one, size)[0].item() for one in b.each()]
+        gives = {"tokens": tokens, "gradient": b.ragged(predicted.grad), "clipped": clipped.item()}
+        found.append(value("compute_value_loss", options, **gives))
     for most in (2.0, 1.1):
         given, _ = rollout_corr_helper.compute_rollout_correction_weights(b.old_logp - b.gen_logp, b.mask, rollout_is_threshold=most)
         found.append(value("compute_rollout_correction_weights", {"most": most}, tokens=b.ragged(given)))
     return found
 
 
-def policy_loss(b: Padded, logp: Tensor, name: str, low: float, high: float, dual: float | None, weights: Tensor | None = None) -> Tensor:
-    """The sum over all tokens. Its dual clip cannot be left out; one of 1e300 bounds nothing."""
+def policy_loss(
+    b: Padded, logp: Tensor, name: str, low: float, high: float, dual: float | None, weights: Tensor | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    """The sum over all tokens, and metrics. Its dual clip cannot be left out; one of 1e300 bounds nothing."""
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
         clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=dual or 1e300,
     )  # fmt: skip
     config.global_batch_info.update(batch_num_tokens=1)
     loss = core_algos.get_policy_loss_fn(name)
-    return loss(b.old_logp, logp, b.advantage, b.mask, "token-mean", config, weights)[0]
+    return loss(b.old_logp, logp, b.advantage, b.mask, "token-mean", config, weights)
 
 
-def value_loss(b: Padded, predicted: Tensor, mask: Tensor, size: float) -> Tensor:
-    return core_algos.compute_value_loss(predicted, b.returns, b.value, mask, size, batch_num_tokens=1)[0]
+def value_loss(b: Padded, predicted: Tensor, mask: Tensor, size: float) -> tuple[Tensor, Tensor]:
+    """The sum over all tokens, and the share of them that is clipped."""
+    return core_algos.compute_value_loss(predicted, b.returns, b.value, mask, size, batch_num_tokens=1)
 
 
 def reductions(b: Padded) -> list[dict[str, Any]]:
