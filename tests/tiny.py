@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, PROMPTS, Stage
 
 from msrl_graph import algorithms, compile
+from msrl_graph.layout import slices
 from msrl_graph.runtime.columns import Column, ragged
 
 ROLLOUT = """
@@ -98,13 +99,7 @@ def scoring(folder, seed=0, architecture="Qwen2ForSequenceClassification"):
 
 
 def rollout(stage):
-    """Eight responses with all that the updates read; the critic's head is no longer zero, and a policy is not its teacher."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for worker, name, size in (("critic", "score.weight", 0.3), ("actor", "model.norm.weight", 0.05)):
-            piece = next(s.tensor for s in stage.trainers[worker].shards() if s.name == name)
-            noise = size * torch.randn(1, 128)[0]
-            piece.add_(noise.view_as(piece) if piece.numel() else 0)
+    """Eight responses with all that the updates read."""
     prompts = ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))
     draw = np.random.default_rng(0)
     response = ragged([draw.integers(3, 13, n) for n in (3, 5, 1, 4, 2, 5, 3, 2)], np.int32)
@@ -128,14 +123,29 @@ def pairs(stage):
     columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
     for name, sizes in (("chosen", (3, 5, 1, 4, 2, 5, 3, 2)), ("rejected", (1, 2, 5, 4, 4, 3, 1, 1))):
         columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
-    columns |= stage.act("reference.infer", columns)
+    return columns | stage.act("reference.infer", columns)
+
+
+def apart(stage):
+    """The weights of a critic's head are no longer zero, and a policy's not those of its teacher."""
+    torch.manual_seed(1)
     with torch.no_grad():
-        next(s.tensor for s in stage.trainers["actor"].shards() if s.name == "model.norm.weight").mul_(1.1)
-    return columns
+        for worker, name, shape in (("critic", "score.weight", (1, 128)), ("actor", "model.norm.weight", (128,))):
+            noise = torch.randn(shape) * 0.1
+            for piece in stage.trainers[worker].shards() if worker in stage.trainers else ():
+                if piece.name == name:
+                    piece.tensor.add_(noise[slices(piece.box)])
+    return stage
 
 
-def built(text, *changes, rank=0, **options):
+def staged(text, *changes, rank=0, **options):
+    """A stage on a plan."""
+    stage = apart(Stage(planned(text, *changes, **options), rank))
+    stage.watch.comparison = None  # what it is handed was not drawn
+    return stage
+
+
+def built(text, *changes, **options):
     """A stage on a plan, and the rows that its updates read."""
-    stage = Stage(planned(text, *changes, **options), rank)
-    stage.watch.comparison = None  # what is here was not drawn
+    stage = staged(text, *changes, **options)
     return stage, (pairs if "chosen" in text else rollout)(stage)

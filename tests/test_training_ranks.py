@@ -1,0 +1,126 @@
+"""Neither micro-batches nor how rows and weights fall on ranks change what infers and updates of any kind give: on real ranks."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from tiny import PAIRS, ROLLOUT, built, scoring, staged
+from torch import distributed as dist
+
+from msrl_graph.runtime.actors import Task
+from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.report import Report
+
+ROWS = 8
+TASK = Task("train", 3, 4, 2)
+STILL = ("adamw(lr = 1e-3)", "adamw(lr = 0)")  # so that every case meets the same weights
+BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
+PROGRAMS = {"rollout": (ROLLOUT, STILL), "sequences": (ROLLOUT, STILL, BY_ROWS), "pairs": (PAIRS, STILL)}
+TRAINED = {"rollout": ("actor.update", "critic.update"), "sequences": ("actor.update", "critic.update"), "pairs": ("actor.update",)}
+FROZEN = {"rollout": ("teacher.infer", "judge.infer"), "sequences": ("teacher.infer", "judge.infer"), "pairs": ("reference.infer",)}
+
+
+def laid(program, layout):
+    """The same layout for all that infers and updates."""
+    return f"layout {', '.join(TRAINED[program] + FROZEN[program])} {{ {layout} }}"
+
+
+def working(rank, judge):
+    """A rank that infers and learns its share of eight rows: by column what it wrote, and sums of metrics."""
+
+    @cache
+    def stage(program, layout):
+        text, *changes = PROGRAMS[program]
+        return staged(text, *changes, rank=rank, ranks=dist.get_world_size(), judge=judge, more=laid(program, layout))
+
+    def act(program, layout, columns, shares, micro):
+        here, report, written = stage(program, layout), Report(""), {}
+        whole = np.concatenate([np.array(s, np.int64) for s in shares])
+        placement = here.plan.placement("actor.update")
+        mine = np.array(shares[placement.layout.coordinates(rank).dp], np.int64)
+        elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
+        share = Share(mine, {}, max(map(len, shares)), len(whole), elements, 0, True)
+        for node in (n for n in here.plan.graph.nodes if n.verb in ("infer", "update")):
+            here.plan.placement(node.name).engine.options["micro_batch"] = micro
+            taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
+            found = getattr(here, f"_{node.verb}")(node, TASK, Batch(share, mine, taken), report)
+            for name, (rows, column) in found.items():
+                written |= {(name, int(row)): np.asarray(column[i]) for i, row in enumerate(rows)}
+        return written, report.sums
+
+    return act
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    return str(scoring(tmp_path_factory.mktemp("judge") / "model"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, judge):
+    """The same on one rank, in this process; and the columns of each program."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    columns = {program: built(*how, judge=judge)[1] for program, how in PROGRAMS.items()}
+    yield working(0, judge), columns
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(judge):
+    team = ranks.Team(2, working, judge)
+    yield team
+    team.close()
+
+
+def check(alone, answers, program, shares, micro):
+    act, columns = alone
+    expected, sums = act(program, "dp = 1", columns[program], [[row for share in shares for row in share]], 0)
+    found = {key: value for written, _ in answers for key, value in written.items()}
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert np.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
+    totals = {name: sum(told[name][0] for _, told in answers if name in told) for name in sums}
+    for name, (value, _) in sums.items():
+        # Rows whose gradients nearly cancel leave what rounding makes of gradients that are thousands of times larger.
+        assert totals[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+# Which data-parallel group gets each row; None: another mini-batch has it.
+PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(lambda places: any(p is not None for p in places))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("micro", [1, 3])
+def test_micro_batches_change_nothing(alone, program, micro):
+    act, columns = alone
+    answer = act(program, "dp = 1", columns[program], [list(range(ROWS))], micro)
+    check(alone, [answer], program, [list(range(ROWS))], micro)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@example(1, [0] * ROWS, 3)
+@example(3, [None] * 4 + [0, 1, 1, 1], 3)
+@example(3, [1] * ROWS, 0)
+@example(0, [0] + [None] * (ROWS - 1), 5)  # the row that the mask leaves nothing of
+@given(st.integers(0, 3), PLACES, st.integers(0, ROWS + 1))
+@settings(max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+def test_no_share_changes_loss_or_gradient(alone, pair, program, zero, places, micro):
+    shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
+    answers = pair.ask(program, f"dp = 2, zero = {zero}", alone[1][program], shares, micro)
+    check(alone, answers, program, shares, micro)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_tensor_parallelism_changes_nothing(alone, pair, program):
+    shares = [list(range(ROWS))]
+    answers = pair.ask(program, "tp = 2", alone[1][program], shares, 3)
+    assert answers[0][1].keys() - {"loss"} >= answers[1][1].keys() - {"loss"}
+    check(alone, answers[:1], program, shares, 3)
