@@ -5,15 +5,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from stage import EXAMPLE
-from tiny import PAIRS, ROLLOUT, built, scoring
+from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
+from msrl_graph.runtime import checkpoint
 from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column
 from msrl_graph.runtime.dock import Batch, Share
 from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.training import due
+from msrl_graph.runtime.weights import lacking
 
 TASK = Task("train", 3, 4, 2)
 
@@ -226,3 +230,140 @@ def test_a_value_that_is_not_finite_is_told_once_and_goes_on(judge):
     columns["value"] = Column(np.full(25, np.nan, np.float32), found.offsets)
     stage.act("critic.update", columns)
     assert stage.told.sums["skipped"][0] == 1 and stage.told.sums["wrong/value"][0] == 8
+
+
+# Folders of weights.
+
+
+def test_a_critic_is_saved_as_transformers_has_it(judge, tmp_path):
+    """Its folder gives transformers the same scores, and is what a reward model begins from."""
+    from transformers import AutoModelForSequenceClassification
+
+    stage, columns = built(ROLLOUT, judge=judge)
+    stage.act("critic.update", columns)
+    stage.save("critic", str(tmp_path / "critic"))
+    model, told = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert model.num_labels == 1 and not any(told.values())
+    scores = [model(sequence(columns, i, "prompt", "response")).logits[0].detach() for i in range(8)]
+    again = staged(ROLLOUT, judge=str(tmp_path / "critic"))
+    assert close(again.act("judge.infer", columns)["score"].values, scores) and len(np.unique(torch.cat(scores))) > 5
+    stage.save("actor", str(tmp_path / "actor"))
+    assert (tmp_path / "actor" / "config.json").read_text() == (EXAMPLE / "model" / "config.json").read_text()
+
+
+def test_a_critic_goes_on_from_a_checkpoint(judge, tmp_path):
+    stage, columns = built(ROLLOUT, judge=judge)
+    for _ in range(2):
+        stage.act("critic.update", columns)
+    partial = checkpoint.begin(tmp_path, 2)
+    files, steps, failed = stage.checkpoint(str(partial))
+    steps = dict(steps)
+    assert (steps, failed) == ({"critic.update": 2}, "")
+    path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 2, 0, steps, {}, tuple(files)), 2)
+    stage.act("critic.update", columns)
+    again = staged(ROLLOUT, judge=judge)
+    again.resume(str(path), steps)
+    again.act("critic.update", columns)
+    for one, other in zip(stage.trainers["critic"].shards(), again.trainers["critic"].shards(), strict=True):
+        assert torch.equal(one.tensor, other.tensor), one.name
+
+
+def rewritten(folder, change):
+    """A folder whose tensors were changed."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+LACKING = {
+    "no head": (
+        lambda t: t.pop("score.weight"),
+        "hold no `score.weight`, which the reward_model `judge` computes with",
+        "name a folder that AutoModelForSequenceClassification with num_labels = 1 saved",
+    ),
+    "two labels": (
+        lambda t: t.update({"score.weight": torch.zeros(2, 128)}),
+        "has the shape [2, 128], where `judge` takes [1, 128]",
+        "AutoModelForSequenceClassification with num_labels = 1",
+    ),
+    "a bias": (lambda t: t.update({"score.bias": torch.ones(1)}), "`score.bias` in", "AutoModelForSequenceClassification"),
+    "no bias": (lambda t: t.update({"score.bias": torch.zeros(1)}), "", ""),
+    "no layer": (
+        lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+        "hold no `model.layers.1.mlp.up_proj.weight`, which the reward_model `judge`",
+        "a language model's weights",
+    ),
+    "other sizes": (
+        lambda t: t.update({"model.norm.weight": torch.ones(64)}),
+        "`model.norm.weight` in",
+        "the folder's config.json is of another model",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_a_folder_lacks_is_told_before_anything_is_started(tmp_path, case):
+    change, message, help = LACKING[case]
+    found = lacking(planned(ROLLOUT, judge=rewritten(scoring(tmp_path / "judge"), change)))
+    assert len(found) == bool(message) and all(message in d.message and help in d.help for d in found)
+
+
+def test_weights_that_cannot_be_read_are_told(tmp_path):
+    folder = scoring(tmp_path / "judge", architecture="Qwen2ForTokenClassification")
+    plan = planned(ROLLOUT, judge=str(folder))
+    assert not lacking(plan)
+    (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
+    (found,) = lacking(plan)
+    assert "model.safetensors cannot be read" in found.message
+
+
+# Several updates.
+
+WARM = "node warm: actor.update(prompt, response) { loss = sft(), optimizer = adamw(lr = 2e-3, betas = [0.5, 0.9], warmup = 4) }"
+SECOND = (
+    ("  source(4)", f"  {WARM}\n  source(4)"),
+    ("-> critic.update, actor.update\n", "-> critic.update, actor.update\n  actor.generate -> warm\n"),
+)
+STEPS = (
+    ("actor.update", {"lr": 1e-3, "betas": (0.9, 0.999)}),
+    ("warm", {"lr": 5e-4, "betas": (0.5, 0.9)}),
+    ("warm", {"lr": 1e-3, "betas": (0.5, 0.9)}),
+)
+
+
+def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
+    stage, columns = built(ROLLOUT, *SECOND, judge=judge)
+    reference = torch.optim.AdamW([s.tensor.clone() for s in stage.trainers["actor"].shards()])
+    for node, options in STEPS:
+        apply, seen = stage.trainers["actor"]._optimizer._apply, []
+        stage.trainers["actor"]._optimizer._apply = lambda gradients, *rest, apply=apply, seen=seen: (
+            seen.append([g.clone() * rest[0] for g in gradients]),
+            apply(gradients, *rest),
+        )
+        stage.act(node, columns)
+        stage.trainers["actor"]._optimizer._apply = apply
+        reference.param_groups[0].update(options)
+        for parameter, gradient in zip(reference.param_groups[0]["params"], seen[0], strict=True):
+            parameter.grad = gradient
+        reference.step()
+    assert stage.steps == {"actor.update": 1, "warm": 2}
+    for mine, theirs in zip(stage.trainers["actor"].shards(), reference.param_groups[0]["params"], strict=True):
+        assert torch.allclose(mine.tensor, theirs, atol=1e-6), mine.name
+    assert stage.told.sums["updates"] == (3, 0) and stage.told.sums["warm/updates"] == (2, 0)
+    assert stage.told.sums["loss"][0] == pytest.approx(stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0])
+    partial = checkpoint.begin(tmp_path, 1)
+    files, steps, _ = stage.checkpoint(str(partial))
+    path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, steps, {}, tuple(files)), 2)
+    again = staged(ROLLOUT, *SECOND, judge=judge)
+    again.resume(str(path), steps)
+    for one in (stage, again):
+        one.act("warm", columns)
+    for one, other in zip(stage.trainers["actor"].shards(), again.trainers["actor"].shards(), strict=True):
+        assert torch.equal(one.tensor, other.tensor), one.name
+
+
+def test_when_an_update_is_due():
+    stated = ("optimizer = adamw(lr = 1e-3)\n", "optimizer = adamw(lr = 1e-3)\n    after = 2\n    every = 3\n")
+    late, always = (planned(ROLLOUT, *changes).graph.node("actor.update") for changes in ([stated], []))
+    assert [i for i in range(12) if due(late, i)] == [2, 5, 8, 11] and all(due(always, i) for i in range(12))

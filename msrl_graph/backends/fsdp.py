@@ -157,7 +157,7 @@ def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Aske
 
     hidden = prefixes.states(module.model, found).index_select(0, found.before)
     if hasattr(module, "score"):
-        return Outputs(values=module.score(hidden).float()[:, 0])
+        return Outputs(values=module.score(hidden).float()[:, 0].clone())  # FSDP2's hooks would be lost on a view
     logits = module.lm_head(hidden).float() / asked.temperature
     if not asked.entropy and not asked.best and asked.given is None:
         return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"))
@@ -165,7 +165,7 @@ def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Aske
     del logits
     best, ids = logps.detach().topk(asked.best) if asked.best else (None, None)
     return Outputs(
-        logp=logps.gather(1, token[:, None])[:, 0],
+        logp=-torch.nn.functional.nll_loss(logps, token, reduction="none"),
         # A product of vectors keeps the two of them and makes no third.
         entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else None,
         given=None if asked.given is None else logps.gather(1, asked.given),
