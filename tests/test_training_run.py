@@ -1,0 +1,81 @@
+"""Programs beyond one policy, from text to trained weights: pairs from data alone, and a critic with a teacher and a reward model."""
+
+import json
+
+import pytest
+from place import metrics
+from tiny import ROLLOUT, scoring
+
+pytestmark = pytest.mark.slow
+
+PAIRS = """
+import dpo
+algorithm pairs extends dpo {
+  node actor.update { epochs = 4, optimizer = adamw(lr = 1e-4) }
+}
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
+deploy pairs on laptop {
+  set pairs = 16
+  model policy = "./model"
+  data source = "pairs.jsonl"
+  layout actor.update { dp = 2, zero = 3 }
+  run { iterations = 2, seed = 0 }
+}
+"""
+CRITIC = """
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
+deploy tiny on laptop {
+  model policy = "./model"
+  model value = "./model"
+  model reward_model = "./judge"
+  data source = "train.jsonl" { prompt = "prompt" }
+  layout critic.update { dp = 2, zero = 3 }
+  layout actor.update { dp = 2 }
+  layout actor.generate { tp = 2 }
+  run { iterations = ITERATIONS, seed = 0, save = 1 }
+}
+"""
+
+
+def ran(place, *arguments):
+    code, _, err = place.run("p.rlg", *arguments)
+    assert code == 0, err
+    place.assert_clean()
+
+
+def test_pairs_from_data_alone(place):
+    """The same 16 pairs twice, four steps each: a policy that is its reference comes to prefer what was chosen."""
+    sums = [(a, b) for a in (12, 37, 58, 81) for b in (9, 23, 46, 70)]
+    rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 10)} for a, b in sums]
+    (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place.folder / "p.rlg").write_text(PAIRS)
+    ran(place, "--out", "one")
+    first, last = metrics(place.folder / "one")
+    assert first["updates"] == last["updates"] == 4 and first["rows"] == 64
+    assert first["loss"] == pytest.approx(first["loss/dpo"]) and last["loss"] < first["loss"] < 0.6932
+    assert last["dpo/accuracy"] == 1 and last["dpo/margin"] > first["dpo/margin"] > 0
+    # The digits of both sums, each with its end token, and the prompts, once.
+    assert first["response_tokens"] == sum(len(r["chosen"]) + len(r["rejected"]) + 2 for r in rows)
+    assert first["prompt_tokens"] == sum(len(r["prompt"]) for r in rows)
+    assert {p.name for p in (place.folder / "one" / "weights").iterdir()} == {"actor"}
+
+
+def test_a_critic_and_a_reward_model(place):
+    """A critic that is begun from the policy; what it learnt is in the checkpoint that the second run goes on with."""
+    scoring(place.folder / "judge")
+    text = ROLLOUT.replace("    mask      : bool[response]\n", "").replace("response, mask", "response")
+    text = text.replace("value_clip(0.5), optimizer = adamw(lr = 1e-3)", "value_clip(5), optimizer = adamw(lr = 1e-3), epochs = 4")
+    text = text.replace("    optimizer = adamw(lr = 1e-3)\n", "    optimizer = adamw(lr = 1e-5)\n    after = 1\n")
+    (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "2"))
+    ran(place, "--out", "one")
+    (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "3"))
+    ran(place, "--resume", "one")
+    lines = metrics(place.folder / "one")
+    assert [line["updates"] for line in lines] == [4, 5, 5] and [line["critic.update/updates"] for line in lines] == [4, 4, 4]
+    assert "clip/ratio" not in lines[0] and lines[1]["clip/ratio"] == pytest.approx(1, abs=0.01) == lines[2]["clip/ratio"]
+    # The scores lie far from zero, where the critic begins, and it comes nearer.
+    assert abs(lines[2]["value_clip/error"]) < abs(lines[0]["value_clip/error"])
+    assert lines[1]["loss/entropy"] > 0 and lines[1]["loss/distil"] == pytest.approx(0, abs=1e-4)
+    assert all(line["logp_drift"] < 1e-4 for line in lines)
+    config = json.loads((place.folder / "one" / "weights" / "critic" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"]
