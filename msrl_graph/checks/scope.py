@@ -14,7 +14,7 @@ from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, Column, Expr, Graph, Node
 from ..plan import METRICS
-from ..sequences import is_tokens
+from ..sequences import is_tokens, sequences
 from .columns import Library
 
 
@@ -182,6 +182,10 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
             wrong(node, f"reads `{column.name}`, a number for each token of `{like}`, and not `{like}`", f"add `{like}` to what it reads")
     if not tokens and node.verb != "generate":
         wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
+    read = sequences(graph, node)
+    if node.verb in ("infer", "update") and read.scored and not read.context and tokens <= {*node.reads}:
+        what = f"scores `{read.scored[0]}` with nothing before it, which its first token could be predicted from"
+        wrong(node, what, "read a prompt before it, another column of tokens")
 
 
 def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
@@ -191,7 +195,8 @@ def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[
     tokens = {c for c in node.reads if graph.column(c).element == "i32"}
     of = [c.dims[0].like if c.dims else "" for c in columns]
     one = [c for c, like in zip(columns, of, strict=True) if c.element == "f32" and len(c.dims) == 1 and like in tokens]
-    best = [c for c, like in zip(columns, of, strict=True) if c.element in ("f32", "i32") and len(c.dims) == 2 and like in tokens]
+    kinds = ("f32", "i32") if _kind(graph, node) == "policy" else ()  # others have no k best
+    best = [c for c, like in zip(columns, of, strict=True) if c.element in kinds and len(c.dims) == 2 and like in tokens]
     pairs = {(c.element, c.dims) for c in best}
     paired = len(best) == len(pairs) == 2 * len({d for _, d in pairs}) and {e for e, _ in pairs} == {"f32", "i32"}
     alone = len({c.dims[0].like for c in one}) == len(one)

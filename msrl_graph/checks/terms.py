@@ -81,12 +81,12 @@ def _typed_updates(graph: Graph) -> list[Node]:
 
 
 def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms of the tokens of one column in an update that scores several: which one they mean cannot be told."""
+    """Terms of tokens in an update that scores several columns: of which one they are cannot be told."""
     found = []
     for node in _typed_updates(graph):
         scored = sequences(graph, node).scored
         for call, signature in calls(node, library):
-            if len(scored) > 1 and {*signature.fills} & {*FILLED}:
+            if len(scored) > 1 and ({*signature.fills} & {*FILLED} or not signature.rows):
                 message = (
                     f"`{signature.name}` is of the tokens of one column, and `{node.name}` scores {' and '.join(f'`{c}`' for c in scored)}"
                 )
