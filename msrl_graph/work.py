@@ -15,7 +15,8 @@ from .layout import Layout
 class Work:
     """What a node-state computes at once on a rank: `rows` of a micro-batch (of a generation, prompts at once), which have `prompts`
     distinct beginnings of `prompt` tokens, and `response` tokens each; `batches` micro-batches before an optimizer step. `divided`:
-    weights at rest are divided over dp; `trained`: they have an optimizer."""
+    weights at rest are divided over dp; `trained`: they have an optimizer. An update's loss has an `entropy`, or log-probabilities of ids
+    that are `given` beside the tokens."""
 
     model: Model
     layout: Layout
@@ -29,3 +30,5 @@ class Work:
     divided: bool = False
     trained: bool = False
     recompute: bool = False
+    entropy: bool = False
+    given: bool = False

@@ -1,10 +1,20 @@
 """Memory: what a tracker sees against sums done by hand, and what the planner predicts against what a run holds."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import walk
 
+from msrl_graph import models
+from msrl_graph.backends import fsdp, peaks
+from msrl_graph.engine import Asked
+from msrl_graph.layout import Layout
 from msrl_graph.runtime import memory
+from msrl_graph.runtime.columns import ragged
+from msrl_graph.runtime.packing import pack
+from msrl_graph.work import Work
 
 N = 4 * 300 * 200  # bytes of a tensor below
 
@@ -67,6 +77,29 @@ def test_operations_made_of_others_are_looked_into():
             torch.nn.functional.linear(torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]).sum()
         assert over(peak, before) >= N + 4 * 300 * 300
     assert {"device", "host"} == set(peak.peak)
+
+
+def test_what_entropies_and_given_ids_take(tmp_path):
+    """Logits are nearly all that this model holds."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=4000, **sizes)).save_pretrained(tmp_path / "model")
+    model = models.load("./model", tmp_path, "f32")
+    engine = fsdp.Engine(model, Layout(), 0, None, False, {})
+    draw = np.random.default_rng(0)
+    prompt, response = (ragged(list(draw.integers(0, 4000, (40, n))), np.int32) for n in (4, 10))
+    packed, ids = pack([prompt], [response], np.arange(40)), torch.from_numpy(draw.integers(0, 4000, (400, 3)))
+    work = Work(model, Layout(), "f32", 40, 40, 4, 10, trained=True)
+    for entropy, given in ((False, False), (True, False), (False, True), (True, True)):
+        with memory.Peak() as peak:
+            before = memory.held()["device"]
+            found = engine.forward(packed, Asked(entropy=entropy, given=ids if given else None))
+            engine.backward(sum(x.sum() for x in found if x is not None))
+            del found
+        wanted = peaks.trainer("update", replace(work, entropy=entropy, given=given))["backward in the head"]["logits"]
+        assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
+        engine.step(0.0, 1.0)
 
 
 TINY = (64, 3, 4, 2, 192, 512)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from place import metrics
+from pyarrow import parquet
 from tiny import ROLLOUT, scoring
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,10 @@ deploy tiny on laptop {
 """
 
 
+def rows_of(folder, iteration):
+    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet")
+
+
 def ran(place, *arguments):
     code, _, err = place.run("p.rlg", *arguments)
     assert code == 0, err
@@ -49,7 +54,7 @@ def test_pairs_from_data_alone(place):
     rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 10)} for a, b in sums]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place.folder / "p.rlg").write_text(PAIRS)
-    ran(place, "--out", "one")
+    ran(place, "--out", "one", "--record")
     first, last = metrics(place.folder / "one")
     assert first["updates"] == last["updates"] == 4 and first["rows"] == 64
     assert first["loss"] == pytest.approx(first["loss/dpo"]) and last["loss"] < first["loss"] < 0.6932
@@ -58,6 +63,9 @@ def test_pairs_from_data_alone(place):
     assert first["response_tokens"] == sum(len(r["chosen"]) + len(r["rejected"]) + 2 for r in rows)
     assert first["prompt_tokens"] == sum(len(r["prompt"]) for r in rows)
     assert {p.name for p in (place.folder / "one" / "weights").iterdir()} == {"actor"}
+    table = rows_of(place.folder / "one", 1)
+    assert sorted(table["chosen_text"].to_pylist()) == sorted(r["chosen"] + "<eos>" for r in rows)
+    assert [len(x) for x in table["ref_rejected"].to_pylist()] == [len(x) for x in table["rejected"].to_pylist()]
 
 
 def test_a_critic_and_a_reward_model(place):
@@ -69,7 +77,7 @@ def test_a_critic_and_a_reward_model(place):
     (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "2"))
     ran(place, "--out", "one")
     (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "3"))
-    ran(place, "--resume", "one")
+    ran(place, "--resume", "one", "--record")
     lines = metrics(place.folder / "one")
     assert [line["updates"] for line in lines] == [4, 5, 5] and [line["critic.update/updates"] for line in lines] == [4, 4, 4]
     assert "clip/ratio" not in lines[0] and lines[1]["clip/ratio"] == pytest.approx(1, abs=0.01) == lines[2]["clip/ratio"]
@@ -77,5 +85,7 @@ def test_a_critic_and_a_reward_model(place):
     assert abs(lines[2]["value_clip/error"]) < abs(lines[0]["value_clip/error"])
     assert lines[1]["loss/entropy"] > 0 and lines[1]["loss/distil"] == pytest.approx(0, abs=1e-4)
     assert all(line["logp_drift"] < 1e-4 for line in lines)
+    table = rows_of(place.folder / "one", 2)
+    assert [[len(k) for k in row] for row in table["top_ids"].to_pylist()] == [[3] * len(r) for r in table["response"].to_pylist()]
     config = json.loads((place.folder / "one" / "weights" / "critic" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]

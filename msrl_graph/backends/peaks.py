@@ -196,7 +196,13 @@ def _update(s: _Sizes) -> Moments:
     table = s.table if work.divided or work.model.tied or not summed else 0
     found = {
         "the end of forward": {"gathered weights": forward, "gradients": rest, "activations": base + states, "logits": _head(s)},
-        "backward in the head": {"gathered weights": top, "gradients": rest, "activations": base + states, "logits": 3 * s.logit},
+        # Log-softmax, its gradient and the logits'; of an entropy the probabilities and their gradient, of given ids one more gradient.
+        "backward in the head": {
+            "gathered weights": top,
+            "gradients": rest,
+            "activations": base + states,
+            "logits": (3 + 2 * work.entropy + work.given) * s.logit,
+        },
         "the head's gradient": {
             "gathered weights": top,
             "gradients": rest + s.table,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
-from ..graph import Node, Value, Worker
+from ..graph import Expr, Node, Value, Worker
 from ..layout import Side, held, stage_parts
 from ..plan import Placement, Plan
 from ..sequences import bound, sequences
@@ -172,7 +172,14 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, state.worker) is not None,
         recompute=placement.engine.options.get("recompute") == "full",
+        entropy="loss" in state.attributes and "entropy" in _calls(state.attributes["loss"]),
+        given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
     )
+
+
+def _calls(expr: Expr) -> set[str]:
+    """The names of the calls in an expression."""
+    return {str(expr.value)} if expr.kind == "call" else {name for part in expr.args for name in _calls(part)}
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:

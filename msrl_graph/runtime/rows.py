@@ -15,6 +15,7 @@ from ..diagnostics import Diagnostic, Fault
 from ..graph import Node
 from ..paths import is_folder
 from ..plan import Plan
+from ..sequences import is_tokens
 from .columns import Array, Column
 from .report import RunError
 from .wrong import drawn, vocabulary
@@ -33,7 +34,7 @@ def _shown(column: str) -> str:
 
 def _tokens(plan: Plan) -> list[str]:
     """The columns that can be read as text."""
-    return [c.name for c in plan.graph.columns if c.element == "i32" and c.dims and vocabulary(plan, c.name)]
+    return [c.name for c in plan.graph.columns if is_tokens(plan.graph, c.name) and vocabulary(plan, c.name)]
 
 
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
@@ -59,12 +60,13 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 
 
 def write(path: Path, plan: Plan, columns: dict[str, Column], fan: int, tokenizer: Any) -> None:
-    """Writes an iteration: `columns` hold all rows of their level, `fan` responses a prompt."""
+    """Writes an iteration: `columns` hold all rows of their level, `fan` responses a prompt; without a generation the prompts' rows are
+    all there is."""
     import pyarrow as pa
     from pyarrow import parquet
 
     graph = plan.graph
-    response = next(c for n in graph.verb("generate") for c in drawn(graph, n))
+    response = next((c for n in graph.verb("generate") for c in drawn(graph, n)), next(iter(columns)))
     rows = np.arange(len(columns[response]))
     table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(rows // fan)}
     declared = {c.name: c for c in graph.columns}
@@ -90,7 +92,10 @@ def _arrow(column: Column, text: bool) -> Any:
         return pa.array(column.values)
     if text:
         return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.values))
-    return pa.LargeListArray.from_arrays(column.offsets, column.values)
+    values = column.values
+    if values.ndim > 1:
+        values = pa.FixedSizeListArray.from_arrays(values.reshape(-1), values.shape[1])
+    return pa.LargeListArray.from_arrays(column.offsets, values)
 
 
 class Recording:
