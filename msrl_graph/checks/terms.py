@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..diagnostics import Diagnostic
 from ..functions import FILLED
 from ..graph import ELEMENTS, KINDS, Expr, Graph, Node
-from ..sequences import sequences
+from ..sequences import is_tokens, sequences
 from .columns import Library
 from .scope import calls, span
 from .staleness import sampled
@@ -43,7 +43,7 @@ def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Parameters that stand for the log-probabilities of tokens, and whose column holds none."""
+    """Parameters that stand for the log-probabilities of tokens, and whose column holds none, or none that are scored."""
     found = []
     for node in graph.verb("update"):
         for call, signature in calls(node, library):
@@ -53,6 +53,10 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
                 if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
                     message = f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds `{column.element}`"
                     help = f"name one, `{signature.name}({parameter} = COLUMN)`, declared as `i32[…]`"
+                    found.append(Diagnostic("term-column", message, span(call, node), help))
+                elif column is not None and is_tokens(graph, name) and name not in sequences(graph, node).scored:
+                    message = f"`{parameter}` of `{signature.name}` takes log-probabilities, and `{name}` is context to `{node.name}`"
+                    help = f"what is scored is told by what is read beside: a column of the type `f32[{name}]`"
                     found.append(Diagnostic("term-column", message, span(call, node), help))
     return found
 
