@@ -24,6 +24,7 @@ METRICS = frozenset(
     {
         *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
+        *("refills", "prompts_drawn", "prompts_kept"),
         *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
     }
 )
@@ -217,7 +218,8 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Instruction:
-    """`op` is RESHARD (edge `node` => `other`), RUN, RELEASE (generation weights), SWAP_IN (starts), WAIT (for the swap-in)."""
+    """`op` is RESHARD (edge `node` => `other`), RUN, RELEASE (generation weights), SWAP_IN (starts), WAIT (for the swap-in), AGAIN (back
+    to `other`, if the filter `node` asks for another round of prompts)."""
 
     op: str
     node: str

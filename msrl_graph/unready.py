@@ -18,10 +18,7 @@ from .sequences import sequences
 NODES = {
     "partial": "leave it out: each response is generated whole",
     "stop": "leave it out: a response ends at the end token or at `max_tokens`",
-    "keep": "leave the filter out: every row goes on",
-    "select": "leave the filter out: every row goes on",
     "environment": "leave it out, and score the response in a function node: one turn is generated",
-    "weights": "leave it out: prompts are drawn evenly",
 }
 EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
 # The values that mean nothing: what the runtime does anyway.
@@ -76,30 +73,15 @@ def _refused(plan: Plan) -> list[_Refusal]:
             engine = f"the engine `{placement.engine.name}`"
             chosen = plan.cluster.device.backend != "cpu" and not placement.engine.span.line  # for these devices
             tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
-    for state in plan.graph.states:
-        tell(f"the state `{state.name}`", state.span, "a number that does not change can be a `param`")
-    for node in plan.graph.verb("generate")[1:]:
-        tell(f"the second generation `{node.name}`", node.span, "one state generates all the responses of a prompt")
     for node in plan.graph.nodes:
         if plan.placement(node.name).pool == FUNCTIONS:
             continue
         read = sequences(plan.graph, node)
-        for text in (c for c in (*read.context, *read.scored) if plan.graph.column(c).element == "text"):
+        for text in (c for c in (*read.context, *read.scored) if node.verb != "generate" and plan.graph.column(c).element == "text"):
             tell(f"`{node.name}`, whose model reads the text `{text}`,", node.span, "declare it as tokens, `i32[<= n]`")
-    inferred = {c for n in plan.graph.verb("infer") for c in n.writes}
     for column in plan.graph.columns:
-        if column.per:
-            tell(f"`per` of the column `{column.name}`", column.span, "give each row its own value")
-        source = any(column.name in n.writes for n in plan.graph.verb("source"))
-        several = len(column.dims) > 1 and column.name not in inferred
-        if column.element == "json" or (column.element == "bool" and not source) or several:
-            what = "a field" if source else "a column"
-            tell(
-                f"{what} of the type of `{column.name}`",
-                column.span,
-                "text, tokens and numbers of one dimension run, of two those of an infer; from data true and false too",
-                "run with",
-            )
+        if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
+            tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
     for node in plan.graph.nodes:
         for key in _stated(node, NODES):
             tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])

@@ -7,15 +7,20 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import transformer
-from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, ragged
 from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
 from msrl_graph.runtime.training import Training
 from msrl_graph.runtime.worker import Rank
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15]), np.array([5, 13, 5, 15])]
+
+
+def share(rows, most, whole, elements):
+    """A share of a round of `whole` rows, each a unit; the largest share has `most`."""
+    return Share(rows, np.ones(len(rows), int), rows, {}, most, whole, elements, 0, True)
 
 
 def one_rank(*changes):
@@ -38,7 +43,6 @@ class Stage(Rank):
 
     def __init__(self, plan, rank=0):
         Training.__init__(self, plan, rank)
-        self.seed, self.recording = plan.deploy.run.seed, None
         self.told = Report("rank")
         self.build()
         for name, generator in self.generators.items():
@@ -52,7 +56,7 @@ class Stage(Rank):
         size = len(next(iter(columns.values())))
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}
-        batch = Batch(Share(rows, {}, size, size, elements, 0, True), rows, columns)
+        batch = Batch(share(rows, size, size, elements), rows, columns)
         written = getattr(self, f"_{node.verb}")(node, Task("train", 3, 4, 2), batch, self.told)
         return {c: column.take(np.argsort(numbers)) for c, (numbers, column) in written.items()}
 

@@ -116,9 +116,8 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
     [
         ("", []),
         (
-            "state rate : f32 per prompt = 0.5\n node host.track(reward, rate) -> rate { call = moving_mean(0.8), per = prompt }"
-            "\n node host.pick(reward) { keep = reward > 0 }\n host.reward -> host.track, host.pick",
-            ["this version plans for and does not run: the state `rate`, `keep` of `host.pick`"],
+            'node actor.generate { stop = ["END"] }\n actor.update => actor.generate { every = 2 }',
+            ["this version plans for and does not run: `stop` of `actor.generate`, `every` of `actor.update => actor.generate`"],
         ),
     ],
 )

@@ -4,16 +4,26 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph.rowsets import Rowset
 from msrl_graph.runtime.actors import _found as found_here
 from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
-from msrl_graph.runtime.dock import Controller, Reader, Warehouse, assemble, deal, rows_of
+from msrl_graph.runtime.dock import Controller, assemble, deal
+from msrl_graph.runtime.readers import Reader, Task
+from msrl_graph.runtime.warehouse import Warehouse
 
 READS = (("prompt", 0, "source"), ("response", 1, "actor.generate"), ("reward", 1, "host.reward"))
 
 
-def reader(**changes):
-    fields = {"node": "n", "reads": READS, "unit_level": 1, "row_level": 1, "whole": False, "groups": 2, "chunk": 0, "balance": False}
-    return Reader(**(fields | {"seed": 3} | changes))
+def reader(fan=4, **changes):
+    """Of a node that works on `fan` responses to each prompt."""
+    fields = {"node": "n", "reads": READS, "sets": (Rowset(0), Rowset(1, 0, fan)), "rows": 1, "unit": 1, "whole": False}
+    return Reader(**(fields | {"groups": 2, "chunk": 0, "balance": False, "seed": 3} | changes))
+
+
+def opened(r, prompts, iteration=0):
+    controller = Controller(r)
+    controller.open(Task("train", iteration, prompts))
+    return controller, f"train/{iteration}"
 
 
 def arrivals(prompts, fan, random, warehouses=1):
@@ -47,9 +57,8 @@ def hear(controller, key, *news):
     return rounds
 
 
-def play(r, prompts, fan, random, warehouses=1, key="train/0", iteration=0):
-    controller = Controller(r)
-    controller.open(key, iteration, prompts, fan)
+def play(r, prompts, fan, random, warehouses=1, iteration=0):
+    controller, key = opened(r, prompts, iteration)
     found, taker = [], Taker(controller)
     for column, row, warehouse in arrivals(prompts, fan, random, warehouses):
         hear(controller, key, column, np.array([row]), np.array([row % 5 + 1]), warehouse)
@@ -65,7 +74,7 @@ shape = {"sizes": sizes, "groups": st.integers(1, 4), "chunk": st.integers(0, 7)
 @settings(max_examples=200)
 def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, chunk, random, unit, balance):
     prompts, fan = sizes
-    controller, found = play(reader(groups=groups, chunk=chunk, unit_level=unit, balance=balance), prompts, fan, random, 3)
+    controller, found = play(reader(fan, groups=groups, chunk=chunk, unit=unit, balance=balance), prompts, fan, random, 3)
     units = np.concatenate([s.units for _, s in found])
     assert sorted(units) == list(range(prompts * (fan if unit else 1)))
     for group in range(groups):
@@ -79,16 +88,15 @@ def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, ch
 @settings(max_examples=100)
 def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chunk, random):
     prompts, fan = sizes
-    r = reader(groups=groups, chunk=chunk)
-    controller = Controller(r)
-    controller.open("k", 0, prompts, fan)
+    r = reader(fan, groups=groups, chunk=chunk)
+    controller, key = opened(r, prompts)
     there, taker = set(), Taker(controller)
     for column, row, _ in arrivals(prompts, fan, random):
         there.add((column, row))
-        hear(controller, "k", column, np.array([row]), np.array([1]), 0)
-        for _, share in taker.all("k"):
-            for name, level, _ in READS:
-                assert all((name, x) in there for x in rows_of(share.units, r, level, fan, prompts))
+        hear(controller, key, column, np.array([row]), np.array([1]), 0)
+        for _, share in taker.all(key):
+            for name, of, _ in READS:
+                assert all((name, x if of else x // fan) in there for x in share.rows)
 
 
 @given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
@@ -98,7 +106,7 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 
     def batches(number_of_groups, r):
         _, found = play(
-            reader(groups=number_of_groups, update=True, mini_batch=mini, epochs=epochs), prompts, fan, r, 2, iteration=iteration
+            reader(fan, groups=number_of_groups, update=True, mini_batch=mini, epochs=epochs), prompts, fan, r, 2, iteration=iteration
         )
         rounds = {}
         for group in range(number_of_groups):
@@ -118,10 +126,9 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 @settings(max_examples=200)
 def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, chunk, random, update, balance, data):
     prompts, fan = sizes
-    r = reader(groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance)
+    r = reader(fan, groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance)
     warehouses = [Warehouse(i, 0) for i in range(2)]
-    controller = Controller(r)
-    controller.open("k", 4, prompts, fan)
+    controller, key = opened(r, prompts, 4)
     taker = Taker(controller)
     found, news = [], []
     cells = arrivals(prompts, fan, random, 2)
@@ -129,32 +136,31 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
     lost = data.draw(st.booleans(), label="lost: it dies between hearing and handing")
     for at, (column, row, w) in enumerate([*cells, cells[0]]):
         if at == death:
-            heir = Controller(r)
-            heir.open("k", 4, prompts, fan)
-            known = [w.known("k") for w in warehouses]
+            heir, _ = opened(r, prompts, 4)
+            known = [w.known(key) for w in warehouses]
             rounds = known[0][1].get("n", [])
-            for round in heir.restore("k", [x for k, _ in known for x in k], rounds):
+            for round in heir.restore(key, [x for k, _ in known for x in k], rounds):
                 if r.by_arrival:
-                    warehouses[0].keep("k", "n", [round])
-                heir.hand("k", round)
+                    warehouses[0].keep(key, "n", [round])
+                heir.hand(key, round)
             # Who asks again for what it was given gets the same rows, from where they lie now.
             for group in range(groups):
                 for index in range(taker.counts[group]):
-                    old, new = controller.take("k", group, index), heir.take("k", group, index)
+                    old, new = controller.take(key, group, index), heir.take(key, group, index)
                     assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (new.most, new.last, new.elements)
             taker.controller = controller = heir
         lengths = [row % 5 + 1]
-        warehouses[w].put("k", "n", {column: (np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
-        rounds = controller.heard("k", column, np.array([row]), np.array(lengths), w)
+        warehouses[w].put(key, "n", {column: (np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
+        rounds = controller.heard(key, column, np.array([row]), np.array(lengths), w)
         if lost and at + 1 == death:
             continue
         for round in rounds:
             if r.by_arrival:  # what else was decided, the heir decides again
-                warehouses[0].keep("k", "n", [round])
-            controller.hand("k", round)
+                warehouses[0].keep(key, "n", [round])
+            controller.hand(key, round)
         news += rounds
-        found += taker.all("k")
-    found += taker.all("k")
+        found += taker.all(key)
+    found += taker.all(key)
     assert sorted(np.concatenate([s.units for _, s in found])) == sorted(list(range(prompts * fan)) * (2 if update else 1))
 
 
@@ -162,7 +168,7 @@ def test_another_iteration_or_epoch_cuts_other_mini_batches():
     import random
 
     def first(iteration):
-        _, found = play(reader(groups=1, update=True, mini_batch=8, epochs=2), 8, 4, random.Random(0), iteration=iteration)
+        _, found = play(reader(4, groups=1, update=True, mini_batch=8, epochs=2), 8, 4, random.Random(0), iteration=iteration)
         return [tuple(s.units) for _, s in found]
 
     a, b = first(0), first(1)
@@ -172,18 +178,17 @@ def test_another_iteration_or_epoch_cuts_other_mini_batches():
 def test_a_whole_batch_is_one_unit_for_one_group():
     import random
 
-    _, found = play(reader(whole=True, groups=2), 3, 2, random.Random(1))
+    _, found = play(reader(2, whole=True, groups=2), 3, 2, random.Random(1))
     assert sorted(len(s.units) for _, s in found) == [0, 1]
     share = next(s for _, s in found if len(s.units))
     assert {c: len(w) for c, w in share.where.items()} == {"prompt": 3, "response": 6, "reward": 6}
 
 
 def test_what_is_missing_is_named():
-    controller = Controller(reader())
-    controller.open("k", 0, 2, 4)
-    hear(controller, "k", "prompt", np.arange(2), np.ones(2), 0)
-    hear(controller, "k", "reward", np.arange(7), np.ones(7), 0)
-    assert controller.missing("k") == (
+    controller, key = opened(reader(), 2)
+    hear(controller, key, "prompt", np.arange(2), np.ones(2), 0)
+    hear(controller, key, "reward", np.arange(7), np.ones(7), 0)
+    assert controller.missing(key) == (
         "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` (1 of 8 rows missing: 7)"
     )
 
@@ -225,14 +230,13 @@ def test_a_warehouse_gives_back_what_it_was_given(values, random):
 
 
 def test_columns_of_prompts_are_laid_out_by_response():
-    r = reader(reads=(("prompt", 0, "source"), ("response", 1, "g")), groups=1)
-    controller = Controller(r)
-    controller.open("k", 0, 3, 2)
-    hear(controller, "k", "prompt", np.arange(3), np.ones(3), 0)
-    hear(controller, "k", "response", np.arange(6), np.ones(6), 0)
-    share = controller.take("k", 0, 0)
+    r = reader(2, reads=(("prompt", 0, "source"), ("response", 1, "g")), groups=1)
+    controller, key = opened(r, 3)
+    hear(controller, key, "prompt", np.arange(3), np.ones(3), 0)
+    hear(controller, key, "response", np.arange(6), np.ones(6), 0)
+    share = controller.take(key, 0, 0)
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
-    batch = assemble(share, r, 2, 3, fetched)
+    batch = assemble(share, r, r.numbers(Task("train", 0, 3)), fetched)
     assert [batch.columns["prompt"].text(i) for i in range(6)] == ["a", "a", "bé", "bé", "", ""]
     assert list(batch.rows) == [0, 1, 2, 3, 4, 5]
 

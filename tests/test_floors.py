@@ -19,7 +19,7 @@ FLOORS = (
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "dropped"),
+        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "rowsets", "dropped"),
     ),
     ("diagnostics",),
     ("codes", "paths"),
@@ -37,6 +37,7 @@ GROUND = (
         "searched",
         "engine",
         "sequences",
+        "rowsets",
         "graph",
         "redistribute",
         "layout",

@@ -1,5 +1,6 @@
 """Function nodes: what they see, and what is said when they return what their columns cannot hold."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 
 from msrl_graph import models
-from msrl_graph.graph import Column, Dim, Expr, Graph, Node, Worker
+from msrl_graph.graph import Column, Dim, Expr, Graph, Node, State, Worker
 from msrl_graph.plan import Deploy, Plan, Run
-from msrl_graph.runtime import columns, folder
+from msrl_graph.rowsets import rowsets
+from msrl_graph.runtime import columns, folder, tokens
+from msrl_graph.runtime.calling import Function, _options
 from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.functions import Function, _options, _tokenizer
+from msrl_graph.runtime.readers import Reader, Task
 from msrl_graph.runtime.report import RunError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -20,9 +23,11 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 class Letters:
     """A tokenizer of one id a letter, as the runtime calls it."""
 
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(chr(i) for i in ids)
+    def __init__(self, folder):
+        assert folder == "letters"
+
+    def decode(self, rows):
+        return ["".join(map(chr, row)) for row in rows]
 
 
 COLUMNS = (
@@ -33,31 +38,54 @@ COLUMNS = (
     Column("reward", "f32", (), 1),
     Column("kind", "text", (), 1),
     Column("advantage", "f32", (Dim(like="response"),), 1),
+    Column("difficulty", "f32", (), 0, per="prompt"),
+    Column("notes", "json", (), 1),
 )
 RESPONSES = ["ab", "c", "", "def"]
 READS = ("answer", "response", "score")
 
 
-def call(tmp_path, source, writes, per="row", arguments=()):
+GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",), attributes={"samples": Expr("number", 2)})
+SCORE = Node("host.score", "host", "score", ("response",), ("score",))
+
+
+def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), **more):
+    """What a function in a file makes of four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
     node = Node(
         "host.mine", "host", "mine", READS, writes, per,
-        {"call": Expr("call", f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
+        {key: Expr("call", f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
+        states=tuple(s.name for s in states), **more,
     )  # fmt: skip
-    graph = Graph("g", {}, COLUMNS, (), (node,), (), (2, 4))
-    plan = Plan(graph, None, Deploy("d", {}, {}, {}, {}, run=Run(seed=4)))
-    function = Function(node, plan, Letters())
+    workers = (Worker("actor", "policy", model="policy"), Worker("host", "function"))
+    nodes = (Node("source", "", "source", (), ("prompt", "answer")), GENERATE, SCORE, node)
+    graph = Graph("g", {}, COLUMNS, workers, nodes, (), (2, 4), states=states)
+    model = replace(models.load("./model", EXAMPLE), path="letters")
+    plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4)))
+    rows = rowsets(graph)
+    at, unit = rows.nodes[node.name], rows.units[node.name]
+    reads = tuple((c, rows.columns[c], "x") for c in READS)
+    reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", 1, 0, False)
     units = np.arange(4) if per == "row" else np.arange(2) if per == "prompt" else np.zeros(1, int)
+    sizes = np.full(len(units), 4 // len(units))
     batch = Batch(
-        Share(units, {}, 4, 4, {}, 0, True), np.arange(4),
+        Share(units, sizes, np.arange(4), {}, 4, 4, {}, 0, True), np.arange(4),
         {
             "answer": columns.texts(["x", "x", "y", "y"]),
             "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),
             "score": columns.Column(np.array([1, 2, 3, 4], np.float32)),
+            "rate": columns.Column(np.array([0.25, 0.25, 0.5, 0.5])),
         },
     )  # fmt: skip
-    return function(batch, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "Tokens", Letters)
+        function = Function(node, plan, reader)
+    return function(batch, Task("train", 7, 2, states={"coef": 2.0}))
+
+
+def call(tmp_path, source, writes, per="row", arguments=(), **more):
+    return {name: column for name, (_, column) in results(tmp_path, source, writes, per, arguments, **more).columns.items()}
 
 
 def test_a_row_function_sees_its_row_and_text_where_it_asks(tmp_path):
@@ -154,22 +182,87 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
         call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))
 
 
-def test_prompts_are_neither_padded_nor_cut_whatever_the_tokenizers_file_says(tmp_path):
-    from tokenizers import Tokenizer
-
-    stored = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    stored.enable_padding(length=9)
-    stored.enable_truncation(5)
-    stored.save(str(tmp_path / "tokenizer.json"))
-    graph = Graph("g", {}, (), (Worker("actor", "policy", model="policy"),), (), (), (1,))
-    model = replace(models.load("./model", EXAMPLE), path=str(tmp_path))
-    tokenizer = _tokenizer(Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {})))
-    assert [len(e.ids) for e in tokenizer.encode_batch(["37+48=", "1+1="], add_special_tokens=False)] == [6, 4]
-
-
 def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deploy("d", {}, {}, {}, {}))
     one = folder.choose(plan, None)
     (one).mkdir(parents=True)
     assert folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("body", "per", "times"),
+    [
+        ("keep: score > 2", "row", [0, 0, 1, 1]),
+        ("keep: [s > 1 for s in score]", "prompt", [0, 1, 1, 1]),
+        ("keep: np.array([False, True, False, True])", "batch", [0, 1, 0, 1]),
+        ("select: [1, 1]", "prompt", [0, 2, 0, 2]),
+        ("select: []", "prompt", [0, 0, 0, 0]),
+        ("select: np.array([3, 0, 3])", "batch", [1, 0, 0, 2]),
+        ("select: [0] * int(score)", "row", [1, 2, 3, 4]),
+    ],
+)
+def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
+    key, _, value = body.partition(": ")
+    made = results(tmp_path, f"import numpy as np\ndef f(score):\n    return {value}\n", (), per, key=key)
+    ((name, (numbers, column)),) = made.columns.items()
+    assert (name, list(numbers), list(column.values)) == ("host.mine.times", [0, 1, 2, 3], times)
+
+
+@pytest.mark.parametrize(
+    ("body", "per", "message"),
+    [
+        ("keep: 1.0", "row", "it returned float 1.0, where one truth value belongs"),
+        ("keep: [True]", "prompt", "it returned list of 1, where 2 truth values belong"),
+        ("keep: True", "batch", "it returned bool True, where 4 truth values belong"),
+        ("select: [2]", "prompt", "it returned list of 1: [2], where places from 0 to 1 belong"),
+        ("select: [-1]", "prompt", "it returned list of 1: [-1], where places from 0 to 1 belong"),
+        ("select: [0.5]", "prompt", "it returned list of 1: [0.5], where places from 0 to 1 belong"),
+        ("select: [True, False]", "prompt", "where places from 0 to 1 belong"),
+        ("select: None", "prompt", "it returned None, where places from 0 to 1 belong"),
+    ],
+)
+def test_a_verdict_that_is_none_is_told(tmp_path, body, per, message):
+    key, _, value = body.partition(": ")
+    with pytest.raises(RunError, match=re.escape(message)):
+        results(tmp_path, f"def f(score):\n    return {value}\n", (), per, key=key)
+
+
+STATES = (State("coef", "f32", Expr("number", 1.0)), State("rate", "f32", Expr("number", 1.0), "prompt"))
+
+
+def test_states_are_read_as_they_were_and_given_their_next_values(tmp_path):
+    source = "def f(score, coef, rate):\n    return coef + sum(score), score * rate\n"
+    made = results(tmp_path, source, ("reward",), "batch", states=STATES, gives=("coef", "reward"))
+    assert made.states == {"coef": ([0], [12.0])}
+    assert list(made.columns["reward"][1].values) == [0.25, 0.5, 1.5, 2.0]
+    source = "def f(score, coef, rate):\n    return rate / 2 + score.sum() * coef\n"
+    assert results(tmp_path, source, (), "prompt", states=STATES, gives=("rate",)).states == {"rate": ([0, 1], [6.125, 14.25])}
+    assert list(call(tmp_path, "def f(score, rate):\n    return score * rate\n", ("reward",), states=STATES)["reward"].values) == [
+        0.25,
+        0.5,
+        1.5,
+        2.0,
+    ]
+
+
+@pytest.mark.parametrize("value", ["None", "[1.0]", "float('nan')", "'x'"])
+def test_a_next_value_that_is_no_number_is_told(tmp_path, value):
+    with pytest.raises(RunError, match=r"for the state `coef`, where one finite number belongs"):
+        results(tmp_path, f"def f(score, coef):\n    return {value}\n", (), "batch", states=STATES, gives=("coef",))
+
+
+def test_a_value_for_the_rows_above_is_one_a_group(tmp_path):
+    """`difficulty : f32 per prompt`."""
+    made = results(tmp_path, "def f(score):\n    return score.mean()\n", ("difficulty",), "prompt")
+    (numbers, column) = made.columns["difficulty"]
+    assert list(numbers) == [0, 1] and list(column.values) == [1.5, 3.5]
+    made = results(tmp_path, "def f(score):\n    return [1.0, 2.0]\n", ("difficulty",), "batch")
+    assert list(made.columns["difficulty"][0]) == [0, 1]
+    with pytest.raises(RunError, match="it returned list of 4 for `difficulty`, where one value for each of 2 rows belongs"):
+        results(tmp_path, "def f(score):\n    return [1.0] * 4\n", ("difficulty",), "batch")
+
+
+def test_json_goes_in_and_out_as_values(tmp_path):
+    out = call(tmp_path, "def f(score):\n    return {'n': [int(score), None]}\n", ("notes",))
+    assert [out["notes"].text(i) for i in range(2)] == ['{"n": [1, null]}', '{"n": [2, null]}']

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from msrl_graph.cli import run_main
 from msrl_graph.runtime import rows
 from msrl_graph.runtime.columns import Column, ragged, texts
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import RunError
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
@@ -23,6 +24,7 @@ def written(folder, iteration=0, responses=RESPONSES):
     """A file of four prompts with two responses each."""
     plan = one_rank()
     logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
+    prompts, all_rows = np.arange(4), np.arange(8)
     columns = {
         "prompt": ragged(PROMPTS, np.int32),
         "answer": texts(["21", "ä", "", "1"]),
@@ -31,7 +33,8 @@ def written(folder, iteration=0, responses=RESPONSES):
         "response.logp": logp,
     }
     path = rows.file(folder, iteration)
-    rows.write(path, plan, columns, 2, TOKENIZER)
+    numbered = {name: (prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
+    rows.write(path, plan, numbered, Task("train", iteration, 4))
     return path
 
 

@@ -6,12 +6,12 @@ import ranks
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from stage import Stage, one_rank
+from stage import Stage, one_rank, share
 from torch import distributed as dist
 
-from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column
-from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.dock import Batch
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
 
 ROWS = 8
@@ -31,13 +31,13 @@ def sharing(rank, *changes):
         whole = np.concatenate([np.array(s, np.int64) for s in shares])
         report = Report("")
         elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
-        share = Share(mine, {}, max(map(len, shares)), len(whole), elements, 0, True)
+        part = share(mine, max(map(len, shares)), len(whole), elements)
         logp = {}
         for name in ("actor.infer", "actor.update"):
             node = stage.plan.graph.node(name)
             stage.plan.placement(name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
-            written = getattr(stage, f"_{node.verb}")(node, TASK, Batch(share, mine, taken), report)
+            written = getattr(stage, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
             for rows, column in written.values():
                 logp |= {int(row): column[i].tolist() for i, row in enumerate(rows)}
         return logp, report.sums.get("grad_norm", (0.0, 0))[0]
@@ -65,7 +65,7 @@ def pair(request):
 
 def test_a_share_of_no_prompts_generates_nothing(alone):
     stage, none = Stage(one_rank()), np.zeros(0, np.int64)
-    batch = Batch(Share(none, {}, 1, 1, {"prompt": 6}, 0, True), none, {})
+    batch = Batch(share(none, 1, 1, {"prompt": 6}), none, {})
     assert stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told) == {}
 
 

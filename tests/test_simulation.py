@@ -25,7 +25,9 @@ from msrl_graph.cli import compile_main
 from msrl_graph.cluster import DEVICES, Figure
 from msrl_graph.diagnostics import Fault
 from msrl_graph.plan import Plan
-from msrl_graph.runtime.dock import Controller, Round, readers
+from msrl_graph.runtime.dock import Controller
+from msrl_graph.runtime.readers import Task, readers
+from msrl_graph.runtime.warehouse import Round
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.flow import Done
 from msrl_graph.simulation.generation import Sequence, generate, tail
@@ -279,14 +281,15 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
             arrivals += [(t, column, row) for row, t in enumerate(times)]
         tokens = {c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))] for c in ("prompt", "response")}
         controller, rounds = Controller(reader), list[Round]()
-        controller.open("train", iteration, prompts, responses // prompts)
+        task = Task("train", iteration, prompts)
+        controller.open(task)
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
-            rounds += controller.heard("train", column, np.array([row]), np.array([size]), 0)
+            rounds += controller.heard(task.key, column, np.array([row]), np.array([size]), 0)
         fan = responses // prompts
         weight = [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)] if reader.balance else None
         found = flow.batches(node, iteration, done, weight)
-        assert [b.parts for b in found] == [[p.tolist() for p in r.parts] for r in rounds]
+        assert [b.parts for b in found] == [[p.units.tolist() for p in r.parts] for r in rounds]
         assert found
 
 

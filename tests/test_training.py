@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage import EXAMPLE
+from stage import EXAMPLE, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
 from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column
-from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.dock import Batch
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
 from msrl_graph.runtime.training import due
 from msrl_graph.runtime.weights import lacking
@@ -216,7 +216,7 @@ def test_a_round_without_rows_takes_no_step(paired):
     stage, _ = paired
     none, report = np.zeros(0, np.int64), Report("")
     before = [s.tensor.clone() for s in stage.trainers["actor"].shards()]
-    stage._update(stage.plan.graph.node("actor.update"), TASK, Batch(Share(none, {}, 0, 0, {}, 0, True), none, {}), report)
+    stage._update(stage.plan.graph.node("actor.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
     assert report.remarks == ["`actor.update` (line 14) has no rows in iteration 3: it takes no step"] and "updates" not in report.sums
     assert all(torch.equal(a, s.tensor) for a, s in zip(before, stage.trainers["actor"].shards(), strict=True))
 

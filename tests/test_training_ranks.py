@@ -8,11 +8,12 @@ import ranks
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from stage import share
 from tiny import PAIRS, ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 
-from msrl_graph.runtime.actors import Task
-from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.dock import Batch
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
 
 ROWS = 8
@@ -43,11 +44,11 @@ def working(rank, judge):
         placement = here.plan.placement("actor.update")
         mine = np.array(shares[placement.layout.coordinates(rank).dp], np.int64)
         elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
-        share = Share(mine, {}, max(map(len, shares)), len(whole), elements, 0, True)
+        part = share(mine, max(map(len, shares)), len(whole), elements)
         for node in (n for n in here.plan.graph.nodes if n.verb in ("infer", "update")):
             here.plan.placement(node.name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
-            found = getattr(here, f"_{node.verb}")(node, TASK, Batch(share, mine, taken), report)
+            found = getattr(here, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
             for name, (rows, column) in found.items():
                 written |= {(name, int(row)): np.asarray(column[i]) for i, row in enumerate(rows)}
         return written, report.sums

@@ -21,10 +21,9 @@ from msrl_graph.backends import fsdp
 from msrl_graph.engine import Asked
 from msrl_graph.layout import Layout
 from msrl_graph.runtime import wrong
-from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, ragged
-from msrl_graph.runtime.dock import readers
 from msrl_graph.runtime.packing import pack
+from msrl_graph.runtime.readers import Task, readers
 from msrl_graph.runtime.report import Report, RunError
 
 SKIP = ("seed = 0 }", "seed = 0, on_nan = skip }")

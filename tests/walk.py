@@ -12,14 +12,15 @@ import numpy as np
 import ranks
 import torch
 from safetensors.torch import save_file
+from stage import share
 from torch import distributed as dist
 
 from msrl_graph import compile, models
 from msrl_graph.plan import from_json
 from msrl_graph.runtime import memory
-from msrl_graph.runtime.actors import Task
 from msrl_graph.runtime.columns import Column, offsets_of, ragged
-from msrl_graph.runtime.dock import Batch, Share
+from msrl_graph.runtime.dock import Batch
+from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.training import Training
 from msrl_graph.runtime.worker import Rank
 
@@ -85,7 +86,7 @@ class Walk(Rank):
 
     def __init__(self, plan, rank):
         Training.__init__(self, plan, rank)
-        self.seed, self.recording, self.client = plan.deploy.run.seed, None, self
+        self.client = self
         self.waited = self.moving = 0.0
         self.columns = {}
         with memory.Peak() as peak:
@@ -128,7 +129,7 @@ class Walk(Rank):
             # A prompt goes with each of its responses.
             columns = {c: self.columns[c].take(rows * len(self.columns[c]) // len(every)) for c in known}
             elements = {c: size * graph.bound(c) for c in node.reads}
-            yield Batch(Share(rows, {}, len(rows), size, elements, 0, True), rows, columns)
+            yield Batch(share(rows, len(rows), size, elements), rows, columns)
 
     def iteration(self, number, measure):
         """The instructions of one iteration, with what ranks write shared among them; the report."""

@@ -2,17 +2,19 @@
 
 Invariant: every node-state of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the whole graph,
 so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's turn); update weights are on the
-device whenever a state uses them: RESHARD takes them away, WAIT ends their return.
+device whenever a state uses them: RESHARD takes them away, WAIT ends their return. The states up to a filter that refills come first, and
+AGAIN after them repeats them while it asks for more prompts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
 from ..plan import Evaluation, Instruction, Plan, Stream
+from ..rowsets import Rowsets, rowsets
 from .holdings import update_of
 from .pools import FUNCTIONS
 
@@ -23,8 +25,9 @@ class Schedule:
     Functions take no turn of a device: each comes as early as the graph lets it."""
 
     def __call__(self, plan: Plan) -> Plan:
-        order = _order(plan)
-        streams = [*_streams(plan, "train", order)]
+        found = rowsets(plan.graph)
+        order = _order(plan, found.looping)
+        streams = [*_streams(plan, "train", order, found)]
         for evaluation in plan.deploy.evaluations:
             needed = upstream(plan.graph, evaluation)
             streams += _streams(plan, evaluation.data, [n for n in order if n.name in needed])
@@ -43,10 +46,35 @@ def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
     return needed
 
 
-def _streams(plan: Plan, task: str, order: Sequence[Node]) -> list[Stream]:
+def _streams(plan: Plan, task: str, order: Sequence[Node], refills: Rowsets | None = None) -> list[Stream]:
     on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
     functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
-    return [*(Stream(p.name, task, _devices(plan, on_devices, p.name)) for p in plan.pools), Stream(FUNCTIONS, task, functions)]
+    found = [(p.name, _devices(plan, on_devices, p.name)) for p in plan.pools] + [(FUNCTIONS, functions)]
+    if refills is not None and refills.refilling is not None:
+        found = _again(found, refills.refilling.node, refills.looping)
+    return [Stream(pool, task, stream) for pool, stream in found]
+
+
+def _again(
+    streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, looping: Collection[str]
+) -> list[tuple[str, tuple[Instruction, ...]]]:
+    """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its weights there for
+    the next; else they come anew, from another pool too."""
+    found, released = [], set[str]()
+    for pool, stream in streams:
+        places = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in looping]
+        if places:
+            last = places[-1] + 1
+            released |= {x.node for x in stream[:last] if x.op == "RELEASE"}
+            stream = (*stream[:last], Instruction("AGAIN", filter, stream[places[0]].node), *stream[last:])
+        found.append((pool, stream))
+    for n, (pool, stream) in enumerate(found):
+        runs = {x.node for x in stream if x.op == "RUN"}
+        sent = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in released - runs]
+        if sent:
+            last = sent[-1] + 1
+            found[n] = pool, (*stream[:last], Instruction("AGAIN", filter, stream[sent[0]].other), *stream[last:])
+    return found
 
 
 def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
@@ -78,17 +106,18 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
-def _order(plan: Plan) -> list[Node]:
-    """All nodes in an order that respects the graph; of those that could run next: functions, generations, frozen states, states with
-    weights that come back, updates, each in the graph's order."""
+def _order(plan: Plan, looping: Collection[str]) -> list[Node]:
+    """All nodes in an order that respects the graph; of those that could run next: the `looping` ones, then functions, generations, frozen
+    states, states with weights that come back, updates, each in the graph's order."""
     graph = plan.graph
 
-    def rank(node: Node) -> int:
+    def rank(node: Node) -> tuple[bool, int]:
+        loops = node.name not in looping
         if plan.placement(node.name).pool == FUNCTIONS:
-            return -1
+            return loops, -1
         if node.verb == "generate":
-            return 0
-        return 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
+            return loops, 0
+        return loops, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
     waits = {n.name: len(graph.into(n.name)) for n in graph.nodes}
     place = {n.name: i for i, n in enumerate(graph.nodes)}

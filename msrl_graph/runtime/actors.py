@@ -11,17 +11,24 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
 
+from ..plan import Instruction
+from ..rowsets import VERDICT
 from . import log
 from .columns import Array, Column, concatenate
-from .dock import Batch, Controller, Reader, Round, Share, Warehouse, assemble, rows_of, split
+from .dock import Batch, Controller, Share, assemble, split, wanted
+from .readers import Reader, Task
 from .report import Report, RunError
+from .warehouse import Round, Warehouse, told
+
+T = TypeVar("T")
 
 
 def settle(folder: str, logs: str, process: str) -> None:
@@ -41,22 +48,8 @@ class DockTimeout(RunError):
 
 
 @dataclass(frozen=True)
-class Task:
-    """One pass over the graph: iteration `number` of `train`, or of an evaluation. `fan` responses a prompt."""
-
-    name: str
-    number: int
-    prompts: int
-    fan: int
-
-    @property
-    def key(self) -> str:
-        return f"{self.name}/{self.number}"
-
-
-@dataclass(frozen=True)
 class Wait:
-    """A group of a node-state that waits for rows, in words that name the edges."""
+    """A group of a node-state that waits for rows, in words that name the edges; group -1 waits to hear whether rows suffice."""
 
     node: str
     group: int
@@ -65,7 +58,8 @@ class Wait:
     missing: str
 
     def __str__(self) -> str:
-        return f"`{self.node}` (group {self.group}) has waited {self.seconds:.0f} s in {self.key} for {self.missing}"
+        who = f" (group {self.group})" if self.group >= 0 else ""
+        return f"`{self.node}`{who} has waited {self.seconds:.0f} s in {self.key} for {self.missing}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class ControllerHost:
                 for key, (task, _, kept) in known[self.near].items():
                     found = [segment for books in known.values() if key in books for segment in books[key][1]]
                     for node, controller in self.controllers.items():
-                        controller.open(key, task.number, task.prompts, task.fan)
+                        controller.open(task)
                         await self._hand(key, node, controller.restore(key, found, kept.get(node, [])))
                 self.stale = False
 
@@ -125,7 +119,7 @@ class ControllerHost:
         await self._ready()
         for controller in self.controllers.values():
             if task.key not in controller.books:
-                controller.open(task.key, task.number, task.prompts, task.fan)
+                controller.open(task)
 
     async def close(self, key: str) -> None:
         await self._ready()
@@ -133,7 +127,7 @@ class ControllerHost:
             controller.close(key)
 
     async def heard(self, key: str, warehouse: int, columns: dict[str, tuple[Array, Array]]) -> None:
-        """A warehouse has got rows: (row numbers, lengths) by column."""
+        """A warehouse has got rows: by column their numbers and what is told of them (warehouse.told)."""
         await self._ready()
         self._move()
         decided = {
@@ -144,6 +138,7 @@ class ControllerHost:
             async with self.order:
                 for node, rounds in decided.items():
                     await self._hand(key, node, rounds)
+        if any(decided.values()) or any(name.endswith(VERDICT) for name in columns):
             async with self.changed:
                 self.changed.notify_all()
 
@@ -151,23 +146,36 @@ class ControllerHost:
         """The group's share number `index`, as soon as there is one. A wait may last the deadline from when a row last moved: whoever asks
         ahead of time does not wait while others are at work. `process` is who begins with the share as soon as it has it: were it to tell
         that itself, its word could die with it."""
+        controller = await self._controller(node)
+        share = await self._until(node, group, key, lambda: controller.take(key, group, index))
+        self.last = node
+        self._move()
+        if process and len(share.units):
+            await self.at(process, f"{node} in {key}")
+        return share
+
+    async def again(self, node: str, key: str, rounds: int) -> bool:
+        """Whether after so many rounds of prompts the filter `node` needs another one, as soon as that is known."""
+        controller = await self._controller(node)
+        return await self._until(node, -1, key, lambda: controller.again(key, rounds))
+
+    async def _controller(self, node: str) -> Controller:
         await self._ready()
-        controller = self.controllers[node]
+        return self.controllers[node]
+
+    async def _until(self, node: str, group: int, key: str, ask: Callable[[], T | None]) -> T:
+        """What a controller answers, as soon as it does."""
         begin = time.monotonic()
         self.waits[node, group] = (key, begin)
         async with self.changed:
-            while (share := controller.take(key, group, index)) is None:
+            while (answer := ask()) is None:
                 try:
                     await asyncio.wait_for(self.changed.wait(), max(begin, self.moved) + self.deadline - time.monotonic())
                 except TimeoutError:
                     if time.monotonic() >= max(begin, self.moved) + self.deadline:
                         raise DockTimeout(f"{self._wait(node, group)}, and for {self.deadline:g} s no row has moved") from None
         self.waits.pop((node, group), None)
-        self.last = node
-        self._move()
-        if process and len(share.units):
-            await self.at(process, f"{node} in {key}")
-        return share
+        return answer
 
     def _move(self) -> None:
         self.moves += 1
@@ -238,7 +246,7 @@ class WarehouseHost:
     async def put(self, key: str, node: str, columns: dict[str, tuple[Array, Column]]) -> None:
         self.warehouse.put(key, node, columns)
         for handle, names in self.controllers:
-            news = {n: (rows, column.lengths) for n, (rows, column) in columns.items() if n in names}
+            news = {n: (rows, told(n, column)) for n, (rows, column) in columns.items() if n in names}
             if news:
                 self.told.append(handle.heard.remote(key, self.warehouse.index, news))
 
@@ -301,20 +309,19 @@ class Client:
         self.taken[node] = (task.key, count + 1)
         taken = time.perf_counter()
         self.waited += taken - start
-        wanted: dict[int, dict[str, Array]] = {}
+        numbers = reader.numbers(task)
+        asked_of: dict[int, dict[str, Array]] = {}
         order: dict[str, list[Array]] = {}
-        fetched, asked_for = {}, {}
-        for name, level, _ in reader.reads:
-            rows = rows_of(share.units, reader, level, task.fan, task.prompts)
+        fetched, asked_for = {}, wanted(share, reader, numbers)
+        for name, rows in asked_for.items():
             if (mine := _found(rows, self.known.get(name, []))) is not None:
                 fetched[name] = mine
                 self.here[f"{node} get here"] = self.here.get(f"{node} get here", 0) + mine.nbytes
                 continue
-            asked_for[name] = rows
             for warehouse, positions in split(share.where[name]):
-                wanted.setdefault(warehouse, {})[name] = rows[positions]
+                asked_of.setdefault(warehouse, {})[name] = rows[positions]
                 order.setdefault(name, []).append(positions)
-        asked = {w: self.warehouses[w].get.remote(task.key, node, self.host, columns) for w, columns in wanted.items()}
+        asked = {w: self.warehouses[w].get.remote(task.key, node, self.host, columns) for w, columns in asked_of.items()}
         got = {w: ray.get(reference) for w, reference in asked.items()}
         for name, places in order.items():
             parts = [got[w][name] for w in sorted(got) if name in got[w]]
@@ -325,18 +332,37 @@ class Client:
                 column = column.take(back)
             fetched[name] = column
             self.known.setdefault(name, []).append((asked_for[name], column))
-        batch = assemble(share, reader, task.fan, task.prompts, fetched) if len(share.units) else Batch(share, share.units, {})
+        batch = assemble(share, reader, numbers, fetched)
         self.moving += time.perf_counter() - taken
         return batch
 
-    def whole(self, task: Task) -> dict[str, Column]:
-        """Every column of a task, its rows in the order of their numbers."""
+    def again(self, node: str, task: Task, rounds: int) -> bool:
+        """Whether after so many rounds of prompts the filter `node` needs another one."""
+        start = time.perf_counter()
+        found: bool = ray.get(self.controllers[node].again.remote(node, task.key, rounds))
+        self.waited += time.perf_counter() - start
+        return found
+
+    def walk(self, instructions: Sequence[Instruction], task: Task) -> Iterator[Instruction]:
+        """A stream in the order in which it is done: the instructions of a round of prompts again while the filter asks for more."""
+        at, rounds = 0, 1
+        while at < len(instructions):
+            found = instructions[at]
+            if found.op != "AGAIN":
+                yield found
+            elif self.again(found.node, task, rounds):
+                at, rounds = _back(instructions, at) - 1, rounds + 1
+            at += 1
+
+    def whole(self, task: Task) -> dict[str, tuple[Array, Column]]:
+        """Every column of a task: the numbers of its rows, ascending, and the data."""
         parts = ray.get([w.whole.remote(task.key) for w in self.warehouses])
         found = {}
         for name in {n for part in parts for n in part}:
             pieces = [part[name] for part in parts if name in part]
             numbers = np.concatenate([rows for rows, _ in pieces])
-            found[name] = concatenate([column for _, column in pieces]).take(np.argsort(numbers))
+            order = np.argsort(numbers)
+            found[name] = (numbers[order], concatenate([column for _, column in pieces]).take(order))
         return found
 
     def put(self, node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
@@ -353,6 +379,15 @@ class Client:
         here, self.here = self.here, {}
         self.pending, self.known = [], {}
         return here
+
+
+def _back(instructions: Sequence[Instruction], at: int) -> int:
+    """Where a round begins that the AGAIN at a place repeats: with its first state, whose weights are there unless they were released."""
+    other = instructions[at].other
+    begin = [i for i, x in enumerate(instructions[:at]) if (x.op, x.node) == ("RUN", other)]
+    weights = [i for i, x in enumerate(instructions[:at]) if (x.op, x.other) == ("RESHARD", other)]
+    released = not begin or Instruction("RELEASE", other) in instructions[begin[0] : at]
+    return weights[0] if weights and released else begin[0]
 
 
 def _found(rows: Array, written: list[tuple[Array, Column]]) -> Column | None:

@@ -31,11 +31,12 @@ from ..calibration import VERSION, Busy, Calibration, this_machine
 from ..cluster import Curve
 from ..plan import Plan, from_json
 from . import computing, probes
-from .actors import Client, ControllerHost, Task, WarehouseHost
+from .actors import Client, ControllerHost, WarehouseHost
+from .calling import Function
 from .columns import Column, ragged
-from .dock import Batch, Share, readers
-from .functions import Function
+from .dock import Batch, Share
 from .processes import MARK, Temporary
+from .readers import Task, readers
 from .record import Recorder
 from .report import Report
 from .wrong import drawn
@@ -164,7 +165,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
     warehouse = kinds[0].options(name="warehouse").remote(0, 0)
     found = readers(plan)
     board = kinds[1].options(name="controllers").remote(found, 60.0, "warehouse", ["warehouse"])
-    ray.get(warehouse.connect.remote([board], [sorted({c for r in found for c, _, _ in r.reads})]))
+    ray.get(warehouse.connect.remote([board], [sorted({c for r in found for c in r.hears})]))
     writer, reader = (Client(name, found, names, ["warehouse"], 0, 0) for name in ("writer", "reader"))
     prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
@@ -175,7 +176,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
     for number in range(WARM + TASKS):
         if number == WARM:
             own, start_of = 0.0, _spent()
-        task = Task("train", number, prompts, fan)
+        task = Task("train", number, prompts)
         start = time.perf_counter()
         ray.get(warehouse.open.remote(task))
         ray.get(board.open.remote(task))
@@ -225,11 +226,12 @@ def _books(plan: Plan, folder: Path) -> float:
 def function(plan: Plan) -> float:
     """Seconds a row of a Python function that is handed groups of rows."""
     node = next(n for n in plan.graph.nodes if n.per == "prompt")
-    called, (prompts, rows) = Function(node, plan, None), plan.graph.rows
+    reader = next(r for r in readers(plan) if r.node == node.name)
+    called, (prompts, rows) = Function(node, plan, reader), plan.graph.rows
     response = ragged([np.ones(4, np.int32)] * rows, np.int32)
     columns = {"response": response, "reward": Column(np.random.default_rng(0).random(rows, np.float32))}
-    batch = Batch(Share(np.arange(prompts), {}, prompts, prompts, {}, 0, True), np.arange(rows), columns)
-    return probes.seconds(lambda: called(batch, 0), 0.3) / rows
+    share = Share(np.arange(prompts), np.full(prompts, rows // prompts), np.arange(rows), {}, rows, rows, {}, 0, True)
+    return probes.seconds(lambda: called(Batch(share, share.rows, columns), Task("train", 0, prompts)), 0.3) / rows
 
 
 def main(folder: str, path: str, rounds: int, most: int) -> None:

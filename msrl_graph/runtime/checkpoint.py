@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ..plan import Plan
 if TYPE_CHECKING:
     # The supervisor of a run reads manifests, and starts without torch.
     import torch
+    from numpy.typing import NDArray
 
     from ..engine import Shard
 
@@ -49,7 +50,8 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by update."""
+    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by update. `position`:
+    how many rows of the data's endless sequence were drawn (-1: as many as the iterations have prompts)."""
 
     format_version: int
     iteration: int
@@ -57,6 +59,7 @@ class Manifest:
     steps: dict[str, int]
     program: dict[str, Any]
     files: tuple[File, ...]
+    position: int = -1
 
 
 class Unsound(Exception):
@@ -73,8 +76,20 @@ def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]]) -> File:
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
     path = folder / name
     save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, path)
+    return _written(path, tuple(Piece(key, s.box) for key, s in held.items()))
+
+
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> File:
+    """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
+    from safetensors.numpy import save_file
+
+    save_file(dict(arrays), folder / name)
+    return _written(folder / name, ())
+
+
+def _written(path: Path, pieces: tuple[Piece, ...]) -> File:
     _to_disk(path)
-    return File(name, path.stat().st_size, _digest(path), tuple(Piece(key, s.box) for key, s in held.items()))
+    return File(path.name, path.stat().st_size, _digest(path), pieces)
 
 
 def begin(run: Path, iteration: int) -> Path:
@@ -148,6 +163,13 @@ def sound(path: Path) -> Manifest:
         if _digest(there) != file.sha256:
             raise Unsound(f"its file {file.name} was changed after it was written: its SHA-256 differs")
     return manifest
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    from safetensors.numpy import load_file
+
+    found: dict[str, NDArray[Any]] = load_file(path)
+    return found
 
 
 def newest(run: Path) -> tuple[Path, Manifest] | None:

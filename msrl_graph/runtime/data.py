@@ -113,7 +113,7 @@ class Dataset:
     """The usable rows of a data file, numbered from 0 in its order. `left_out` counts the others, each by the first of its columns that is
     longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words."""
 
-    def __init__(self, data: Data, plan: Plan, tokenizer: Any) -> None:
+    def __init__(self, data: Data, plan: Plan, tokenizer: Any = None) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
         self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed

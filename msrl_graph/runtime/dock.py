@@ -1,119 +1,48 @@
-"""The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, warehouses that hold them.
+"""The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, and where they lie.
 
-Invariant: which units form a round of an update is a function of (seed, iteration, epoch, unit) and of nothing else; a controller only
+Invariant: which rows form a round of an update is a function of (seed, iteration, epoch, row) and of nothing else; a controller only
 chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an update: once an epoch), and whoever
-asks for a group's n-th share gets the same one however often it asks. Writes are idempotent: a row written again replaces itself. What a
-controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses. Nothing here knows Ray
-or torch; actors.py puts it on processes.
+asks for a group's n-th share gets the same one however often it asks. What a controller decided and what it heard of are all that it is
+made of: `restore` builds it anew from the warehouses. Nothing here knows Ray or torch; actors.py puts it on processes.
 
-Levels: a row of level 0 is a prompt, one of level 1 a response; response r belongs to prompt r // fan. A node's *units* are what it is
-handed at once: its rows, or with `per = prompt` whole groups.
+Rows are those of rowsets.py. A node's *units* are what it is handed at once: its rows, or with `per = prompt` whole groups. Filters say how
+often each row goes on (their *verdict*); who comes after one is handed the rows that are left, and is done when all verdicts are there.
+With a refill the nodes up to the filter work round by round of prompts, and the first groups that survive it, in the source's order, go on.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from .. import noise
-from ..plan import Plan
-from .columns import Array, Column, concatenate
-from .wrong import comparison
+from ..rowsets import Numbers, chain
+from .columns import Array, Column
+from .readers import Reader, Task
+from .report import RunError
+from .view import Table, View, enumerate_rows, first_prompts, view
+from .warehouse import Part, Round
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one group gets of a round: its units, and for each column the warehouse of each of its rows. `most` is the largest share
-    of any group (so that all make the same number of micro-batches), `elements` the length of each column over the whole round."""
+    """What one group gets of a round: its units, how many rows each has, those rows, and for each column the warehouses of the rows
+    that they came from (each once, ascending). `most` are the rows of the largest share (so that all make as many micro-batches),
+    `round_units` those of the whole round, `elements` the length of each column over them."""
 
     units: Array
+    sizes: Array
+    rows: Array
     where: dict[str, Array]
     most: int
     round_units: int
     elements: dict[str, int]
     epoch: int
     last: bool
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a controller decided: the units that each group gets next."""
-
-    epoch: int
-    parts: tuple[Array, ...]
-    last: bool
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What a controller needs to know of its node-state. `reads` are (column, level, writer)."""
-
-    node: str
-    reads: tuple[tuple[str, int, str], ...]
-    unit_level: int
-    row_level: int
-    whole: bool  # per = batch: one unit holds all rows
-    groups: int
-    chunk: int
-    balance: bool
-    update: bool = False
-    epochs: int = 1
-    mini_batch: int = 0  # rows; 0: all
-    seed: int = 0
-
-    @property
-    def by_arrival(self) -> bool:
-        """Whether what is decided depends on the order in which rows come: batches are cut from what is there. All else (all rows at once,
-        or an update's mini-batches in their order) would be decided again alike: who writes a row again writes it to its warehouse."""
-        return self.chunk > 0 and not self.update
-
-
-def readers(plan: Plan) -> list[Reader]:
-    """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
-    graph, found, compared = plan.graph, [], comparison(plan)
-    balanced = {e.dst for e in graph.samples() if str(e.attributes.get("balance", "")) == "tokens"}
-    for controller in plan.docks.controllers:
-        node = graph.node(controller.node)
-        update = node.verb == "update"
-        reads = [(c, graph.column(c).level, graph.writer(c).name) for c in node.reads]
-        if compared and compared.node == node.name and compared.column not in node.reads:
-            reads.append((compared.column, graph.column(compared.response).level, graph.writer(compared.response).name))
-        found.append(
-            Reader(
-                node=node.name,
-                reads=tuple(reads),
-                unit_level=graph.unit_level(node),
-                row_level=graph.level(node),
-                whole=node.per == "batch",
-                groups=controller.groups,
-                chunk=controller.chunk,
-                balance=node.name in balanced,
-                update=update,
-                epochs=int(node.number("epochs", 1)),
-                mini_batch=int(node.number("mini_batch", 0)),
-                seed=plan.deploy.run.seed,
-            )
-        )
-    return found
-
-
-def home(plan: Plan, host: int, index: int) -> int:
-    """The warehouse that a process of a host writes to, the `index`-th of its kind: its host's take turns."""
-    near = [w for w, at in enumerate(plan.docks.warehouses) if at == host]
-    return near[index % len(near)] if near else 0
-
-
-def expand(units: Array, unit_level: int, level: int, fan: int) -> Array:
-    """The rows of `level` that belong to `units`, in order: descendants, or the ancestor of each unit."""
-    if level == unit_level:
-        return units
-    if level > unit_level:
-        return np.asarray((units[:, None] * fan + np.arange(fan)).reshape(-1))
-    return units // fan
 
 
 def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[Array]:
@@ -132,16 +61,19 @@ def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[A
 
 @dataclass
 class Book:
-    """What a controller knows of one iteration. Arrays are by row of the column's level; `where` is -1 until the row is there."""
+    """What a controller knows of one iteration. Of each column heard of, `where` says which warehouse has a row (-1: none yet) and `heard`
+    its length, or of a filter's verdict how often it goes on. `opened` are the rounds of prompts of which a row was heard, `ended` those
+    that were handed out to their end."""
 
-    prompts: int
-    fan: int
-    units: int
-    where: dict[str, Array]
-    lengths: dict[str, Array]
-    dealt: Array
+    task: Task
+    numbers: Numbers
+    where: dict[str, Table]
+    heard: dict[str, Table]
+    dealt: Table
     shares: list[list[Share]]  # by group
-    rounds: deque[tuple[int, Array]] = field(default_factory=deque)  # of an update: (epoch, units), in order
+    opened: int = 1
+    ended: int = 0
+    rounds: deque[tuple[int, Array]] | None = None  # of an update whose rows are all known: (epoch, rows), in order
 
 
 class Controller:
@@ -151,26 +83,17 @@ class Controller:
         self.reader = reader
         self.books: dict[str, Book] = {}
 
-    def open(self, key: str, iteration: int, prompts: int, fan: int) -> None:
-        """Begins an iteration of `prompts` prompts with `fan` responses each."""
-        reader = self.reader
-        counts = (prompts, prompts * fan)
-        units = 1 if reader.whole else counts[reader.unit_level]
-        book = Book(
-            prompts=prompts,
-            fan=fan,
-            units=units,
-            where={c: np.full(counts[level], -1, np.int32) for c, level, _ in reader.reads},
-            lengths={c: np.zeros(counts[level], np.int64) for c, level, _ in reader.reads},
-            dealt=np.zeros(units, bool),
+    def open(self, task: Task) -> None:
+        """Begins an iteration."""
+        reader, numbers = self.reader, self.reader.numbers(task)
+        self.books[task.key] = Book(
+            task=task,
+            numbers=numbers,
+            where={c: Table(numbers.size[rows], -1) for c, rows in reader.hears.items()},
+            heard={c: Table(numbers.size[rows], -1) for c, rows in reader.hears.items()},
+            dealt=Table(numbers.size[reader.unit], 0),
             shares=[[] for _ in range(reader.groups)],
         )
-        if reader.update:
-            size = reader.mini_batch or units
-            for epoch in range(reader.epochs):
-                order = np.argsort(noise.keys(reader.seed, iteration, epoch, np.arange(units)), kind="stable")
-                book.rounds.extend((epoch, np.sort(order[i : i + size])) for i in range(0, units, size))
-        self.books[key] = book
 
     def close(self, key: str) -> None:
         self.books.pop(key, None)
@@ -181,8 +104,7 @@ class Controller:
         book = self.books.get(key)
         if book is None or column not in book.where:
             return []
-        book.lengths[column][rows] = lengths
-        book.where[column][rows] = warehouse
+        self._note(book, column, rows, lengths, warehouse)
         return self._deal(book)
 
     def restore(self, key: str, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
@@ -191,181 +113,190 @@ class Controller:
         book = self.books[key]
         for column, rows, lengths, warehouse in found:
             if column in book.where:
-                book.lengths[column][rows] = lengths
-                book.where[column][rows] = warehouse
+                self._note(book, column, rows, lengths, warehouse)
         for round in rounds:
-            if self.reader.update:
-                book.rounds.popleft()
-            book.dealt[np.concatenate(round.parts)] = True
+            book.dealt.set(np.concatenate([p.units for p in round.parts]), 1)
+            book.ended += round.last
             self.hand(key, round)
         return self._deal(book)
 
     def hand(self, key: str, round: Round) -> None:
         """Makes the shares of a round, for `take`."""
         book, reader = self.books[key], self.reader
-        units = np.concatenate(round.parts)
-        most = max(map(len, round.parts))
-        elements = {c: int(book.lengths[c][self._rows(book, units, level)].sum()) for c, level, _ in reader.reads}
+        everyone = np.concatenate([p.rows for p in round.parts])
+        most = max(len(p.rows) for p in round.parts)
+        elements = {c: int(book.heard[c].get(self._above(book, everyone, rows)).sum()) for c, rows, _ in reader.reads}
         for shares, part in zip(book.shares, round.parts, strict=True):
-            where = {c: book.where[c][self._rows(book, part, level)] for c, level, _ in reader.reads}
-            shares.append(Share(part, where, most, len(units), elements, round.epoch, round.last))
+            where = {c: book.where[c].get(np.unique(self._above(book, part.rows, rows))) for c, rows, _ in reader.reads}
+            shares.append(Share(part.units, part.sizes, part.rows, where, most, len(everyone), elements, round.epoch, round.last))
 
     def take(self, key: str, group: int, index: int) -> Share | None:
         """The group's share number `index`, None while there is none."""
         shares = self.books[key].shares[group]
         return shares[index] if index < len(shares) else None
 
+    def again(self, key: str, rounds: int) -> bool | None:
+        """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that is not known.
+        RunError where there were as many rounds as there may be."""
+        book, filter = self.books[key], self.reader.refilling
+        assert filter is not None
+        _, decided, count = self._surviving(book, rounds)
+        if not decided.all():
+            return None
+        if count >= book.task.prompts:
+            return False
+        if rounds > filter.refill:
+            drawn = rounds * book.task.prompts
+            what = f"of {drawn} prompts in {rounds} rounds {count} have rows that it lets pass, where {book.task.prompts} are to go on"
+            raise RunError(
+                f"`{filter.node}` in iteration {book.task.number}: {what}; raise `refill`, ask for fewer prompts, or look at the filter"
+            )
+        return True
+
     def missing(self, key: str) -> str:
         """What the node waits for, in words."""
-        parts = []
-        for column, _, writer in self.reader.reads:
-            rows = np.flatnonzero(self.books[key].where[column] < 0)
-            if len(rows):
-                first = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
-                total = len(self.books[key].where[column])
-                parts.append(f"`{column}` from `{writer}` ({len(rows)} of {total} rows missing: {first})")
+        book, reader, parts = self.books[key], self.reader, []
+        seen = self._view(book)
+        for column, rows, writer in reader.reads:
+            wanted = np.unique(self._above(book, seen.rows, rows))
+            absent = wanted[book.where[column].get(wanted) < 0]
+            if len(absent):
+                first = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
+                parts.append(f"`{column}` from `{writer}` ({len(absent)} of {len(wanted)} rows missing: {first})")
+        if not seen.complete:
+            filters = ", ".join(f"`{s.node}`" for s in (reader.passed or (reader.refilling,)) if s)
+            parts.append(f"the verdict of {filters} on {int((~seen.known).sum())} of {len(seen.rows)} rows" if filters else "more prompts")
         return "; ".join(parts) or "nothing: all its rows are there"
 
-    def _rows(self, book: Book, units: Array, level: int) -> Array:
-        return rows_of(units, self.reader, level, book.fan, book.prompts)
+    def _note(self, book: Book, column: str, rows: Array, lengths: Array, warehouse: int) -> None:
+        book.heard[column].set(rows, lengths)
+        book.where[column].set(rows, warehouse)
+        if len(rows) and self.reader.refilling is not None and book.task.trains:
+            prompt = int(book.numbers.above(rows, self.reader.hears[column], 0).max())
+            book.opened = max(book.opened, prompt // book.task.prompts + 1)
 
-    def _ready(self, book: Book) -> Array:
-        ready = np.ones(book.units, bool)
-        for column, level, _ in self.reader.reads:
-            there = book.where[column] >= 0
-            if self.reader.whole:
-                ready &= there.all()
+    def _above(self, book: Book, rows: Array, end: int) -> Array:
+        return book.numbers.above(rows, self.reader.rows, end)
+
+    def _surviving(self, book: Book, rounds: int) -> tuple[Array, Array, int]:
+        """`first_prompts` of the filter that refills, of so many rounds."""
+        filter, prompts = self.reader.refilling, rounds * book.task.prompts
+        assert filter is not None
+        sieves = (*self.reader.before_refill, filter)
+        rows, known = enumerate_rows(book.numbers, filter.left, np.arange(prompts), sieves, book.heard)
+        return first_prompts(rows, known, book.numbers.above(rows, filter.left, 0), prompts, book.task.prompts)
+
+    def _view(self, book: Book) -> View:
+        reader, count = self.reader, book.task.prompts
+        prompts, sure, complete = np.arange(book.opened * count), None, True
+        if reader.refilling is not None and book.task.trains:
+            if reader.loops:  # the round that is under way
+                prompts = np.arange(book.ended * count, (book.ended + 1) * count)
             else:
-                ready &= there[expand(np.arange(book.units), self.reader.unit_level, level, book.fan)].reshape(book.units, -1).all(axis=1)
-        return ready
+                inside, decided, found = self._surviving(book, book.opened)
+                complete = found >= count
+                if reader.refilling in reader.passed:
+                    prompts = np.flatnonzero(inside | ~decided)
+                    sure = decided[prompts]
+        sieves = reader.passed if book.task.trains else ()
+        rows, known = enumerate_rows(book.numbers, reader.rows, prompts, sieves, book.heard)
+        if sure is not None:
+            known &= sure[np.searchsorted(prompts, book.numbers.above(rows, reader.rows, 0))]
+        units = np.zeros(len(rows), np.int64) if reader.whole else book.numbers.above(rows, reader.rows, reader.unit)
+        return view(rows, known, units, complete)
+
+    def _ready(self, book: Book, seen: View) -> Array:
+        """The units that are known whole and of which all is there."""
+        ready = seen.known.copy()
+        for column, rows, _ in self.reader.reads:
+            ready &= book.where[column].get(self._above(book, seen.rows, rows)) >= 0
+        return seen.each(ready)
 
     def _deal(self, book: Book) -> list[Round]:
-        ready, found = self._ready(book), []
         if self.reader.update:
-            while book.rounds and ready[book.rounds[0][1]].all():
-                epoch, units = book.rounds.popleft()
-                found.append(Round(epoch, self._parts(book, units), not book.rounds))
-            return found
-        fresh = np.flatnonzero(ready & ~book.dealt)
-        left = book.units - int(book.dealt.sum())
-        chunk = self.reader.chunk or book.units
-        while len(fresh) and len(fresh) >= min(chunk, left):
+            return self._deal_update(book)
+        found: list[Round] = []
+        while book.ended < (book.opened if self.reader.loops else 1):
+            some = self._deal_units(book, self._view(book))
+            found += some
+            if not some or not some[-1].last:
+                break
+            book.ended += 1
+        return found
+
+    def _deal_units(self, book: Book, seen: View) -> list[Round]:
+        """Batches of what is ready, to the end of a view."""
+        found: list[Round] = []
+        dealt = book.dealt.get(seen.units) > 0
+        fresh, left = seen.units[self._ready(book, seen) & ~dealt], int((~dealt).sum())
+        chunk = self.reader.chunk or max(left, 1)
+        while True:
+            enough = max(1, min(chunk, left)) if seen.complete else self.reader.chunk
+            if not enough or len(fresh) < enough or (self.reader.whole and not seen.complete):
+                break
             units, fresh = fresh[:chunk], fresh[chunk:]
-            book.dealt[units] = True
+            book.dealt.set(units, 1)
             left -= len(units)
-            found.append(Round(0, self._parts(book, units), left == 0))
+            found.append(self._round(book, seen, 0, units, seen.complete and not left))
+        if seen.complete and not left and not found:
+            found.append(self._round(book, seen, 0, seen.units[:0], True))  # what was handed out before was all
         return found
 
-    def _parts(self, book: Book, units: Array) -> tuple[Array, ...]:
-        """Which group gets which of the units."""
+    def _deal_update(self, book: Book) -> list[Round]:
+        reader, seen, found = self.reader, self._view(book), []
+        if book.rounds is None and seen.complete:
+            book.rounds, size = deque(), reader.mini_batch or max(len(seen.rows), 1)
+            for epoch in range(reader.epochs):
+                order = np.argsort(noise.keys(reader.seed, book.task.number, epoch, seen.rows), kind="stable")
+                book.rounds.extend((epoch, np.sort(seen.rows[order[i : i + size]])) for i in range(0, max(len(order), 1), size))
+        if book.rounds:
+            there = seen.units[self._ready(book, seen)]
+            while book.rounds and np.isin(book.rounds[0][1], there).all():
+                epoch, rows = book.rounds.popleft()
+                found.append(self._round(book, seen, epoch, rows, not book.rounds))
+        return found
+
+    def _round(self, book: Book, seen: View, epoch: int, units: Array, last: bool) -> Round:
+        """Shares units among the groups."""
         reader = self.reader
-        home = np.zeros(len(units), np.int32)
-        weight = np.zeros(len(units), np.int64)
-        if not reader.whole:
-            for column, level, _ in sorted(reader.reads, key=lambda r: r[1]):  # the deepest column says where a unit is at home
-                rows = expand(units, reader.unit_level, level, book.fan)
-                home = book.where[column][rows].reshape(len(units), -1)[:, 0]
-                weight += book.lengths[column][rows].reshape(len(units), -1).sum(axis=1)
-        return tuple(deal(units, home, weight if reader.balance else None, reader.groups))
-
-
-class Warehouse:
-    """The rows of one host, by key and column."""
-
-    def __init__(self, index: int, host: int) -> None:
-        self.index, self.host = index, host
-        self._segments: dict[tuple[str, str], list[tuple[Array, Column]]] = {}
-        self._merged: dict[tuple[str, str], tuple[Array, Column]] = {}
-        self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
-        self.traffic: dict[str, dict[str, int]] = {}  # by key, then by `node put`, `node get` and `node get away`: bytes
-
-    def put(self, key: str, node: str, columns: Mapping[str, tuple[Array, Column]]) -> None:
-        """Keeps the rows that `node` wrote: for each column the row numbers and the data."""
-        for name, (rows, column) in columns.items():
-            self._segments.setdefault((key, name), []).append((rows, column))
-            self._merged.pop((key, name), None)
-            self._count(key, f"{node} put", column.nbytes)
-
-    def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
-        """Keeps what the controller of a node-state decided."""
-        self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
-
-    def known(self, key: str) -> tuple[list[tuple[str, Array, Array, int]], dict[str, list[Round]]]:
-        """All that a controller was told and decided, as `Controller.restore` takes it: the rounds by node."""
-        segments = [(n, rows, column.lengths, self.index) for (k, n), parts in self._segments.items() if k == key for rows, column in parts]
-        return segments, self._rounds.get(key, {})
-
-    def get(self, key: str, node: str, host: int, wanted: Mapping[str, Array]) -> dict[str, Column]:
-        """The rows asked for, in the order asked for; `host` is the reader's."""
-        out = {}
-        for name, rows in wanted.items():
-            position, column = self._merge(key, name)
-            out[name] = column.take(position[rows])
-            self._count(key, f"{node} get" if host == self.host else f"{node} get away", out[name].nbytes)
-        return out
-
-    def whole(self, key: str) -> dict[str, tuple[Array, Column]]:
-        """All rows of an iteration: for each column the row numbers and the data."""
-        found = {}
-        for name in [n for k, n in self._segments if k == key]:
-            position, column = self._merge(key, name)
-            rows = np.flatnonzero(position >= 0)
-            found[name] = (rows, column.take(position[rows]))
-        return found
-
-    def drop(self, key: str) -> dict[str, int]:
-        """Forgets an iteration; what it moved, in bytes."""
-        for pair in [p for p in self._segments if p[0] == key]:
-            del self._segments[pair]
-            self._merged.pop(pair, None)
-        self._rounds.pop(key, None)
-        return self.traffic.pop(key, {})
-
-    def _count(self, key: str, what: str, size: int) -> None:
-        counts = self.traffic.setdefault(key, {})
-        counts[what] = counts.get(what, 0) + size
-
-    def _merge(self, key: str, name: str) -> tuple[Array, Column]:
-        """(position of each row in the merged column, the column); segments are merged once, when they are first read."""
-        pair = (key, name)
-        if pair not in self._merged:
-            segments = self._segments[pair]
-            rows = np.concatenate([r for r, _ in segments])
-            column = concatenate([c for _, c in segments])
-            position = np.full(int(rows.max()) + 1, -1, np.int64)
-            position[rows] = np.arange(len(rows))  # a later write of the same row wins
-            self._merged[pair] = (position, column)
-            self._segments[pair] = [(rows, column)]
-        return self._merged[pair]
+        rows, sizes = seen.rows_of(units)
+        home, weight = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
+        if len(units) and not reader.whole:
+            starts = np.cumsum(sizes) - sizes
+            for column, of, _ in sorted(
+                reader.reads, key=lambda r: len(chain(reader.sets, r[1]))
+            ):  # the deepest says where a unit is at home
+                above = self._above(book, rows, of)
+                home = book.where[column].get(above[starts])
+                weight += np.add.reduceat(book.heard[column].get(above), starts)
+        parts = []
+        for some in deal(units, home, weight if reader.balance else None, reader.groups):
+            mine, each = seen.rows_of(some)
+            parts.append(Part(some, each, mine))
+        return Round(epoch, tuple(parts), last)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a share, at the node's row level: row numbers, and each column with one entry a row."""
+    """The rows of a share: their numbers, and each column with one entry a row."""
 
     share: Share
     rows: Array
     columns: dict[str, Column]
 
 
-def rows_of(units: Array, reader: Reader, level: int, fan: int, prompts: int) -> Array:
-    """The rows of `level` that belong to a reader's units, ascending, none twice."""
-    if reader.whole:
-        return np.arange((prompts, prompts * fan)[level]) if len(units) else units
-    rows = expand(units, reader.unit_level, level, fan)
-    return np.unique(rows) if level < reader.unit_level else rows
+def wanted(share: Share, reader: Reader, numbers: Numbers) -> dict[str, Array]:
+    """The rows of each column that a share needs, ascending, each once."""
+    return {c: np.unique(numbers.above(share.rows, reader.rows, rows)) for c, rows, _ in reader.reads} if len(share.rows) else {}
 
 
-def assemble(share: Share, reader: Reader, fan: int, prompts: int, fetched: Mapping[str, Column]) -> Batch:
-    """Lays fetched columns (one entry a row of their own level) out by the node's rows."""
-    rows = rows_of(share.units, reader, reader.row_level, fan, prompts)
-    columns = {}
-    for name, level, _ in reader.reads:
-        column = fetched[name]
-        if level < reader.row_level:
-            column = column.take(np.searchsorted(rows_of(share.units, reader, level, fan, prompts), rows // fan))
-        columns[name] = column
-    return Batch(share, rows, columns)
+def assemble(share: Share, reader: Reader, numbers: Numbers, fetched: Mapping[str, Column]) -> Batch:
+    """Lays fetched columns (the rows of `wanted`) out by the node's rows."""
+    columns, asked = {}, wanted(share, reader, numbers)
+    for name, rows, _ in reader.reads if asked else ():
+        place = np.searchsorted(asked[name], numbers.above(share.rows, reader.rows, rows))
+        columns[name] = fetched[name] if np.array_equal(place, np.arange(len(asked[name]))) else fetched[name].take(place)
+    return Batch(share, share.rows, columns)
 
 
 def split(where: Array) -> Iterable[tuple[int, Array]]:

@@ -1,33 +1,29 @@
 """The pool of function nodes: the source and the Python functions, on the hosts' CPUs.
 
-Invariant: a function sees the rows of its scope and nothing else; a generator that it asks for is keyed by (seed, iteration, node,
-unit), so that neither the host nor the order of arrival changes what it returns.
+Invariant: what a process of it keeps between tasks is what a new one in its place loads: data, functions, nothing that a task left. The
+values that outlive an iteration come with the task, and go back in the report.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
-import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
 
-from .. import algorithms, noise
-from ..functions import Signature, signatures
-from ..graph import Expr, Node
-from ..plan import Plan, from_json
+from ..graph import State
+from ..plan import from_json
 from . import log, rows
-from .actors import Client, Task, settle
-from .columns import DTYPES, Array, Column, ragged, texts
+from .actors import Client, settle
+from .calling import Function, weigher
+from .columns import Array, Column
 from .data import Dataset
-from .dock import Batch, home, readers
-from .report import Report, RunError
-from .wrong import Watch, not_finite, vocabulary
+from .readers import Task, home, readers
+from .report import Report
+from .wrong import Watch
 
 
 @ray.remote(num_cpus=0)
@@ -38,35 +34,50 @@ class FunctionHost:
         settle(folder, logs, f"functions of host {host}")
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
-        self.client = Client(f"functions of host {host}", readers(self.plan), controllers, warehouses, host, home(self.plan, host, 0))
+        self.readers = {r.node: r for r in readers(self.plan)}
+        found = list(self.readers.values())
+        self.client = Client(f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0))
         self.functions: dict[str, Function] | None = None
 
-    def start(self) -> dict[str, tuple[int, int]]:
-        """Loads functions and data; (usable rows, rows left out) of each data file."""
+    def start(self) -> dict[str, tuple[int, str]]:
+        """Loads functions and data; of each data file how many rows can be used, and which others were left out."""
         plan = self.plan
-        tokenizer = self.tokenizer = _tokenizer(plan)
         files = plan.deploy.data if self.host == 0 else {}
-        self.data = {n: Dataset(d, plan, tokenizer) for n, d in files.items()}
+        self.data = {n: Dataset(d, plan) for n, d in files.items()}
         self.watch = Watch(plan)
-        self.functions = {n.name: Function(n, plan, tokenizer) for n in plan.graph.nodes if "call" in n.attributes}
-        return {name: (len(d), d.too_long) for name, d in self.data.items()}
+        source = plan.graph.node("source")
+        self.refilling = next((r.refilling for r in self.readers.values()), None)
+        self.weigh = weigher(source) if "weights" in source.attributes else None
+        nodes = [n for n in plan.graph.nodes if plan.placement(n.name).pool == "functions" and n.verb != "source"]
+        self.functions = {n.name: Function(n, plan, self.readers[n.name]) for n in nodes}
+        left_out = {
+            name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}" for name, d in self.data.items() if d.too_long
+        }
+        return {name: (len(d), left_out.get(name, "")) for name, d in self.data.items()}
 
-    def run(self, task: Task) -> Report:
-        """The stream of this pool for one task. Where this process takes a dead one's place it does all of it again: its shares are
-        the same, functions are pure, and rows that are written twice replace themselves."""
+    def run(self, task: Task, tables: Mapping[str, Array]) -> Report:
+        """The stream of this pool for one task; `tables` are, for the source, the states of each row of the data. Where this process takes
+        a dead one's place it does all of it again: its shares are the same, functions are pure, and rows that are written twice replace
+        themselves."""
         if self.functions is None:
             self.start()
         assert self.functions is not None
-        report = Report(f"functions of host {self.host}")
+        report, drawn = Report(f"functions of host {self.host}"), 0
         stream = next(s for s in self.plan.schedule if s.pool == "functions" and s.task == task.name)
-        for instruction in stream.instructions:
-            if instruction.node == "source":
-                if self.host == 0:
-                    self.client.at(f"source in {task.key}")
-                    with report.phase("source"):
-                        self._source(task)
-            else:
+        for instruction in self.client.walk(stream.instructions, task):
+            if instruction.node != "source":
                 self._function(self.functions[instruction.node], task, report)
+            elif self.host == 0:
+                self.client.at(f"source in {task.key}")
+                with report.phase("source"):
+                    self._source(task, drawn, tables, report)
+                drawn += 1
+        if self.host == 0 and task.trains:
+            if self.refilling is not None:
+                report.count("refills", drawn - 1, 0)
+                report.count("prompts_drawn", drawn * task.prompts, 0)
+            for name, value in task.states.items():
+                report.count(name, value, 1)
         report.here = self.client.flush()
         return report
 
@@ -76,206 +87,68 @@ class FunctionHost:
             self.start()
         path = rows.file(Path(folder), task.number)
         try:
-            rows.write(path, self.plan, self.client.whole(task), task.fan, self.tokenizer)
+            rows.write(path, self.plan, self.client.whole(task), task)
         except OSError as error:
             return f"the rows of iteration {task.number} could not be recorded: {error}"
         return ""
 
-    def _source(self, task: Task) -> None:
-        training = task.name == "train"
-        dataset = self.data["source" if training else task.name]
-        columns = dataset.rows(task.number * task.prompts, task.prompts) if training else dataset.all()
-        numbers = np.arange(task.prompts)
+    def _source(self, task: Task, round: int, tables: Mapping[str, Array], report: Report) -> None:
+        """Puts the prompts of a round, and their states."""
+        dataset = self.data["source" if task.trains else task.name]
+        first = round * task.prompts
+        numbers = np.arange(first, first + task.prompts)
+        if not task.trains:
+            chosen = np.arange(len(dataset))
+        elif self.weigh is not None:
+            chosen = dataset.drawn(self.weigh(tables), task.number, first, task.prompts)
+        else:
+            chosen = dataset.indices(task.position + first, task.prompts)
+        columns = dataset.take(chosen)
+        for state in self._states():
+            values = tables[state.name][chosen] if task.trains else np.full(len(chosen), state.initial.literal())
+            columns[state.name] = Column(values.astype(np.float64))
+        if task.trains and tables:
+            for state in self._states():
+                report.count(state.name, float(columns[state.name].values.sum()), task.prompts)
+            report.drawn = np.concatenate([report.drawn, chosen])
         self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
 
+    def _states(self) -> list[State]:
+        """The states of each prompt that some node reads."""
+        read = {s for n in self.plan.graph.nodes for s in n.states if n.verb != "source"}
+        return [s for s in self.plan.graph.states if s.per and s.name in read]
+
     def _function(self, function: Function, task: Task, report: Report) -> None:
-        last = False
+        node, last = function.node, False
         while not last:
             waiting = time.perf_counter()
-            batch = self.client.take(function.node.name, task, self.host, at_once=True)
+            batch = self.client.take(node.name, task, self.host, at_once=True)
             report.add("wait", waiting)
             last = batch.share.last
             if not len(batch.rows):
                 continue
-            log.at(f"{function.node.name} in {task.key}")
-            with report.phase(function.node.name):
-                written = function(batch, task.number)
+            log.at(f"{node.name} in {task.key}")
+            with report.phase(node.name):
+                made = function(batch, task)
             known = function.spoilt(batch)
-            for name, column in written.items():
-                self.watch.finite(function.node, task, report, "result", f"it returned {{}} for `{name}`", batch.rows, column, known)
+            for name, (numbers, column) in made.columns.items():
+                if function.sieve is not None:
+                    self._kept(function, task, numbers, column, report)
+                    continue
+                spoilt = known if len(numbers) == len(known) else None
+                self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", numbers, column, spoilt)
                 finite = column.values[np.isfinite(column.values)]
                 if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
                     report.count(name, float(finite.sum()), len(finite))
-            self.client.put(function.node.name, task, {name: (batch.rows, column) for name, column in written.items()})
+            for name, (units, values) in made.states.items():
+                old = report.states.get(name, ([], []))
+                report.states[name] = (old[0] + units, old[1] + values)
+            self.client.put(node.name, task, made.columns)
 
-
-def _tokenizer(plan: Plan) -> Any:
-    from tokenizers import Tokenizer
-
-    policy = next(w for w in plan.graph.workers if w.kind == "policy")
-    tokenizer = Tokenizer.from_file(str(Path(plan.deploy.models[policy.model].path) / "tokenizer.json"))
-    # Many files store how their authors padded and cut batches; prompts are neither padded nor cut.
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
-
-
-class BadResult(ValueError):
-    """A function returned what its columns cannot hold."""
-
-
-class Function:
-    """A function node made callable on batches."""
-
-    def __init__(self, node: Node, plan: Plan, tokenizer: Any) -> None:
-        self.node, self.graph, self.tokenizer = node, plan.graph, tokenizer
-        self.seed = plan.deploy.run.seed
-        self.stops = plan.deploy.run.on_nan == "stop"
-        self.vocabularies = {c: vocabulary(plan, c) for c in node.writes}
-        self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
-        call = node.attributes["call"]
-        self.call, self.signature = _find(call)
-        self.options, renamed = _options(call), call.columns()
-        # Parameter -> column, for the parameters whose column the node reads.
-        self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in node.reads}
-        taken = self.columns.values()
-        self.rest = [c for c in node.reads if c not in taken] if self.signature.rest else []
-
-    def _size(self, batch: Batch) -> int:
-        """Rows that the function sees at once."""
-        return len(batch.rows) // len(batch.share.units) if self.node.per != "row" else 1
-
-    def spoilt(self, batch: Batch) -> Array:
-        """The rows whose result may be wrong because something that the function saw was."""
-        bad = np.zeros(len(batch.rows), bool)
-        for name in self.node.reads:
-            bad |= not_finite(batch.columns[name])
-        return np.repeat(bad.reshape(-1, self._size(batch)).any(axis=1), self._size(batch))
-
-    def __call__(self, batch: Batch, iteration: int) -> dict[str, Column]:
-        written: list[tuple[Any, ...]] = []  # by row, one value a column
-        grouped, size = self.node.per != "row", self._size(batch)
-        for i, unit in enumerate(batch.share.units if grouped else batch.rows):
-            options = dict(self.options)
-            if self.signature.rng:
-                options["rng"] = noise.generator(self.seed, iteration, zlib.crc32(self.node.name.encode()), int(unit))
-            where = f"{self.scope} {unit}"
-            try:
-                bound = [*self.columns.items(), *((self.signature.rest, c) for c in self.rest)]
-                values = [(p, self._argument(batch.columns[c], c, i * size, size if grouped else 0, p)) for p, c in bound]
-                # What comes before `*columns` is given by order, as Python wants it.
-                result = self.call(*(v for _, v in values), **options) if self.rest else self.call(**dict(values), **options)
-                rows = self._by_row(result, size) if grouped else [self._by_column(result)]
-                for j, row in enumerate(rows, i * size):
-                    where = f"{self.scope} {unit}, row {batch.rows[j]}" if grouped else where
-                    written.append(self._checked(row, batch, j))
-            except Exception as error:
-                raise RunError(self._blame(error, f"{where} of iteration {iteration}")) from error
-        return {name: self._column(name, [row[i] for row in written]) for i, name in enumerate(self.node.writes)}
-
-    def _blame(self, error: Exception, where: str) -> str:
-        what = f"`{self.node.name}` (line {self.node.span.line}) failed on {where}: {type(error).__name__}: {error}"
-        # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
-
-    def _by_column(self, result: Any) -> tuple[Any, ...]:
-        """One value for each written column."""
-        writes = self.node.writes
-        if len(writes) == 1:
-            return (result,)
-        if not isinstance(result, tuple) or len(result) != len(writes):
-            raise BadResult(f"it returned {_kind(result)}, where a tuple of {len(writes)} belongs: {', '.join(writes)}")
-        return result
-
-    def _by_row(self, result: Any, size: int) -> list[tuple[Any, ...]]:
-        """The results of a group, one tuple a row."""
-        columns = self._by_column(result)
-        for name, values in zip(self.node.writes, columns, strict=True):
-            if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
-                raise BadResult(f"it returned {_kind(values)} for `{name}`, where one value for each of {size} rows belongs")
-        return list(zip(*columns, strict=True))
-
-    def _checked(self, row: tuple[Any, ...], batch: Batch, position: int) -> tuple[Any, ...]:
-        """The values of a row as their columns' types; BadResult where they are not."""
-        found: list[Any] = []
-        for name, value in zip(self.node.writes, row, strict=True):
-            column = self.graph.column(name)
-            if column.element == "text":
-                if not isinstance(value, str):
-                    raise BadResult(f"it returned {_kind(value)} for `{name}`, where text belongs")
-                found.append(value)
-                continue
-            try:
-                array: Array = np.asarray(value, DTYPES[column.element])
-                if value is None:
-                    raise TypeError  # to numpy it is nan
-            except (TypeError, ValueError):
-                raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
-            if array.ndim != len(column.dims):
-                raise BadResult(
-                    f"it returned {_kind(value)} for `{name}`, where {'one value a token' if column.dims else 'one number'} belongs"
-                )
-            like = column.dims[0].like if column.dims else ""
-            if like in batch.columns and len(array) != batch.columns[like].lengths[position]:
-                length = batch.columns[like].lengths[position]
-                raise BadResult(f"it returned {len(array)} values for `{name}`, where `{like}` has {length} tokens")
-            if self.stops and not np.isfinite(array).all():
-                raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
-            size = self.vocabularies[name]
-            if size and ((array < 0) | (array >= size)).any():
-                raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
-            found.append(array)
-        return tuple(found)
-
-    def _argument(self, column: Column, name: str, start: int, size: int, parameter: str) -> Any:
-        """The argument for one row (size 0) or for `size` rows: an array of scalars, or a list."""
-        if size and column.offsets is None:
-            return column.values[start : start + size]
-        kind = self.graph.column(name)
-        text = kind.element == "text" or parameter in self.signature.text
-
-        def one(row: int) -> Any:
-            if kind.element == "text":
-                return column.text(row)
-            return self.tokenizer.decode(column[row].tolist(), skip_special_tokens=True) if text else column[row]
-
-        return [one(r) for r in range(start, start + size)] if size else one(start)
-
-    def _column(self, name: str, values: list[Any]) -> Column:
-        column = self.graph.column(name)
-        if column.element == "text":
-            return texts(values)
-        dtype = DTYPES[column.element]
-        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
-
-
-def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
-    """The function that a node calls: of the package, or of a file ("path.py:name")."""
-    name = str(call.value)
-    if ":" not in name:
-        return algorithms.load("function", name), algorithms.library()["function", name][0]
-    path, _, function = name.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
-        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
-    return getattr(module, function), signatures(Path(path).read_text(encoding="utf-8"))[function]
-
-
-def _options(call: Expr) -> dict[str, Any]:
-    """The options of a call; one that is a call itself is what that gives."""
-    given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind != "column"}
-    return {k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal() for k, a in given.items()}
-
-
-def _kind(value: Any) -> str:
-    """A value in few words."""
-    if hasattr(value, "__len__") and not isinstance(value, str):
-        return f"{type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
+    def _kept(self, function: Function, task: Task, numbers: Array, verdicts: Column, report: Report) -> None:
+        """Counts what a filter lets pass."""
+        report.count(f"kept/{function.node.name}", float(verdicts.values.sum()), len(verdicts))
+        if self.refilling is not None and function.sieve == self.refilling:
+            reader = self.readers[function.node.name]
+            prompts = reader.numbers(task).above(numbers[verdicts.values > 0], reader.rows, 0)
+            report.count("prompts_kept", len(np.unique(prompts)), 0)

@@ -17,8 +17,8 @@ import psutil
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..plan import Plan
-from .dock import home, readers
 from .processes import alive
+from .readers import home, readers
 
 # Ranks that may share a core of this machine: a small run may be tried with more ranks than cores.
 RANKS_A_CORE = 8
@@ -108,7 +108,7 @@ class Pool:
             )
             for h, name in boards.items()
         ]
-        heard = [sorted({c for r in found if hosts[r.node] == h for c, _, _ in r.reads}) for h in boards]
+        heard = [sorted({c for r in found if hosts[r.node] == h for c in r.hears}) for h in boards]
         connected = [w.connect.remote(self.boards, heard) for w in self.warehouses]
         text = plan.to_json()
         folder = "" if self.attached else self.folder  # other hosts do not have it
@@ -149,11 +149,11 @@ class Pool:
                     )
                 )
 
-    def sizes(self) -> dict[str, tuple[int, int]]:
-        """(usable rows, rows left out) of each data file."""
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """Of each data file how many rows can be used, and which others were left out."""
         import ray
 
-        found: list[dict[str, tuple[int, int]]] = ray.get(self.started)
+        found: list[dict[str, tuple[int, str]]] = ray.get(self.started)
         return found[0]
 
     def look(self) -> list[str]:

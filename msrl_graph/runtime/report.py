@@ -9,6 +9,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 # perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
 _EPOCH = time.time() - time.perf_counter()
@@ -28,6 +31,8 @@ class Report:
     remarks: list[str] = field(default_factory=list)  # what a person should hear of
     bytes: dict[str, int] = field(default_factory=dict)
     here: dict[str, int] = field(default_factory=dict)  # by `node get here`: bytes read where they were known already
+    states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # next values, by the number of their unit
+    drawn: Any = field(default_factory=lambda: np.zeros(0, np.int64))  # of the data's rows those that became prompts, in order
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

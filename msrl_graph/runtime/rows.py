@@ -15,9 +15,12 @@ from ..diagnostics import Diagnostic, Fault
 from ..graph import Node
 from ..paths import is_folder
 from ..plan import Plan
+from ..rowsets import VERDICT, Numbers, chain, rowsets
 from ..sequences import is_tokens
-from .columns import Array, Column
+from .columns import Array, Column, offsets_of
+from .readers import Task
 from .report import RunError
+from .tokens import of_column
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
@@ -42,6 +45,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     found = []
     declared = {c.name: c for c in plan.graph.columns}
     hidden = {_shown(name) for node in plan.graph.verb("generate") for name in drawn(plan.graph, node) if name not in declared}
+    hidden |= {_shown(f"{n.name}{VERDICT}") for n in plan.graph.nodes if n.filters}
     own = {"row", "prompt_row", *hidden, *(f"{name}_text" for name in _tokens(plan))}
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
@@ -59,43 +63,57 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         raise Fault(*found)
 
 
-def write(path: Path, plan: Plan, columns: dict[str, Column], fan: int, tokenizer: Any) -> None:
-    """Writes an iteration: `columns` hold all rows of their level, `fan` responses a prompt; without a generation the prompts' rows are
-    all there is."""
+def write(path: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task: Task) -> None:
+    """Writes an iteration: of each column the numbers of its rows, ascending, and the data. A table row is one of the first generation (of
+    the source, if there is none); what a row lacks, since a filter dropped it, is null; of repeats the row itself stands there, and what
+    later generations made is left out."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    graph = plan.graph
-    response = next((c for n in graph.verb("generate") for c in drawn(graph, n)), next(iter(columns)))
-    rows = np.arange(len(columns[response]))
-    table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(rows // fan)}
+    graph, found = plan.graph, rowsets(plan.graph)
+    names = next((drawn(graph, n) for n in graph.verb("generate")), None)
+    base = found.columns[names[0]] if names else 0
+    rows = columns[names[0] if names else graph.node("source").writes[0]][0]
+    numbers = Numbers(found.sets, task.prompts * (1 + (found.refilling.refill if found.refilling else 0)))
+    table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(numbers.above(rows, base, 0))}
     declared = {c.name: c for c in graph.columns}
+    sets = found.columns | {s.column: s.rows for s in found.sieves.values()} | ({names[1]: base} if names else {})
     for name in (*(c for c in declared if c in columns), *sorted(columns.keys() - declared.keys())):
-        prompts = name in declared and declared[name].level == 0
-        column = columns[name].take(rows // fan) if prompts else columns[name]
+        own = sets.get(name, 0)
+        while found.sets[own].repeats and own != base:
+            own = found.sets[own].above
+        if own not in chain(found.sets, base):
+            continue
+        wanted, (there, column) = numbers.above(rows, base, own), columns[name]
+        place = np.minimum(np.searchsorted(there, wanted), max(len(there) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        table[_shown(name)] = _arrow(column, text)
-    for name in _tokens(plan):
-        ids = table[name].to_pylist()
-        table[f"{name}_text"] = pa.array(tokenizer.decode_batch(ids, skip_special_tokens=False), pa.string())
+        table[_shown(name)] = _arrow(column, place, np.isin(wanted, there), text)
+    for name in (n for n in _tokens(plan) if n in table):
+        ids = [row or [] for row in table[name].to_pylist()]
+        table[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     parquet.write_table(pa.table(table), partial)
     partial.replace(path)
 
 
-def _arrow(column: Column, text: bool) -> Any:
-    """An array of Arrow's over the same memory."""
+def _arrow(column: Column, place: Array, there: Array, text: bool) -> Any:
+    """An array of Arrow's of the rows at these places, null where a row is not there."""
     import pyarrow as pa
 
-    if column.offsets is None:
-        return pa.array(column.values)
+    some = column.take(place[there])
+    if some.offsets is None:
+        index = np.cumsum(there) - 1
+        return pa.array(some.values).take(pa.array(index, mask=~there))
+    lengths = np.zeros(len(there), np.int64)
+    lengths[there] = some.lengths
+    offsets = offsets_of(lengths)
     if text:
-        return pa.LargeStringArray.from_buffers(len(column), pa.py_buffer(column.offsets), pa.py_buffer(column.values))
-    values = column.values
-    if values.ndim > 1:
-        values = pa.FixedSizeListArray.from_arrays(values.reshape(-1), values.shape[1])
-    return pa.LargeListArray.from_arrays(column.offsets, values)
+        known = pa.LargeStringArray.from_buffers(len(there), pa.py_buffer(offsets), pa.py_buffer(some.values))
+        return known if there.all() else known.take(pa.array(np.arange(len(there)), mask=~there))
+    wide = some.values.ndim > 1
+    values = pa.FixedSizeListArray.from_arrays(some.values.reshape(-1), some.values.shape[1]) if wide else some.values
+    return pa.LargeListArray.from_arrays(offsets, values, mask=pa.array(~there))
 
 
 class Recording:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ..plan import Plan
+from ..sequences import speaker
 from .columns import Array, Column, ragged
 
 Messages = list[dict[str, Any]]
@@ -98,6 +100,16 @@ class Tokens:
         except Exception as error:  # a template is a program, which may raise anything
             raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
         return text
+
+
+def of_column(plan: Plan, column: str) -> Tokens:
+    """The tokenizer that a column's tokens are of: its writer's, and the policy's where that is no model."""
+    graph = plan.graph
+    writer = graph.writer(column)
+    worker = graph.worker(writer.worker) if writer.verb != "source" else None
+    owner = worker if worker is not None and worker.kind != "function" else speaker(graph)
+    assert owner is not None
+    return Tokens(plan.deploy.models[owner.model].path)
 
 
 @cache

@@ -22,9 +22,11 @@ import msgspec
 from ..diagnostics import Fault
 from ..plan import Evaluation, Plan
 from . import checkpoint
-from .actors import DockTimeout, Picture, Task
+from .actors import DockTimeout, Picture
+from .carried import Carried
 from .display import Display, Screen, Tail, comparison
 from .pool import Pool
+from .readers import Task
 from .record import Recorder
 from .report import Report, RunError
 from .supervisor import Attempt, Result
@@ -170,9 +172,9 @@ class Driver:
         pool.start()
         sizes = pool.sizes()
         (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
-        for name, (rows, left_out) in sizes.items():
+        for name, (_, left_out) in sizes.items():
             if left_out:
-                display.say(f"{name}: {left_out} of {rows + left_out} rows left out, their prompts are longer than the column's bound")
+                display.say(f"{name}: {left_out}")
         self.recorder = Recorder(out, self.plan, self.attempt.lines)
         try:
             result = self._train({name: rows for name, (rows, _) in sizes.items()}, out)
@@ -189,8 +191,10 @@ class Driver:
 
     def _train(self, sizes: dict[str, int], out: Path) -> Result:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
+        self.carried = Carried(plan, sizes["source"])
         if self.attempt.resume:
             manifest = checkpoint.manifest_of(Path(self.attempt.resume))
+            self.carried.restore(Path(self.attempt.resume), manifest)
             begin = manifest.iteration
             self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks], DISK)
             self.display.resume(begin)
@@ -203,17 +207,18 @@ class Driver:
         self.signals.training = True
         running = None
         for i in range(begin, run.iterations):
-            running = running or self._begin(self._training(i), self._measured(i))
+            running = running or self._begin(self.carried.task(i), self._measured(i))
             done, last = running, i + 1 == run.iterations
             saves = bool(run.save) and (last or (i + 1) % run.save == 0)
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
             # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
             goes_on = not (last or saves or evaluations or self.attempt.options.record)
-            if goes_on:
-                self._prepare(self._training(i + 1))
+            if goes_on and self.carried.known:
+                self._prepare(self.carried.task(i + 1))
             seconds, reports = self._end(done)
+            self.carried.after(done.task, reports)
             goes_on = goes_on and not self.signals.asked
-            running = self._begin(self._training(i + 1), self._measured(i + 1)) if goes_on else None
+            running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
             if self._measured(i):
                 self.recorder.memory(reports)
             self.display.iteration(self.recorder.training(i, seconds, reports, self._clear(done.task, reports)), scalars)
@@ -244,10 +249,11 @@ class Driver:
             parts = self._wait([r.checkpoint.remote(str(partial.absolute())) for r in self.pool.ranks], DISK)
             if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
                 raise OSError(wrong)
-            files = tuple(f for files, _, _ in parts for f in files if f.pieces)
+            files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial))
             steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
             program = checkpoint.program(self.plan)
-            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, self.recorder.written, steps, program, files)
+            position = self.carried.position
+            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, self.recorder.written, steps, program, files, position)
             checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
         except OSError as error:
             if partial is not None:
@@ -273,7 +279,8 @@ class Driver:
         """Opens a task and starts the hosts' functions on it: ahead of the ranks where it follows without anything between, so that its
         prompts are there when it begins."""
         self._open(task)
-        self.ahead[task.key] = [f.run.remote(task) for f in self.pool.functions]
+        tables = self.carried.tables() if task.trains else {}
+        self.ahead[task.key] = [f.run.remote(task, tables if i == 0 else {}) for i, f in enumerate(self.pool.functions)]
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
@@ -285,7 +292,7 @@ class Driver:
         pool = self.pool
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
-        if task.name == "train" and self.attempt.options.record:
+        if task.trains and self.attempt.options.record:
             for words in filter(None, self._wait([pool.functions[0].record.remote(task, str(Path(self.attempt.out).absolute()))])):
                 self.display.say(words)
         for board in pool.boards:
@@ -341,17 +348,13 @@ class Driver:
         lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
         return "".join(f"\n  {line}" for line in lines)
 
-    def _training(self, number: int) -> Task:
-        rows = self.plan.graph.rows
-        return Task("train", number, rows[0], rows[-1] // rows[0])
-
     def _measured(self, number: int) -> bool:
         """Whether memory is looked at in this iteration: one that is not the first, if there are more."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.data}")
-        task = Task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples)
+        task = Task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples, 0, self.carried.of_run())
         seconds, reports = self._end(self._begin(task))
         self._clear(task, reports)
         found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)

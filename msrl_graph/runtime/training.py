@@ -18,11 +18,11 @@ from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
 from . import loss, wrong
-from .actors import Task
 from .columns import Array, Column, offsets_of
 from .dock import Batch
 from .engines import Engines, adamw
 from .packing import Given, flat, given
+from .readers import Task
 from .report import Report
 
 

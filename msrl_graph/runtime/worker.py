@@ -11,40 +11,34 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ..engine import Sampling
 from ..graph import Node
 from ..plan import Instruction, from_json
-from . import computing, memory, wrong
-from .actors import Client, Task, settle
-from .columns import Array, Column, ragged
-from .dock import Batch, expand, home, readers
-from .packing import distinct
+from . import computing, memory
+from .actors import Client, settle
+from .dock import Batch
+from .generation import Generation
+from .readers import Task, home, readers
 from .report import Report
-from .rows import Recording
 from .training import Training, due
 
 # The instructions that take time: what a process tells of itself costs a message.
 TOLD = ("RESHARD", "RUN")
 
 
-class Rank(Training):
+class Rank(Training, Generation):
     """A rank of one of the pools of devices."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
         settle(folder, logs, f"rank {rank}")
         computing.prepare(threads)
         super().__init__(from_json(plan), rank)
-        self.seed = self.plan.deploy.run.seed
         self.store: Any = None
-        self.recording: Recording | None = None  # where responses of training come from, if not from the generator
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
@@ -65,10 +59,6 @@ class Rank(Training):
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
 
-    def replay(self, folder: str) -> None:
-        """Takes the responses of training from a recorded run from now on."""
-        self.recording = Recording(Path(folder))
-
     # The instructions, by name.
 
     def run(self, task: Task, measure: bool) -> Report:
@@ -79,11 +69,12 @@ class Rank(Training):
         here = self.pool.name if self.pool else ""
         streams = [s.instructions for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
         instructions = [i for stream in streams for i in stream if i.op != "RUN" or due(self.plan.graph.node(i.node), task.number)]
-        nodes = [self.plan.graph.node(i.node) for i in instructions if i.op == "RUN"]
-        self.following = {a.name: b for a, b in pairwise(nodes)}
-        if nodes and self._first(nodes[0]):
-            self._ask(nodes[0], task)
-        for instruction in instructions:
+        runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
+        # What comes after a round of prompts is not asked for ahead: another round may come first.
+        self.following = {a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if b.op == "RUN"}
+        if runs and self._first(first := self.plan.graph.node(runs[0].node)):
+            self._ask(first, task)
+        for instruction in self.client.walk(instructions, task):
             if instruction.op in TOLD:
                 self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
             act = getattr(self, f"_{instruction.op.lower()}")
@@ -161,38 +152,6 @@ class Rank(Training):
         if node.name not in self.asked:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
-
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        if not len(batch.rows):  # a last chunk smaller than the groups are many
-            return {}
-        greedy = next((e.temperature for e in self.plan.deploy.evaluations if e.data == task.name), None)
-        response, as_drawn = wrong.drawn(self.plan.graph, node)
-        sampling = Sampling(
-            samples=task.fan,
-            max_tokens=int(node.number("max_tokens", self.plan.graph.bound(response))),
-            temperature=node.number("temperature", 1.0) if greedy is None else greedy,
-            top_p=node.number("top_p", 1.0),
-            top_k=int(node.number("top_k", 0)),
-            seed=self.seed,
-            iteration=task.number,
-        )
-        prompts = [batch.columns[c] for c in node.reads]
-        context = [np.concatenate([c[i] for c in prompts]) for i in range(len(batch.rows))]
-        rows = expand(batch.rows, 0, 1, task.fan)
-        if self.recording is not None and task.name == "train":
-            tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, task.fan)
-        else:
-            tokens, logps = self.generators[node.name].generate(context, rows, sampling)
-        column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
-        self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
-        report.count("response_length", float(len(column.values)), len(column))
-        report.count("prompt_tokens", float(sum(map(len, context)) * task.fan), 0)
-        report.count("response_tokens", float(len(column.values)), 0)
-        report.count("distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
-        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(tokens, task.fan), strict=True):
-            report.count(name, float(number), 0)
-        report.peak("response_length_max", float(column.lengths.max(initial=0)))
-        return {response: (rows, column), as_drawn: (rows, logp)}
 
 
 def _note(report: Report, when: str, held: dict[str, int]) -> None:

@@ -20,7 +20,7 @@ from .columns import Array, Column
 from .report import Report, RunError
 
 if TYPE_CHECKING:
-    from .actors import Task
+    from .readers import Task
 
 # The most that the log-probabilities of trainer and generator may differ, in nats, mean over the tokens of a batch, at temperature 1.
 # Both sum the same products in another order. A float32 logit near 32 is exact to 2e-6, and layers add a few such errors: below 1e-5 is

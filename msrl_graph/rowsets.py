@@ -1,0 +1,159 @@
+"""rowsets: the rows that node-states work on, which of them belong to which, and which filters they have passed.
+
+Invariant: the sets of a graph are a tree: a generation makes one under that of the rows it generates from, a `select` one under that of
+the rows it chooses from. A row's number tells the rows above it, so that nobody has to be asked: response r of fan N belongs to prompt
+r // N, and the k-th repeat of row r is row r + k * (as many rows as there can be). Rows that a filter drops leave gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from .graph import Graph, Node
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Rows = NDArray[np.int64]
+
+
+VERDICT = ".times"  # ends the dock's name for how often each row of a filter goes on
+
+
+@dataclass(frozen=True)
+class Rowset:
+    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a generation makes of each of
+    those; `repeats`: a `select` chose them, so that some may be repeats of others."""
+
+    level: int
+    above: int = -1
+    fan: int = 1
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class Sieve:
+    """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may repeat; `refill`: how
+    many more rounds of prompts it may ask for."""
+
+    node: str
+    rows: int
+    left: int
+    refill: int = 0
+
+    @property
+    def column(self) -> str:
+        return f"{self.node}{VERDICT}"
+
+
+@dataclass
+class Rowsets:
+    """`nodes`: the set that each works on; `units`: that of what it is handed at once, where it has `per` a group's row; `passed`: the
+    filters before each node, in the order of the graph; `apart`: two sets of which a node would need a common row and none lies above the
+    other. At most one filter is `refilling`, as a check sees to; `looping` are it and the nodes before it."""
+
+    sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
+    columns: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    units: dict[str, int] = field(default_factory=dict)
+    sieves: dict[str, Sieve] = field(default_factory=dict)
+    passed: dict[str, tuple[Sieve, ...]] = field(default_factory=dict)
+    apart: dict[str, tuple[int, int]] = field(default_factory=dict)
+    looping: frozenset[str] = frozenset()
+
+    @property
+    def refilling(self) -> Sieve | None:
+        return next((s for s in self.sieves.values() if s.refill), None)
+
+    def up(self, rows: int, level: int) -> int:
+        """The deepest set of a level that is, or is above, a set; the source's where there is none."""
+        return next((s for s in chain(self.sets, rows) if self.sets[s].level == level), 0)
+
+    def add(self, graph: Graph, node: Node) -> None:
+        """Takes a node whose predecessors were taken before."""
+        before = {s.node: s for e in graph.into(node.name) for s in (*self.passed.get(e.src, ()), *self._sieve(e.src))}
+        passed = tuple(s for name, s in self.sieves.items() if name in before) if before else ()
+        level = graph.level(node)
+        needed = {self.columns[c] for c in node.reads if c in self.columns} | {0}
+        needed |= {s.left for s in passed if s.left != s.rows and self._under(graph, level, self.sets[s.left].level)}
+        rows = max(sorted(needed), key=lambda s: len(chain(self.sets, s)))
+        for other in sorted(needed):
+            if common(self.sets, rows, other) != other:
+                self.apart.setdefault(node.name, (rows, other))
+        self.nodes[node.name], self.passed[node.name] = rows, passed
+        self.units[node.name] = self.up(rows, graph.unit_level(node))
+        made = rows
+        if node.verb == "generate":
+            made = len(self.sets)
+            self.sets.append(Rowset(graph.row_level(node), rows, int(node.number("samples", 1))))
+        for column in node.writes:
+            self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
+        if node.filters:
+            left = rows
+            if "select" in node.attributes:
+                left = len(self.sets)
+                self.sets.append(Rowset(level, rows, repeats=True))
+            self.sieves[node.name] = Sieve(node.name, rows, left, int(node.number("refill", 0)))
+
+    def _sieve(self, node: str) -> tuple[Sieve, ...]:
+        return (self.sieves[node],) if node in self.sieves else ()
+
+    def _under(self, graph: Graph, level: int, above: int) -> bool:
+        return graph.common(level, above) == above
+
+
+def rowsets(graph: Graph) -> Rowsets:
+    """Of a graph whose names are resolved and whose sample edges make no cycle."""
+    found = Rowsets()
+    for node in graph.nodes:
+        found.add(graph, node)
+    if found.refilling:
+        found.looping = frozenset((found.refilling.node, *nx.ancestors(graph.flow, found.refilling.node)))
+    return found
+
+
+def chain(sets: Sequence[Rowset], rows: int) -> list[int]:
+    """A set and all above it, the deepest first."""
+    found = [rows]
+    while (above := sets[found[-1]].above) >= 0:
+        found.append(above)
+    return found
+
+
+def common(sets: Sequence[Rowset], one: int, other: int) -> int:
+    """The deepest set that is, or is above, both of two."""
+    above = {*chain(sets, one)}
+    return next(s for s in chain(sets, other) if s in above)
+
+
+class Numbers:
+    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them. `fan` is of the generations that read
+    prompts (0: their own `samples`); `size` are the rows that each set can have, repeats aside, and its numbers are below `space`."""
+
+    def __init__(self, sets: Sequence[Rowset], prompts: int, fan: int = 0) -> None:
+        self.sets = sets
+        self.fans: list[int] = []
+        self.size: list[int] = []
+        self.space: list[int] = []
+        for rows in sets:
+            if rows.above < 0:
+                sizes = (1, prompts, prompts)
+            else:
+                own = fan if fan and not rows.repeats and sets[rows.above].level == 0 else rows.fan
+                size = self.size[rows.above]
+                sizes = (own, size * own, self.space[rows.above] * (size if rows.repeats else own))
+            for known, number in zip((self.fans, self.size, self.space), sizes, strict=True):
+                known.append(number)
+
+    def above(self, rows: Rows, start: int, end: int) -> Rows:
+        """The row of set `end` that each row of set `start`, which is under it, came from."""
+        while start != end:
+            found = self.sets[start]
+            rows = rows % self.space[found.above] if found.repeats else rows // self.fans[start]
+            start = found.above
+        return rows

@@ -1,0 +1,304 @@
+"""Function nodes made callable: from the rows of a batch to arguments, and from results to rows.
+
+Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends with the node, its
+line, the row and what was returned. A generator that it asks for is keyed by (seed, iteration, node, unit), so that neither the host nor
+the order of arrival changes what it returns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import operator
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import algorithms, noise
+from ..functions import Signature, signatures
+from ..graph import Expr, Node
+from ..plan import Plan
+from ..rowsets import Sieve, rowsets
+from .columns import DTYPES, Array, Column, ragged, texts
+from .dock import Batch
+from .readers import Reader, Task
+from .report import RunError
+from .tokens import of_column
+from .wrong import not_finite, vocabulary
+
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+class BadResult(ValueError):
+    """A function returned what its columns cannot hold."""
+
+
+@dataclass
+class Results:
+    """What a node made of a batch: rows by column, the row numbers and the data (a filter's verdicts among them), and next values of
+    states, by the number of the unit that they are of."""
+
+    columns: dict[str, tuple[Array, Column]] = field(default_factory=dict)
+    states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+
+
+class Function:
+    """A function node of a plan. `reader` is what the dock knows of it."""
+
+    def __init__(self, node: Node, plan: Plan, reader: Reader) -> None:
+        self.node, self.graph, self.reader = node, plan.graph, reader
+        self.seed = plan.deploy.run.seed
+        self.stops = plan.deploy.run.on_nan == "stop"
+        self.vocabularies = {c: vocabulary(plan, c) for c in node.writes}
+        self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
+        found = rowsets(plan.graph)
+        self.sieve: Sieve | None = found.sieves.get(node.name)
+        self.written = {c: found.columns[c] for c in node.writes}  # the set of the rows of each
+        self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
+        key = next(k for k in ("call", "keep", "select") if k in node.attributes)
+        self.comparison = node.attributes[key] if node.attributes[key].kind != "call" else None
+        if self.comparison is None:
+            call = node.attributes[key]
+            self.call, self.signature = _find(call)
+            self.options, renamed = _options(call), call.columns()
+            # Parameter -> column or state, for the parameters whose column the node reads.
+            known = (*node.reads, *node.states)
+            self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in known}
+            taken = self.columns.values()
+            written = {c.name: c.element for c in plan.graph.columns if c.element == "i32"}
+            self.tokens = {c: of_column(plan, c) for p, c in self.columns.items() if p in self.signature.text and c in written}
+            self.rest = [c for c in node.reads if c not in taken] if self.signature.rest else []
+
+    def spoilt(self, batch: Batch) -> Array:
+        """The rows whose result may be wrong because something that the function saw was."""
+        bad = np.zeros(len(batch.rows), bool)
+        for name in self.node.reads:
+            bad |= not_finite(batch.columns[name])
+        if self.node.per == "row" or not len(bad):
+            return bad
+        return np.repeat(np.logical_or.reduceat(bad, np.cumsum(batch.share.sizes) - batch.share.sizes), batch.share.sizes)
+
+    def __call__(self, batch: Batch, task: Task) -> Results:
+        if self.comparison is not None:
+            return self._verdicts(batch, self._compare(batch, task).astype(np.int32))
+        grouped = self.node.per != "row"
+        sizes = batch.share.sizes if grouped else np.ones(len(batch.rows), np.int64)
+        numbers = self.reader.numbers(task)
+        made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in self.node.gives or self.node.writes}
+        times: list[Array] = []
+        start = 0
+        for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
+            rows = slice(start, start := start + int(size))
+            where = f"{self.scope} {unit}"
+            try:
+                result = self._called(batch, task, int(unit), rows)
+                if self.sieve is not None:
+                    times.append(self._times(result, int(size)))
+                    continue
+                for name, value in self._by_column(result):
+                    if name not in self.written:
+                        made[name][0].append(int(unit))
+                        made[name][1].append(self._next(name, value))
+                        continue
+                    above = numbers.above(batch.rows[rows], self.reader.rows, self.written[name])
+                    wanted, first = np.unique(above, return_index=True)
+                    one = not grouped or self.written[name] == self.reader.unit != self.reader.rows
+                    for row, at, item in zip(wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True):
+                        where = where if one else f"{self.scope} {unit}, row {row}"
+                        made[name][0].append(int(row))
+                        made[name][1].append(self._checked(name, item, batch, rows.start + int(at)))
+            except Exception as error:
+                raise RunError(self._blame(error, f"{where} of iteration {task.number}")) from error
+        if self.sieve is not None:
+            return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
+        columns = {name: (np.asarray(made[name][0], np.int64), self._column(name, made[name][1])) for name in self.node.writes}
+        return Results(columns, {name: made[name] for name in self.node.sets})
+
+    def _called(self, batch: Batch, task: Task, unit: int, rows: slice) -> Any:
+        """What the function returns for a unit."""
+        options = dict(self.options)
+        if self.signature.rng:
+            options["rng"] = noise.generator(self.seed, task.number, zlib.crc32(self.node.name.encode()), unit)
+        bound = [*self.columns.items(), *((self.signature.rest, c) for c in self.rest)]
+        values = [(p, self._argument(batch, task, c, rows, p)) for p, c in bound]
+        # What comes before `*columns` is given by order, as Python wants it.
+        return self.call(*(v for _, v in values), **options) if self.rest else self.call(**dict(values), **options)
+
+    def _argument(self, batch: Batch, task: Task, name: str, rows: slice, parameter: str) -> Any:
+        """The argument for a row, or for the rows of a unit: an array of scalars, or a list. A state is one number where there is one."""
+        grouped = self.node.per != "row"
+        if name in self.node.states:
+            if name not in self.per_row:
+                return task.states[name]
+            column = batch.columns[name]
+            return column.values[rows] if self.node.per == "batch" else column.values[rows][0].item()
+        column, kind = batch.columns[name], self.graph.column(name)
+        if grouped and column.offsets is None:
+            return column.values[rows]
+        text = parameter in self.signature.text
+
+        def one(row: int) -> Any:
+            if kind.element in ("text", "json"):
+                return column.text(row) if kind.element == "text" or text else json.loads(column.text(row))
+            return self.tokens[name].decode([column[row]])[0] if text else column[row]
+
+        return [one(r) for r in range(rows.start, rows.stop)] if grouped else one(rows.start)
+
+    def _compare(self, batch: Batch, task: Task) -> Array:
+        assert self.comparison is not None
+        side, number = self.comparison.args
+        run_state = str(side.value) in self.node.states and str(side.value) not in self.per_row
+        left = task.states[str(side.value)] if run_state else batch.columns[str(side.value)].values
+        return np.broadcast_to(COMPARISONS[self.comparison.kind](left, number.literal()), len(batch.rows))
+
+    def _times(self, result: Any, size: int) -> Array:
+        """How often each row of a unit goes on."""
+        if "keep" in self.node.attributes:
+            truths = np.asarray(result)
+            if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
+                raise BadResult(
+                    f"it returned {_kind(result)}, where {'one truth value belongs' if self.node.per == 'row' else f'{size} truth values belong'}"
+                )
+            return truths.reshape(-1).astype(np.int32)
+        places = np.asarray(np.zeros(0, np.int64) if result is not None and len(result) == 0 else result)
+        if places.ndim != 1 or places.dtype.kind not in "iu" or (len(places) and not 0 <= places.min() <= places.max() < size):
+            shown = f"{_kind(result)}: {result!r:.60}" if places.ndim else _kind(result)
+            raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
+        return np.bincount(places, minlength=size).astype(np.int32)
+
+    def _verdicts(self, batch: Batch, times: Array) -> Results:
+        assert self.sieve is not None
+        return Results({self.sieve.column: (batch.rows, Column(times))})
+
+    def _blame(self, error: Exception, where: str) -> str:
+        what = f"`{self.node.name}` (line {self.node.span.line}) failed on {where}: {type(error).__name__}: {error}"
+        # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
+
+    def _by_column(self, result: Any) -> list[tuple[str, Any]]:
+        """The result for each name that the node writes."""
+        gives = self.node.gives or self.node.writes
+        if len(gives) == 1:
+            return [(gives[0], result)]
+        if not isinstance(result, tuple) or len(result) != len(gives):
+            raise BadResult(f"it returned {_kind(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
+        return list(zip(gives, result, strict=True))
+
+    def _by_row(self, name: str, values: Any, size: int) -> Any:
+        """The results of a group for a column, one a row."""
+        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
+            raise BadResult(f"it returned {_kind(values)} for `{name}`, where one value for each of {size} rows belongs")
+        return values
+
+    def _next(self, name: str, value: Any) -> float:
+        """The next value of a state."""
+        try:
+            number = np.asarray(value, np.float64)
+        except (TypeError, ValueError):
+            number = np.full(1, np.nan)
+        if number.ndim or not np.isfinite(number):
+            raise BadResult(f"it returned {_kind(value)} for the state `{name}`, where one finite number belongs")
+        return float(number)
+
+    def _checked(self, name: str, value: Any, batch: Batch, position: int) -> Any:
+        """A value as its column's type; BadResult where it is not."""
+        column = self.graph.column(name)
+        if column.element == "json":
+            return json.dumps(value)
+        if column.element == "text":
+            if not isinstance(value, str):
+                raise BadResult(f"it returned {_kind(value)} for `{name}`, where text belongs")
+            return value
+        try:
+            array: Array = np.asarray(value, DTYPES[column.element])
+            if value is None:
+                raise TypeError  # to numpy it is nan
+        except (TypeError, ValueError):
+            raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
+        if array.ndim != len(column.dims):
+            belongs = "one number" if not column.dims else "one value a token" if len(column.dims) == 1 else "a row of values a token"
+            raise BadResult(f"it returned {_kind(value)} for `{name}`, where {belongs} belongs")
+        for size, dim in zip(array.shape, column.dims, strict=True):
+            if dim.like in batch.columns and size != (length := batch.columns[dim.like].lengths[position]):
+                raise BadResult(f"it returned {size} values for `{name}`, where `{dim.like}` has {length} tokens")
+            if not dim.like and (size > dim.size if dim.ragged else size != dim.size):
+                raise BadResult(f"it returned {size} values for `{name}`, which holds {'at most ' if dim.ragged else ''}{dim.size}")
+        if self.stops and not np.isfinite(array).all():
+            raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
+        size = self.vocabularies[name]
+        if size and ((array < 0) | (array >= size)).any():
+            raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
+        return array
+
+    def _column(self, name: str, values: list[Any]) -> Column:
+        column = self.graph.column(name)
+        if column.element in ("text", "json"):
+            return texts(values)
+        dtype = DTYPES[column.element]
+        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
+
+
+def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
+    """The function that a node calls: of the package, or of a file ("path.py:name")."""
+    name = str(call.value)
+    if ":" not in name:
+        return algorithms.load("function", name), algorithms.library()["function", name][0]
+    path, _, function = name.rpartition(":")
+    return getattr(imported(path, call), function), signatures(Path(path).read_text(encoding="utf-8"))[function]
+
+
+def imported(path: str, call: Expr) -> Any:
+    """The module of a file that a program names in a call."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
+        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
+    return module
+
+
+def weigher(source: Node) -> Callable[[Mapping[str, Array]], Array]:
+    """What draws prompts: from the states of all rows of the data to a weight for each."""
+    expr = source.attributes["weights"]
+    call, signature = _find(expr)
+    options, renamed = _options(expr), expr.columns()
+
+    def weigh(tables: Mapping[str, Array]) -> Array:
+        found = np.asarray(call(**{p: tables[renamed.get(p, p)] for p in signature.columns}, **options), np.float64)
+        rows = len(next(iter(tables.values())))
+        if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
+            what = f"`weights` of the source (line {source.span.line}) returned {_kind(found)}"
+            raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")
+        return found
+
+    return weigh
+
+
+def _options(call: Expr) -> dict[str, Any]:
+    """The options of a call; one that is a call itself is what that gives."""
+    given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
+    return {k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal() for k, a in given.items()}
+
+
+def _kind(value: Any) -> str:
+    """A value in few words."""
+    if hasattr(value, "__len__") and not isinstance(value, str):
+        return f"{type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"

@@ -1,0 +1,306 @@
+"""Filters, repeats, refills and levels in the dock: which rows reach which node, in any order of arrival.
+
+The rows that are expected are found row by row from what filters say of each; a controller's news come late, early and twice.
+"""
+
+import itertools
+import random
+import zlib
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph import compile
+from msrl_graph.rowsets import chain, common, rowsets
+from msrl_graph.runtime.dock import Controller
+from msrl_graph.runtime.readers import Task, readers
+from msrl_graph.runtime.report import RunError
+from msrl_graph.runtime.wrong import drawn
+
+HEAD = """
+algorithm a {
+  param prompts = 5
+  columns { prompt : i32[<= 8]
+            answer : text
+            response : i32[<= 8]
+            old_logp : f32[response]
+            reward : f32
+            advantage : f32[response]
+            question : text
+            verdict : i32[<= 4]
+            vote : f32 per response }
+  worker actor : policy
+  worker judge : policy frozen { model = judge }
+  worker host : function
+  source(prompts) -> prompt, answer
+"""
+NODES = {
+    "generate": "node actor.generate(prompt) -> response { samples = 3 }",
+    "reward": "node host.reward(response, answer) -> reward { call = exact_match() }",
+    "infer": "node actor.infer(prompt, response) -> old_logp",
+    "advantage": 'node host.advantage(response, reward) -> advantage { call = "FILE:adv", per = prompt }',
+    "update": "node actor.update(prompt, response, old_logp, advantage) { loss = clip(), optimizer = adamw(lr = 1e-6), mini_batch = 4 }",
+}
+TAIL = """
+  actor.update => actor.generate
+}
+cluster c { device = "cpu", nodes = 2, devices_per_node = 1 }
+deploy a on c { model policy = "tiny"
+  model judge = "tiny"
+  data source = "tiny.jsonl" { prompt = "problem", answer = "answer" }
+  layout actor.update, actor.infer, actor.generate { dp = 2 }
+  actor.generate -> actor.infer { stream = 2 }
+  run { iterations = 1 } }
+"""
+SPINE = "source -> actor.generate -> host.reward, actor.infer\n"
+PROGRAMS = {
+    "groups that are mixed, refilled": [
+        "node host.keep(reward) { keep = mixed(), per = prompt, refill = 3 }",
+        "source -> actor.generate -> host.reward -> host.keep -> actor.infer, host.advantage -> actor.update",
+        "actor.generate -> actor.infer",
+    ],
+    "the best and worst of each group, then the batch drawn anew": [
+        "node host.keep(reward) { select = best_worst(), per = prompt }",
+        "node host.draw(reward) { select = resample(), per = batch }",
+        SPINE + "host.reward -> host.keep -> host.draw -> host.advantage -> actor.update",
+        "actor.infer -> actor.update",
+    ],
+    "single rows and groups, side by side": [
+        "node host.keep(reward) { keep = reward > 0.5 }",
+        "node host.draw(reward) { keep = mixed(), per = prompt }",
+        SPINE + "host.reward -> host.keep, host.draw -> host.advantage -> actor.update",
+        "actor.infer -> actor.update",
+    ],
+    "prompts, before anything is generated": [
+        'node host.keep(answer) { select = "FILE:places" }',
+        "node host.draw(reward) { keep = reward > 0.5, refill = 2 }",
+        "source -> host.keep -> actor.generate -> host.reward -> host.draw -> host.advantage -> actor.update",
+        "actor.generate -> actor.infer -> actor.update",
+    ],
+    "responses repeated, each judged, and judgements dropped": [
+        "node host.keep(reward) { select = best_worst(), per = prompt }",
+        'node host.ask(prompt, response, answer) -> question { call = "FILE:ask" }',
+        "node judge.generate(question) -> verdict { samples = 2 }",
+        'node host.draw(verdict) { keep = "FILE:good" }',
+        'node host.vote(verdict) -> vote { call = "FILE:vote", per = response }',
+        SPINE + "host.reward -> host.keep -> host.ask -> judge.generate -> host.draw -> host.vote -> host.advantage -> actor.update",
+        "actor.infer -> actor.update",
+    ],
+}
+FUNCTIONS = """
+def places(answer: str) -> list[int]: ...
+def ask(prompt, response, answer): ...
+def good(verdict) -> bool: ...
+def vote(verdict): ...
+def adv(response, reward): ...
+"""
+
+
+@cache
+def planned(name, folder):
+    text = HEAD + "\n".join([*NODES.values(), *PROGRAMS[name]]).replace("FILE", "judge.py") + TAIL
+    (folder / "judge.py").write_text(FUNCTIONS)
+    return compile(str(folder / "a.rlg"), text=text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("filters")
+
+
+class Truth:
+    """What filters say, and which rows that leaves: rows are keys, ("p", 3), ("g", key of the prompt, 1), ("s", key of the origin, 0)."""
+
+    def __init__(self, plan, seed, kindness):
+        self.graph, self.rows, self.seed, self.kindness = plan.graph, rowsets(plan.graph), seed, kindness
+
+    def verdict(self, node, key):
+        """How often a row goes on."""
+        bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
+        select = "select" in self.graph.node(node).attributes
+        return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
+
+    def under(self, prompts, end, sieves):
+        """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who belongs together."""
+        found = [("p", i) for i in prompts]
+        path = chain(self.rows.sets, end)[::-1]
+        for here, below in zip(path, [*path[1:], None], strict=True):
+            made = self.rows.sets[here]
+            if here and not made.repeats:
+                found = [("g", key, j) for key in found for j in range(made.fan)]
+            for sieve in sieves:
+                if sieve.left == sieve.rows == here:
+                    found = [k for k in found if self.verdict(sieve.node, k)]
+                elif sieve.rows == here and sieve.left == below:
+                    found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
+        for sieve in sieves:
+            if sieve.left not in path:
+                meeting = common(self.rows.sets, end, sieve.left)
+                on_path = [s for s in sieves if s.left in chain(self.rows.sets, sieve.left)]
+                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path)}
+                found = [k for k in found if self.up(k, end, meeting) in there]
+        return found
+
+    def up(self, key, start, end):
+        while start != end:
+            key, start = key[1], self.rows.sets[start].above
+        return key
+
+    def rounds(self, count):
+        """How many rounds of prompts it takes, and which prompts go on; None where they never suffice."""
+        filter = self.rows.refilling
+        if filter is None:
+            return 1, range(count)
+        for rounds in range(1, filter.refill + 2):
+            left = self.under(range(rounds * count), filter.left, (*self.rows.passed[filter.node], filter))
+            alive = sorted({self.up(k, filter.left, 0)[1] for k in left})
+            if len(alive) >= count:
+                return rounds, alive[:count]
+        return None
+
+    def expected(self, node, count):
+        """The rows that a node is handed in all."""
+        rounds, kept = self.rounds(count)
+        after = self.rows.refilling in self.rows.passed[node]
+        return self.under(kept if after else range(rounds * count), self.rows.nodes[node], self.rows.passed[node])
+
+
+class Flow:
+    """Every node of a plan, each group of its processes: takes shares as they come, and writes what they write."""
+
+    def __init__(self, plan, truth, random):
+        self.plan, self.truth, self.random = plan, truth, random
+        self.task = Task("train", 7, plan.graph.rows[0])
+        self.readers = {r.node: r for r in readers(plan)}
+        self.controllers = {n: Controller(r) for n, r in self.readers.items()}
+        for c in self.controllers.values():
+            c.open(self.task)
+        self.numbers = next(iter(self.readers.values())).numbers(self.task)
+        self.news = []  # (node, column, rows, lengths)
+        self.told = {n: [] for n in self.readers}
+        self.taken = {(n, g): 0 for n, r in self.readers.items() for g in range(r.groups)}
+        self.ended = dict.fromkeys(self.taken, 0)
+        self.handed = {n: [] for n in self.readers}  # shares
+        self.rounds = 0
+
+    def key(self, row, of):
+        """A row's key, from its number."""
+        made = self.truth.rows.sets[of]
+        if of == 0:
+            return ("p", row)
+        if made.repeats:
+            space = self.numbers.space[made.above]
+            return ("s", self.key(row % space, made.above), row // space)
+        return ("g", self.key(row // made.fan, made.above), row % made.fan)
+
+    def write(self, column, rows, lengths):
+        cells = list(zip(rows, lengths, strict=True))
+        self.random.shuffle(cells)
+        for node, reader in self.readers.items():
+            if column in reader.hears:
+                cut = self.random.randint(0, len(cells))
+                some = [cells[:cut], cells[cut:], cells[: self.random.randint(0, 2) // 2]]  # some are told twice
+                self.news += [(node, column, part) for part in some if part]
+
+    def source(self):
+        rows = np.arange(self.rounds * self.task.prompts, (self.rounds + 1) * self.task.prompts)
+        for column in self.plan.graph.node("source").writes:
+            self.write(column, rows, np.ones(len(rows), int))
+        self.rounds += 1
+
+    def work(self, name, share):
+        """What a process does with a share."""
+        node, reader, sets = self.plan.graph.node(name), self.readers[name], self.truth.rows
+        self.handed[name].append(share)
+        if not len(share.rows):
+            return
+        for column in drawn(self.plan.graph, node) if node.verb == "generate" else node.writes:
+            if node.verb == "generate":
+                fan = sets.sets[sets.columns[node.writes[0]]].fan
+                rows = (share.rows[:, None] * fan + np.arange(fan)).reshape(-1)
+            else:
+                rows = np.unique(self.numbers.above(share.rows, reader.rows, sets.columns[column]))
+            self.write(column, rows, rows % 5 + 1)
+        if node.filters:
+            times = [self.truth.verdict(name, self.key(int(r), reader.rows)) for r in share.rows]
+            self.write(sets.sieves[name].column, share.rows, np.array(times))
+
+    def hear(self, node, column, part):
+        rows, lengths = (np.array(x) for x in zip(*part, strict=True))
+        self.told[node].append((column, rows, lengths, 0))
+        controller = self.controllers[node]
+        if self.random.random() < 0.03 and not controller.reader.by_arrival:  # it dies, and another takes its place
+            controller = self.controllers[node] = Controller(controller.reader)
+            controller.open(self.task)
+            rounds = controller.restore(self.task.key, self.told[node], [])
+        else:
+            rounds = controller.heard(self.task.key, column, rows, lengths, 0)
+        for r in rounds:
+            controller.hand(self.task.key, r)
+
+    def run(self):
+        """Until nothing moves any more."""
+        self.source()
+        while True:
+            acts = []
+            for (name, group), index in self.taken.items():
+                looping = self.readers[name].loops
+                if self.ended[name, group] < (self.rounds if looping else 1):
+                    share = self.controllers[name].take(self.task.key, group, index)
+                    if share is not None:
+                        acts.append((name, group, share))
+            if self.news and (not acts or self.random.random() < 0.7):
+                self.hear(*self.news.pop(self.random.randrange(len(self.news))))
+            elif acts:
+                name, group, share = self.random.choice(acts)
+                self.taken[name, group] += 1
+                self.ended[name, group] += share.last
+                self.work(name, share)
+            elif (filter := self.truth.rows.refilling) and self.controllers[filter.node].again(self.task.key, self.rounds):
+                self.source()
+            else:
+                return
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@given(seed=st.integers(0, 10**6), kindness=st.sampled_from([0.0, 0.3, 0.6, 1.0]), arrival=st.integers(0, 10**6))
+@settings(max_examples=20, deadline=None)
+def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindness, arrival):
+    plan = planned(name, folder)
+    truth = Truth(plan, seed, kindness)
+    flow, count = Flow(plan, truth, random.Random(arrival)), plan.graph.rows[0]
+    if truth.rounds(count) is None:
+        with pytest.raises(RunError, match="raise `refill`"):
+            flow.run()
+        return
+    flow.run()
+    assert flow.rounds == truth.rounds(count)[0]
+    for node, reader in flow.readers.items():
+        shares = flow.handed[node]
+        got = Counter(flow.key(int(r), reader.rows) for s in shares for r in s.rows)
+        assert got == Counter(truth.expected(node, count)), node
+        assert all(flow.ended[node, g] == (flow.rounds if reader.loops else 1) for g in range(reader.groups)), node
+        for s in shares:  # a group is whole, and its rows are together
+            above = np.zeros(len(s.rows), int) if reader.whole else flow.numbers.above(s.rows, reader.rows, reader.unit)
+            assert [len(list(g)) for _, g in itertools.groupby(above)] == [n for n in s.sizes if n]
+            units = {u for u, n in zip(s.units, s.sizes, strict=True) if n}
+            assert len(units) == sum(1 for _ in itertools.groupby(above))
+    assert all(c.missing(flow.task.key).startswith("nothing") for c in flow.controllers.values() if not c.reader.loops)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_mini_batches_are_the_same_in_any_order_of_arrival(name, folder):
+    plan = planned(name, folder)
+    found = []
+    for seed in range(4):
+        flow = Flow(plan, Truth(plan, 3, 0.9), random.Random(seed))
+        flow.run()
+        rounds = {}
+        for share in flow.handed["actor.update"]:
+            rounds.setdefault((share.epoch, share.round_units, tuple(sorted(share.elements.items()))), []).extend(share.rows)
+        found.append({k: sorted(v) for k, v in rounds.items()})
+    assert found[0] and all(other == found[0] for other in found)
