@@ -168,9 +168,8 @@ class Function:
         if "keep" in self.node.attributes:
             truths = np.asarray(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
-                raise BadResult(
-                    f"it returned {_kind(result)}, where {'one truth value belongs' if self.node.per == 'row' else f'{size} truth values belong'}"
-                )
+                belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
+                raise BadResult(f"it returned {_kind(result)}, where {belongs}")
             return truths.reshape(-1).astype(np.int32)
         places = np.asarray(np.zeros(0, np.int64) if result is not None and len(result) == 0 else result)
         if places.ndim != 1 or places.dtype.kind not in "iu" or (len(places) and not 0 <= places.min() <= places.max() < size):
