@@ -25,6 +25,8 @@ from .packing import Given, flat, given
 from .readers import Task
 from .report import Report
 
+Sum = tuple[str, float, float]  # name, total, weight
+
 
 class Training(Engines):
     """A rank of one of the pools of devices, as far as it trains: a batch in, the written columns out."""
@@ -65,8 +67,8 @@ class Training(Engines):
         whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
         micro = self._micro_batches(node, batch, seen)
         outputs, losses = [], []
-        sums: list[tuple[str, float, int]] = []
-        figures: list[tuple[str, float, int]] = []
+        sums: list[Sum] = []
+        figures: list[Sum] = []
         for rows in micro:
             inputs, own = self._computed(node, seen, rows)
             found = loss.evaluate(node, inputs)
@@ -87,13 +89,19 @@ class Training(Engines):
             each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(next(iter(seen.lengths.values()))[order]))
             cost = Column(torch.cat(losses).numpy(), offsets)
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
-        report.count("rows", len(batch.rows), 0)
+        self._step(node, task, batch, report, bool(known.any()), sums, figures)
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
             report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
             report.count("response_tokens", float(sum(c.lengths.sum() for c in seen.scored.values())), 0)
+        return {}
+
+    def _step(self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]) -> None:
+        """Takes an optimizer step, but for gradients that are not finite or of rows that are wrong, and tells of it: `sums` are of losses,
+        all finite where nothing is wrong, `figures` of what terms tell beside."""
         step = self.steps.get(node.name, 0) + 1
-        sound = not known.any() and all(math.isfinite(value) for _, value, _ in sums)
-        norm = trainer.step(_learning_rate(node, step), node.number("clip_grad", 1.0), sound, adamw(node))
+        sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
+        clip = node.number("clip_grad", 1.0)
+        norm = self.trainers[node.worker].step(_learning_rate(node, step), clip, sound, adamw(node))
         taken = math.isfinite(norm)
         told = [*sums, *figures] if taken else []
         if taken:
@@ -102,6 +110,7 @@ class Training(Engines):
             # The parts of all ranks and micro-batches add up to one loss a step.
             told += [("loss", 0.0, 1), ("grad_norm", norm, 1)] if taken else []
             told += [("updates", taken, 0), ("skipped", not taken, 0)]
+        report.count("rows", len(batch.rows), 0)
         # Where there are several updates each has its own metrics beside those of all.
         for of in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
             for name, value, weight in told:
@@ -109,7 +118,6 @@ class Training(Engines):
         if not taken and (self.local == 0 or self.watch.stops):
             what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
             self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
-        return {}
 
     # From rows to what is computed of them.
 
