@@ -6,8 +6,10 @@ VENV_VERL := .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
+NAMES ?=
+SEEDS ?= 0 1 2
 
-.PHONY: demo control test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -23,6 +25,10 @@ demo: $(VENV)/ready
 # The same run with shuffled rewards: accuracy must not rise.
 control: $(VENV)/ready
 	$(BIN)/msrl-run examples/arithmetic/control.rlg --seed $(SEED)
+
+# What each example learns, with three seeds, about an hour: make curves NAMES="dapo rloo" SEEDS="0 1"
+curves: $(VENV)/ready
+	$(BIN)/python examples/curves.py $(NAMES) --seeds $(SEEDS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check

@@ -1,0 +1,159 @@
+"""Runs examples with several seeds and keeps what they learn: `make curves`, or `make curves NAMES="dapo rloo" SEEDS="0 1"`.
+
+An example is a folder whose program is named as the folder, and the main job, grpo in arithmetic/. Its figure is the first one that its
+first `evaluate` reports, before the first iteration, after the last, and in between as the program says. Each run, one after another,
+is a process of its own, whose files are thrown away; its points go into curve.json beside the program as soon as it has ended, in place
+of those that the seed had, and curve.png is drawn anew. The tables of README.md here and of docs/results.md are made of all curve.json
+that there are. Prints the table and, last, a line of JSON.
+
+Invariant: a figure in a table was measured by the command beside it in curve.json; --tables makes them again and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from msrl_graph import compile
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+MAIN = HERE / "arithmetic" / "grpo.rlg"
+RUN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
+HEAD = re.compile(r"# (?P<title>.+?) \(arXiv:(?P<paper>[\d.]+)\):? (?P<shows>[^\n]+)")
+
+
+def programs() -> dict[str, Path]:
+    """All examples by name: the main job, then the others."""
+    return {"grpo": MAIN, **{p.stem: p for p in sorted(HERE.glob("*/*.rlg")) if p.stem == p.parent.name != "paper"}}
+
+
+def measure(program: Path, seed: int) -> dict[str, Any]:
+    """One run: its command, its minutes from start to end, and [iterations, figure] of each evaluation."""
+    evaluation = compile(program).deploy.evaluations[0]
+    arguments = [str(program.relative_to(ROOT)), "--seed", str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        subprocess.run([sys.executable, "-c", RUN, *arguments, "--out", f"{folder}/run"], cwd=ROOT, check=True)
+        seconds = time.monotonic() - start
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    points = [[x["after_iterations"], round(x[evaluation.report[0]], 4)] for x in lines if x.get("evaluation") == evaluation.data]
+    first, last = points[0][1], points[-1][1]
+    return {
+        "first": first,
+        "last": last,
+        "minutes": round(seconds / 60, 1),
+        "command": " ".join(["msrl-run", *arguments]),
+        "points": points,
+    }
+
+
+def keep(program: Path, seed: int, found: dict[str, Any]) -> None:
+    """Puts a run into curve.json and draws curve.png anew."""
+    path = program.parent / "curve.json"
+    seeds = json.loads(path.read_text(encoding="utf-8"))["seeds"] if path.exists() else {}
+    seeds = dict(sorted({**seeds, str(seed): found}.items(), key=lambda item: int(item[0])))
+    evaluation = compile(program).deploy.evaluations[0]
+    figure = evaluation.label or f"{evaluation.report[0]} on {evaluation.data}"
+    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers", "ray")}}
+    lines = ",\n".join(f"    {json.dumps(s)}: {json.dumps(run)}" for s, run in seeds.items())
+    head = f'  "figure": {json.dumps(figure)},\n  "versions": {json.dumps(versions)},\n'
+    path.write_text(f'{{\n{head}  "seeds": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+    draw(path.with_suffix(".png"), program.stem, figure, seeds)
+
+
+def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -> None:
+    """A thin line for each seed, with the first and the last figure at its ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+    height = None
+    for seed, run in sorted(seeds.items(), key=lambda item: item[1]["last"]):
+        (line,) = axes.plot(*zip(*run["points"], strict=True), marker=".", linewidth=1, label=f"seed {seed}")
+        # Last figures that would stand on one another are set apart: a line of text is about 5 % of all that the axis shows.
+        spread = max(max(y for _, y in r["points"]) for r in seeds.values()) - min(min(y for _, y in r["points"]) for r in seeds.values())
+        height = run["last"] if height is None else max(run["last"], height + 0.055 * spread)
+        at = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": line.get_color()}
+        axes.annotate(f"{run['last']:.3f}", (run["points"][-1][0], height), xytext=(6, 0), **at)
+    for first in sorted({run["first"] for run in seeds.values()}):
+        axes.annotate(f"{first:.3f}", (0, first), xytext=(-6, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+    axes.set(xlabel="iterations", ylabel=figure, title=name)
+    axes.margins(x=0.11)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    picture.savefig(path, dpi=100, metadata={"Software": None})
+    pyplot.close(picture)
+
+
+def summary() -> dict[str, dict[str, Any]]:
+    """Of each example that was run: what its head line says, and its seeds."""
+    found = {}
+    for name, program in programs().items():
+        path = program.parent / "curve.json"
+        head = HEAD.match(program.read_text(encoding="utf-8"))
+        if head is None:
+            raise SystemExit(f"{program}: the first line should read `# NAME (arXiv:NUMBER): what it shows`")
+        if path.exists():
+            found[name] = {"program": program, **head.groupdict(), **json.loads(path.read_text(encoding="utf-8"))}
+    return found
+
+
+def tables() -> dict[Path, str]:
+    """By page, the table that it holds."""
+    examples = ["| algorithm | program | what it shows | first -> last, mean of the seeds | minutes |", "|---|---|---|---|---|"]
+    results = ["| example | figure | iterations | seed: first -> last | minutes |", "|---|---|---|---|---|"]
+    for name, item in summary().items():
+        runs = item["seeds"].values()
+        first, last = (statistics.mean(run[end] for run in runs) for end in ("first", "last"))
+        minutes = f"{statistics.median(run['minutes'] for run in runs):.1f}"
+        place = item["program"].relative_to(HERE)
+        title = f"[{item['title']}](https://arxiv.org/abs/{item['paper']})"
+        shows = f"{item['shows'].rstrip('.')} ([curve]({place.parent}/curve.png))"
+        examples.append(f"| {title} | [{place}]({place}) | {shows} | {first:.3f} -> {last:.3f} | {minutes} |")
+        each = ", ".join(f"{seed}: {run['first']:.3f} -> {run['last']:.3f}" for seed, run in item["seeds"].items())
+        iterations = next(iter(runs))["points"][-1][0]
+        results.append(f"| {name} | {item['figure']} | {iterations} | {each} | {minutes} |")
+    return {HERE / "README.md": "\n".join(examples) + "\n", ROOT / "docs" / "results.md": "\n".join(results) + "\n"}
+
+
+def write(pages: dict[Path, str]) -> None:
+    """Puts each table in place of the one with the same head line."""
+    for page, table in pages.items():
+        head = table.partition("\n")[0]
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(re.escape(head) + r"\n(\|.*\n)*", lambda _, new=table: new, text), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run examples with several seeds and draw what they learn.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which examples (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--tables", action="store_true", help="run nothing, write the tables from what there is")
+    options = parser.parse_args()
+    known = programs()
+    if unknown := set(options.names) - set(known):
+        parser.error(f"no such example: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    for name in [] if options.tables else options.names or known:
+        for seed in options.seeds:
+            keep(known[name], seed, measure(known[name], seed))
+    pages = tables()
+    write(pages)
+    print(pages[ROOT / "docs" / "results.md"], end="")
+    print(json.dumps({n: {s: [r["first"], r["last"], r["minutes"]] for s, r in x["seeds"].items()} for n, x in summary().items()}))
+
+
+if __name__ == "__main__":
+    main()
