@@ -55,7 +55,7 @@ class Sieve:
 class Rowsets:
     """`nodes`: the set that each works on; `units`: that of what it is handed at once, where it has `per` a group's row; `passed`: the
     filters before each node, in the order of the graph; `apart`: two sets of which a node would need a common row and none lies above the
-    other. At most one filter is `refilling`, as a check sees to; `looping` are it and the nodes before it."""
+    other. At most one filter is `refilling`, as a check sees to."""
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
     columns: dict[str, int] = field(default_factory=dict)
@@ -64,7 +64,6 @@ class Rowsets:
     sieves: dict[str, Sieve] = field(default_factory=dict)
     passed: dict[str, tuple[Sieve, ...]] = field(default_factory=dict)
     apart: dict[str, tuple[int, int]] = field(default_factory=dict)
-    looping: frozenset[str] = frozenset()
 
     @property
     def refilling(self) -> Sieve | None:
@@ -112,9 +111,13 @@ def rowsets(graph: Graph) -> Rowsets:
     found = Rowsets()
     for node in graph.nodes:
         found.add(graph, node)
-    if found.refilling:
-        found.looping = frozenset((found.refilling.node, *nx.ancestors(graph.flow, found.refilling.node)))
     return found
+
+
+def looping(graph: Graph) -> tuple[str, frozenset[str]]:
+    """The filter that refills, and it with all nodes before it: those that work round by round of prompts; "" and none without one."""
+    filter = next((n.name for n in graph.nodes if "refill" in n.attributes), "")
+    return filter, frozenset((filter, *nx.ancestors(graph.flow, filter))) if filter else frozenset()
 
 
 def chain(sets: Sequence[Rowset], rows: int) -> list[int]:

@@ -5,10 +5,13 @@ Invariant: a group is whole or was made smaller as a whole (`per` kept it togeth
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import networkx as nx
 
 from ..diagnostics import Diagnostic
 from ..graph import Graph
+from ..rowsets import rowsets
 from .columns import Library
 from .scope import calls
 
@@ -42,6 +45,52 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
             help = f"compute the number first: `node host.NAME({column.name}) -> NUMBER {{ call = … }}`"
             span = keep.args[0].span
             found.append(Diagnostic("bad-value", message, span if span.line else node.span, help))
+    return found
+
+
+def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Nodes after two filters that may repeat rows, neither of which chooses from what the other left: no row has passed both."""
+    if not any("select" in n.attributes for n in graph.nodes):
+        return []
+    found, rows = [], rowsets(graph)
+    for name, sets in rows.apart.items():
+        if any(e.src in rows.apart for e in graph.into(name)):
+            continue  # what follows from another's
+        selects = [s.node for s in rows.passed[name] if s.left in sets]
+        for other in selects[1:] or selects:
+            one = selects[0]
+            what = f"comes after `{one}` and `{other}`" if one != other else f"comes after `{one}`"
+            message = f"`{name}` {what}, and no row has passed {'both' if one != other else 'it and what it reads'}"
+            help = f"let them follow each other: `{one} -> {other}`" if one != other else f"let what `{name}` reads come after `{one}` too"
+            found.append(
+                Diagnostic("no-common-row", message, graph.node(name).span, help, related=((graph.node(one).span, "repeats rows"),))
+            )
+    return found
+
+
+def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Updates that train on rows which a filter beside them drops: such a row leaves the iteration everywhere."""
+    found = []
+    for filter in (n for n in graph.nodes if n.filters):
+        after = nx.descendants(graph.flow, filter.name)
+        for update in graph.verb("update"):
+            one, other = graph.level(filter), graph.level(update)
+            if update.name not in after and graph.common(one, other) in (one, other):
+                message = f"`{update.name}` trains on rows that `{filter.name}` drops: no path of sample edges leads from it"
+                help = f"add the edge `{filter.name} -> {update.name}`"
+                found.append(Diagnostic("bad-scope", message, update.span, help, related=((filter.span, "rows are dropped here"),)))
+    return found
+
+
+def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Two refills: each would wait for the prompts that the other asks for."""
+    refills = [n for n in graph.nodes if "refill" in n.attributes]
+    found = []
+    for first, node in pairwise(refills):
+        span = node.attributes["refill"].span
+        message = f"`{node.name}` refills, and `{first.name}` does too: there is one number of groups to reach"
+        help = f"leave the `refill` of `{first.name}` out: the last filter counts what is left"
+        found.append(Diagnostic("bad-scope", message, span if span.line else node.span, help))
     return found
 
 

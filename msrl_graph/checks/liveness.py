@@ -80,22 +80,8 @@ def _at(span: Span, other: Span) -> Span:
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What the dock of a plan, whose memory is counted, can never hold at once; and evaluations that wait for more prompts than there
-    are."""
-    return [*_refilled(plan), *_capacity(plan)]
-
-
-def _refilled(plan: Plan) -> Iterator[Diagnostic]:
-    """An evaluation runs all of its data once: no prompts come in the place of those that are dropped."""
-    graph = plan.graph
-    for evaluation in plan.deploy.evaluations:
-        for column in evaluation.report:
-            writer = graph.writer(column).name
-            for node in (graph.node(n) for n in sorted({writer, *nx.ancestors(graph.flow, writer)})):
-                if "refill" in node.attributes:
-                    message = f"`{column}` waits for the refill of `{node.name}`, and an evaluation has no prompts but its data"
-                    help = f"report a column that is written before `{node.name}`"
-                    yield Diagnostic("dock-starves", message, evaluation.span, help, related=((node.span, "refills here"),))
+    """What the dock of a plan, whose memory is counted, can never hold at once."""
+    return list(_capacity(plan))
 
 
 def _capacity(plan: Plan) -> Iterator[Diagnostic]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..graph import Graph, Node
 from ..plan import Evaluation, Instruction, Plan, Stream
-from ..rowsets import Rowsets, rowsets
+from ..rowsets import looping
 from .holdings import update_of
 from .pools import FUNCTIONS
 
@@ -25,9 +25,9 @@ class Schedule:
     Functions take no turn of a device: each comes as early as the graph lets it."""
 
     def __call__(self, plan: Plan) -> Plan:
-        found = rowsets(plan.graph)
-        order = _order(plan, found.looping)
-        streams = [*_streams(plan, "train", order, found)]
+        filter, repeated = looping(plan.graph)
+        order = _order(plan, repeated)
+        streams = [*_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
             needed = upstream(plan.graph, evaluation)
             streams += _streams(plan, evaluation.data, [n for n in order if n.name in needed])
@@ -46,23 +46,23 @@ def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
     return needed
 
 
-def _streams(plan: Plan, task: str, order: Sequence[Node], refills: Rowsets | None = None) -> list[Stream]:
+def _streams(plan: Plan, task: str, order: Sequence[Node], filter: str = "", repeated: Collection[str] = ()) -> list[Stream]:
     on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
     functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
     found = [(p.name, _devices(plan, on_devices, p.name)) for p in plan.pools] + [(FUNCTIONS, functions)]
-    if refills is not None and refills.refilling is not None:
-        found = _again(found, refills.refilling.node, refills.looping)
+    if filter:
+        found = _again(found, filter, repeated)
     return [Stream(pool, task, stream) for pool, stream in found]
 
 
 def _again(
-    streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, looping: Collection[str]
+    streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
     """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its weights there for
     the next; else they come anew, from another pool too."""
     found, released = [], set[str]()
     for pool, stream in streams:
-        places = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in looping]
+        places = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
         if places:
             last = places[-1] + 1
             released |= {x.node for x in stream[:last] if x.op == "RELEASE"}
@@ -106,18 +106,18 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
-def _order(plan: Plan, looping: Collection[str]) -> list[Node]:
-    """All nodes in an order that respects the graph; of those that could run next: the `looping` ones, then functions, generations, frozen
-    states, states with weights that come back, updates, each in the graph's order."""
+def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
+    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats, then functions,
+    generations, frozen states, states with weights that come back, updates, each in the graph's order."""
     graph = plan.graph
 
     def rank(node: Node) -> tuple[bool, int]:
-        loops = node.name not in looping
+        once = node.name not in repeated
         if plan.placement(node.name).pool == FUNCTIONS:
-            return loops, -1
+            return once, -1
         if node.verb == "generate":
-            return loops, 0
-        return loops, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
+            return once, 0
+        return once, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
     waits = {n.name: len(graph.into(n.name)) for n in graph.nodes}
     place = {n.name: i for i, n in enumerate(graph.nodes)}

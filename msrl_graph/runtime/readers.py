@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..plan import Plan
-from ..rowsets import Numbers, Rowset, Sieve, rowsets
+from ..rowsets import Numbers, Rowset, Sieve, looping, rowsets
 from .wrong import comparison
 
 
@@ -82,7 +82,7 @@ def readers(plan: Plan) -> list[Reader]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
     graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
     balanced = {e.dst for e in graph.samples() if str(e.attributes.get("balance", "")) == "tokens"}
-    refilling = rows.refilling
+    refilling, repeated = rows.refilling, looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
         reads = [(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
@@ -107,7 +107,7 @@ def readers(plan: Plan) -> list[Reader]:
                 passed=rows.passed[node.name],
                 refilling=refilling,
                 before_refill=rows.passed[refilling.node] if refilling else (),
-                loops=node.name in rows.looping,
+                loops=node.name in repeated,
             )
         )
     return found
