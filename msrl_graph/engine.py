@@ -153,7 +153,8 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy."""
+    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy. A response ends, too, when its text holds a
+    string of `stop`, which stays part of it."""
 
     samples: int
     max_tokens: int
@@ -162,6 +163,7 @@ class Sampling:
     top_k: int
     seed: int
     iteration: int
+    stop: tuple[str, ...] = ()
 
 
 class Trainer(Protocol):
@@ -199,7 +201,9 @@ class Generator(Protocol):
         """Gives back weights and cache."""
 
     def generate(
-        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling, begun: NDArray[np.int64] | None = None
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         """`samples` responses to each prompt, in order, and the log-probability of each of their tokens at the sampling temperature, over
-        the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end token is part of a response."""
+        the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end token is part of a response.
+        Where responses have `begun`, with so many tokens, there is a prompt for each row that ends with these: they count in `max_tokens`,
+        which is more, and in the steps of the noise; stop strings are looked for in what is drawn alone."""

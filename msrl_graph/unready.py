@@ -17,7 +17,6 @@ from .sequences import sequences
 # Attributes of nodes that the runtime does not know, and what to do meanwhile.
 NODES = {
     "partial": "leave it out: each response is generated whole",
-    "stop": "leave it out: a response ends at the end token or at `max_tokens`",
     "environment": "leave it out, and score the response in a function node: one turn is generated",
 }
 EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}

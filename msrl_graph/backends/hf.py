@@ -12,6 +12,7 @@ from ..architecture import Model
 from ..engine import Act, Calls, EngineSpec, Sampling, Shard
 from ..layout import Layout, elements, shard
 from . import peaks, transformer
+from .stops import Stops
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,7 +39,7 @@ SPEC = EngineSpec(
 
 
 class Engine:
-    """A generator on this rank; `micro_batch` prompts are generated at once (0: all)."""
+    """A generator on this rank; the responses to `micro_batch` prompts are generated at once (0: all)."""
 
     def __init__(self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, micro_batch: int) -> None:
         import torch
@@ -67,6 +68,7 @@ class Engine:
         except OSError:
             ends = self.module.config.eos_token_id
         self.ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        self.stops: dict[tuple[str, ...], Stops] = {}
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:
@@ -78,23 +80,26 @@ class Engine:
             piece.tensor.untyped_storage().resize_(0)
 
     def generate(
-        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling, begun: NDArray[np.int64] | None = None
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+        import numpy as np
         import torch
 
         tokens: list[NDArray[np.int32]] = []
         logps: list[NDArray[np.float32]] = []
-        wave = self.micro_batch or len(prompts)
+        begun = np.zeros(len(rows), np.int64) if begun is None else begun
+        each = len(rows) // len(prompts)
+        wave = self.micro_batch * sampling.samples // each or len(prompts)
         with torch.inference_mode():
             for i in range(0, len(prompts), wave):
-                some = prompts[i : i + wave]
-                drawn = self._wave(some, rows[i * sampling.samples : (i + len(some)) * sampling.samples], sampling)
+                some = slice(i * each, (i + wave) * each)
+                drawn = self._wave(prompts[i : i + wave], rows[some], begun[some], sampling)
                 tokens += drawn[0]
                 logps += drawn[1]
         return tokens, logps
 
     def _wave(
-        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling
+        self, given: list[NDArray[np.int32]], rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         """Prefills each prompt once, left-padded, then decodes; rows that have drawn alike so far are one in the batch, and what has
         finished leaves it when half has."""
@@ -102,6 +107,9 @@ class Engine:
         import torch
         from transformers.cache_utils import DynamicCache
 
+        alike = {prompt.tobytes(): i for i, prompt in reversed([*enumerate(given)])}
+        first = sorted(alike.values())
+        prompts = [given[i] for i in first]
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -110,19 +118,23 @@ class Engine:
             mask[i, width - len(prompt) :] = 1
         cache = DynamicCache(config=self.module.config)
         logits = self._logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
-        out = np.zeros((len(rows), sampling.max_tokens), np.int32)
-        logps = np.zeros((len(rows), sampling.max_tokens), np.float32)
+        room = sampling.max_tokens - begun
+        out = np.zeros((len(rows), room.max()), np.int32)
+        logps = np.zeros((len(rows), room.max()), np.float32)
         lengths = np.zeros(len(rows), np.int64)
         running = np.arange(len(rows))
-        place = np.repeat(np.arange(len(prompts)), sampling.samples)  # where in the batch each running row is
-        for step in range(sampling.max_tokens):
-            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], step, sampling)
+        # Where in the batch each running row is.
+        place = np.repeat(np.searchsorted(first, [alike[p.tobytes()] for p in given]), len(rows) // len(given))
+        for step in range(room.max()):
+            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], begun[running] + step, sampling)
             out[running, step] = token
             logps[running, step] = logp
             lengths[running] = step + 1
-            going = ~np.isin(token, self.ends)
+            going = ~np.isin(token, self.ends) & (step + 1 < room[running])
+            if sampling.stop:
+                going &= ~self._stops(sampling.stop)(out[running, : step + 1])
             running, place, token = running[going], place[going], token[going]
-            if step + 1 == sampling.max_tokens or not len(running):
+            if not len(running):
                 break
             vocabulary = logits.shape[-1]
             distinct, which = np.unique(place * vocabulary + token, return_inverse=True)
@@ -141,6 +153,11 @@ class Engine:
         ends = list(enumerate(lengths))
         return [out[i, :n].copy() for i, n in ends], [logps[i, :n].copy() for i, n in ends]
 
+    def _stops(self, strings: tuple[str, ...]) -> Stops:
+        if strings not in self.stops:
+            self.stops[strings] = Stops(self.model.path, strings)
+        return self.stops[strings]
+
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
         import torch
         from torch import distributed as dist
@@ -155,7 +172,7 @@ class Engine:
         return logits
 
     def _draw(
-        self, logits: torch.Tensor, rows: NDArray[np.int64], step: int, sampling: Sampling
+        self, logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """The next token of each row: the inverse of the cumulative distribution at the row's own number, in float64. And its
         log-probability before any filter; at temperature 0 that of the only token there is, 0."""
@@ -177,7 +194,7 @@ class Engine:
                 ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
                 share = torch.zeros_like(share).scatter_(-1, index, ordered)
             total = share.cumsum(-1)
-            u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, step))[:, None]
+            u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, steps))[:, None]
             token = (total <= u * total[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
         if self.group is not None:
             # The ranks of a group must agree to the last bit: one draws for all.

@@ -99,6 +99,8 @@ class String:
         if any(item.kind != "string" for item in items):
             help = f'write `{key} = "{expr.text}"`' if isinstance(expr, ast.NameExpr) else ""
             raise mistake("bad-value", f"`{key}` takes a string between double quotes", expr.span, help)
+        if self.several and not all(item.value for item in items):
+            raise mistake("bad-value", f"`{key}` takes strings of one character or more", expr.span, "every text holds the empty one")
         return value
 
 

@@ -54,6 +54,7 @@ class Generation(Engines):
             top_k=int(node.number("top_k", 0)),
             seed=self.seed,
             iteration=task.number,
+            stop=_strings(node, "stop"),
         )
         context = self._context(node, batch)
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
@@ -87,3 +88,9 @@ class Generation(Engines):
         """The evaluation under way, where it says how this node draws: one that reads prompts."""
         found = next((e for e in self.plan.deploy.evaluations if e.data == task.name), None)
         return found if self.plan.graph.level(node) == 0 else None
+
+
+def _strings(node: Node, attribute: str) -> tuple[str, ...]:
+    """An attribute that is a string or a list of them."""
+    stated = node.attributes[attribute].literal() if attribute in node.attributes else ()
+    return (stated,) if isinstance(stated, str) else tuple(map(str, stated))
