@@ -1,5 +1,6 @@
 """Memory: what a tracker sees against sums done by hand, and what the planner predicts against what a run holds."""
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -92,6 +93,7 @@ def test_what_entropies_and_given_ids_take(tmp_path):
     packed, ids = pack([prompt], [response], np.arange(40)), torch.from_numpy(draw.integers(0, 4000, (400, 3)))
     work = Work(model, Layout(), "f32", 40, 40, 4, 10, trained=True)
     for entropy, given in ((False, False), (True, False), (False, True), (True, True)):
+        gc.collect()  # other tests' engines are cycles
         with memory.Peak() as peak:
             before = memory.held()["device"]
             found = engine.forward(packed, Asked(entropy=entropy, given=ids if given else None))
