@@ -7,10 +7,7 @@ the order of arrival changes what it returns.
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import operator
-import traceback
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,12 +21,13 @@ from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan
 from ..rowsets import Sieve, rowsets
-from .columns import DTYPES, Array, Column, ragged, texts
+from .columns import Array, Column
 from .dock import Batch
 from .readers import Reader, Task
 from .report import RunError
 from .tokens import of_column
-from .wrong import not_finite, vocabulary
+from .values import BadResult, Returned, blame, brief, imported, seen
+from .wrong import not_finite
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -39,10 +37,6 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
-
-
-class BadResult(ValueError):
-    """A function returned what its columns cannot hold."""
 
 
 @dataclass
@@ -60,8 +54,7 @@ class Function:
     def __init__(self, node: Node, plan: Plan, reader: Reader) -> None:
         self.node, self.graph, self.reader = node, plan.graph, reader
         self.seed = plan.deploy.run.seed
-        self.stops = plan.deploy.run.on_nan == "stop"
-        self.vocabularies = {c: vocabulary(plan, c) for c in node.writes}
+        self.returned = Returned(plan, node.writes)
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         found = rowsets(plan.graph)
         self.sieve: Sieve | None = found.sieves.get(node.name)
@@ -118,12 +111,12 @@ class Function:
                     for row, at, item in zip(wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True):
                         where = where if one else f"{self.scope} {unit}, row {row}"
                         made[name][0].append(int(row))
-                        made[name][1].append(self._checked(name, item, batch, rows.start + int(at)))
+                        made[name][1].append(self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at))))
             except Exception as error:
-                raise RunError(self._blame(error, f"{where} of iteration {task.number}")) from error
+                raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
         if self.sieve is not None:
             return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
-        columns = {name: (np.asarray(made[name][0], np.int64), self._column(name, made[name][1])) for name in self.node.writes}
+        columns = {name: (np.asarray(made[name][0], np.int64), self.returned.column(name, made[name][1])) for name in self.node.writes}
         return Results(columns, {name: made[name] for name in self.node.sets})
 
     def _called(self, batch: Batch, task: Task, unit: int, rows: slice) -> Any:
@@ -149,12 +142,9 @@ class Function:
             return column.values[rows]
         text = parameter in self.signature.text
 
-        def one(row: int) -> Any:
-            if kind.element in ("text", "json"):
-                return column.text(row) if kind.element == "text" or text else json.loads(column.text(row))
-            return self.tokens[name].decode([column[row]])[0] if text else column[row]
-
-        return [one(r) for r in range(rows.start, rows.stop)] if grouped else one(rows.start)
+        tokens = self.tokens[name] if text and kind.element not in ("text", "json") else None
+        found = [seen(column, kind.element, r, text, tokens) for r in range(rows.start, rows.stop)]
+        return found if grouped else found[0]
 
     def _compare(self, batch: Batch, task: Task) -> Array:
         assert self.comparison is not None
@@ -169,11 +159,11 @@ class Function:
             truths = np.asarray(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
-                raise BadResult(f"it returned {_kind(result)}, where {belongs}")
+                raise BadResult(f"it returned {brief(result)}, where {belongs}")
             return truths.reshape(-1).astype(np.int32)
         places = np.asarray(np.zeros(0, np.int64) if result is not None and len(result) == 0 else result)
         if places.ndim != 1 or places.dtype.kind not in "iu" or (len(places) and not 0 <= places.min() <= places.max() < size):
-            shown = f"{_kind(result)}: {result!r:.60}" if places.ndim else _kind(result)
+            shown = f"{brief(result)}: {result!r:.60}" if places.ndim else brief(result)
             raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
         return np.bincount(places, minlength=size).astype(np.int32)
 
@@ -181,25 +171,23 @@ class Function:
         assert self.sieve is not None
         return Results({self.sieve.column: (batch.rows, Column(times))})
 
-    def _blame(self, error: Exception, where: str) -> str:
-        what = f"`{self.node.name}` (line {self.node.span.line}) failed on {where}: {type(error).__name__}: {error}"
-        # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
-
     def _by_column(self, result: Any) -> list[tuple[str, Any]]:
         """The result for each name that the node writes."""
         gives = self.node.gives or self.node.writes
         if len(gives) == 1:
             return [(gives[0], result)]
         if not isinstance(result, tuple) or len(result) != len(gives):
-            raise BadResult(f"it returned {_kind(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
+            raise BadResult(f"it returned {brief(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
         return list(zip(gives, result, strict=True))
+
+    def _lengths(self, name: str, batch: Batch, position: int) -> dict[str, int]:
+        """How long those columns of a row are which a column has the length of."""
+        return {d.like: len(batch.columns[d.like][position]) for d in self.graph.column(name).dims if d.like in batch.columns}
 
     def _by_row(self, name: str, values: Any, size: int) -> Any:
         """The results of a group for a column, one a row."""
         if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
-            raise BadResult(f"it returned {_kind(values)} for `{name}`, where one value for each of {size} rows belongs")
+            raise BadResult(f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs")
         return values
 
     def _next(self, name: str, value: Any) -> float:
@@ -209,45 +197,8 @@ class Function:
         except (TypeError, ValueError):
             number = np.full(1, np.nan)
         if number.ndim or not np.isfinite(number):
-            raise BadResult(f"it returned {_kind(value)} for the state `{name}`, where one finite number belongs")
+            raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
-
-    def _checked(self, name: str, value: Any, batch: Batch, position: int) -> Any:
-        """A value as its column's type; BadResult where it is not."""
-        column = self.graph.column(name)
-        if column.element == "json":
-            return json.dumps(value)
-        if column.element == "text":
-            if not isinstance(value, str):
-                raise BadResult(f"it returned {_kind(value)} for `{name}`, where text belongs")
-            return value
-        try:
-            array: Array = np.asarray(value, DTYPES[column.element])
-            if value is None:
-                raise TypeError  # to numpy it is nan
-        except (TypeError, ValueError):
-            raise BadResult(f"it returned {_kind(value)} for `{name}`, where {column.element} belongs") from None
-        if array.ndim != len(column.dims):
-            belongs = "one number" if not column.dims else "one value a token" if len(column.dims) == 1 else "a row of values a token"
-            raise BadResult(f"it returned {_kind(value)} for `{name}`, where {belongs} belongs")
-        for size, dim in zip(array.shape, column.dims, strict=True):
-            if dim.like in batch.columns and size != (length := batch.columns[dim.like].lengths[position]):
-                raise BadResult(f"it returned {size} values for `{name}`, where `{dim.like}` has {length} tokens")
-            if not dim.like and (size > dim.size if dim.ragged else size != dim.size):
-                raise BadResult(f"it returned {size} values for `{name}`, which holds {'at most ' if dim.ragged else ''}{dim.size}")
-        if self.stops and not np.isfinite(array).all():
-            raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
-        size = self.vocabularies[name]
-        if size and ((array < 0) | (array >= size)).any():
-            raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
-        return array
-
-    def _column(self, name: str, values: list[Any]) -> Column:
-        column = self.graph.column(name)
-        if column.element in ("text", "json"):
-            return texts(values)
-        dtype = DTYPES[column.element]
-        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
 
 
 def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
@@ -257,20 +208,6 @@ def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
         return algorithms.load("function", name), algorithms.library()["function", name][0]
     path, _, function = name.rpartition(":")
     return getattr(imported(path, call), function), signatures(Path(path).read_text(encoding="utf-8"))[function]
-
-
-def imported(path: str, call: Expr) -> Any:
-    """The module of a file that a program names in a call."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
-        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
-    return module
 
 
 def weigher(source: Node) -> Callable[[Mapping[str, Array]], Array]:
@@ -283,7 +220,7 @@ def weigher(source: Node) -> Callable[[Mapping[str, Array]], Array]:
         found = np.asarray(call(**{p: tables[renamed.get(p, p)] for p in signature.columns}, **options), np.float64)
         rows = len(next(iter(tables.values())))
         if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
-            what = f"`weights` of the source (line {source.span.line}) returned {_kind(found)}"
+            what = f"`weights` of the source (line {source.span.line}) returned {brief(found)}"
             raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")
         return found
 
@@ -294,10 +231,3 @@ def _options(call: Expr) -> dict[str, Any]:
     """The options of a call; one that is a call itself is what that gives."""
     given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
     return {k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal() for k, a in given.items()}
-
-
-def _kind(value: Any) -> str:
-    """A value in few words."""
-    if hasattr(value, "__len__") and not isinstance(value, str):
-        return f"{type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"

@@ -1,0 +1,109 @@
+"""Values of rows as Python of a user's sees them, and as it returns them.
+
+Invariant: what is returned fits its column, or BadResult says what was returned and what belongs there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..graph import Expr, Node
+from ..plan import Plan
+from .columns import DTYPES, Array, Column, ragged, texts
+from .report import RunError
+from .tokens import Tokens
+from .wrong import vocabulary
+
+
+class BadResult(ValueError):
+    """A function returned what its columns cannot hold."""
+
+
+class Returned:
+    """What is returned for the columns `names` of a plan."""
+
+    def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
+        self.graph = plan.graph
+        self.stops = plan.deploy.run.on_nan == "stop"
+        self.vocabularies = {c: vocabulary(plan, c) for c in names}
+
+    def checked(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
+        """A value as its column's type; BadResult where it is not. `lengths` are those of the row's other columns."""
+        column = self.graph.column(name)
+        if column.element == "json":
+            return json.dumps(value)
+        if column.element == "text":
+            if not isinstance(value, str):
+                raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
+            return value
+        try:
+            array: Array = np.asarray(value, DTYPES[column.element])
+            if value is None:
+                raise TypeError  # to numpy it is nan
+        except (TypeError, ValueError):
+            raise BadResult(f"it returned {brief(value)} for `{name}`, where {column.element} belongs") from None
+        if array.ndim != len(column.dims):
+            belongs = "one number" if not column.dims else "one value a token" if len(column.dims) == 1 else "a row of values a token"
+            raise BadResult(f"it returned {brief(value)} for `{name}`, where {belongs} belongs")
+        for size, dim in zip(array.shape, column.dims, strict=True):
+            if dim.like in lengths and size != lengths[dim.like]:
+                raise BadResult(f"it returned {size} values for `{name}`, where `{dim.like}` has {lengths[dim.like]} tokens")
+            if not dim.like and (size > dim.size if dim.ragged else size != dim.size):
+                raise BadResult(f"it returned {size} values for `{name}`, which holds {'at most ' if dim.ragged else ''}{dim.size}")
+        if self.stops and not np.isfinite(array).all():
+            raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
+        size = self.vocabularies[name]
+        if size and ((array < 0) | (array >= size)).any():
+            raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
+        return array
+
+    def column(self, name: str, values: list[Any]) -> Column:
+        column = self.graph.column(name)
+        if column.element in ("text", "json"):
+            return texts(values)
+        dtype = DTYPES[column.element]
+        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
+
+
+def seen(column: Column, element: str, row: int, text: bool, tokens: Tokens | None) -> Any:
+    """What a function sees of a row of a column: text, or what JSON stands for, unless it wants `text` of that too; tokens as an array, or
+    decoded where a tokenizer is given."""
+    if element in ("text", "json"):
+        return column.text(row) if element == "text" or text else json.loads(column.text(row))
+    return tokens.decode([column[row]])[0] if tokens else column[row]
+
+
+def imported(path: str, call: Expr) -> Any:
+    """The module of a file that a program names in a call."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
+        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
+    return module
+
+
+def blame(node: Node, error: BaseException, where: str) -> str:
+    """What is told where a node's Python fails."""
+    what = f"`{node.name}` (line {node.span.line}) failed on {where}: {type(error).__name__}: {error}"
+    # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
+
+
+def brief(value: Any) -> str:
+    """A value in few words."""
+    if hasattr(value, "__len__") and not isinstance(value, str):
+        return f"{type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
