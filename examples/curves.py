@@ -39,7 +39,7 @@ def programs() -> dict[str, Path]:
 
 
 def measure(program: Path, seed: int) -> dict[str, Any]:
-    """One run: its command, its minutes from start to end, and [iterations, figure] of each evaluation."""
+    """One run: its command, its minutes from start to end, [iterations, figure] of each evaluation, and what a refill drew."""
     evaluation = compile(program).deploy.evaluations[0]
     arguments = [str(program.relative_to(ROOT)), "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
@@ -48,14 +48,10 @@ def measure(program: Path, seed: int) -> dict[str, Any]:
         seconds = time.monotonic() - start
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     points = [[x["after_iterations"], round(x[evaluation.report[0]], 4)] for x in lines if x.get("evaluation") == evaluation.data]
-    first, last = points[0][1], points[-1][1]
-    return {
-        "first": first,
-        "last": last,
-        "minutes": round(seconds / 60, 1),
-        "command": " ".join(["msrl-run", *arguments]),
-        "points": points,
-    }
+    told = {"first": points[0][1], "last": points[-1][1], "minutes": round(seconds / 60, 1)}
+    # Where a filter refills: over all iterations.
+    told |= {key: sum(x[key] for x in lines if key in x) for key in ("prompts_drawn", "prompts_kept") if any(key in x for x in lines)}
+    return {**told, "command": " ".join(["msrl-run", *arguments]), "points": points}
 
 
 def keep(program: Path, seed: int, found: dict[str, Any]) -> None:

@@ -1,0 +1,46 @@
+"""The examples: each compiles without a word and could be run as it stands, each has learnt with every seed, and the pages say so."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from msrl_graph.algorithms import FOLDER
+from msrl_graph.compile import read, translate
+from msrl_graph.runtime import supervisor
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CURVES = runpy.run_path(str(EXAMPLES / "curves.py"))
+PROGRAMS = [p for p in sorted(EXAMPLES.glob("*/*.rlg")) if p.parent.name != "paper"]  # which is planned for only
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
+def test_a_program_of_the_examples_could_be_run(program, tmp_path):
+    result = translate(read(str(program)))
+    assert not result.warnings
+    made = supervisor.prepare(result.plan, tmp_path / "out")
+    assert made.rows and all(made.rows.values()) and not made.warnings
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/curve.json")), ids=lambda p: p.parent.name)
+def test_an_example_learns_with_each_of_three_seeds(path):
+    (program,) = (p for p in CURVES["programs"]().values() if p.parent == path.parent)
+    iterations = translate(read(str(program))).plan.deploy.run.iterations
+    seeds = json.loads(path.read_text(encoding="utf-8"))["seeds"]
+    assert len(seeds) >= 3 and path.with_suffix(".png").stat().st_size > 1000
+    assert [run["points"][-1] for run in seeds.values()] == [[iterations, run["last"]] for run in seeds.values()]
+    assert {seed: run["last"] > run["first"] for seed, run in seeds.items()} == dict.fromkeys(seeds, True)
+
+
+def test_the_tables_are_those_of_the_curves():
+    for page, table in CURVES["tables"]().items():
+        assert table in page.read_text(encoding="utf-8"), "python examples/curves.py --tables"
+
+
+def test_the_lines_of_each_algorithm_are_as_the_page_counts_them():
+    page = (EXAMPLES.parent / "docs" / "results.md").read_text(encoding="utf-8")
+    section = page.partition("## Lines of an algorithm")[2].partition("\n## ")[0]
+    told = dict(re.findall(r"^\| (\w+) \| \w* ?\| (\d+) \|", section, re.MULTILINE))
+    assert told == {p.stem: str(len(re.findall(r"^ *[^#\s]", p.read_text(encoding="utf-8"), re.MULTILINE))) for p in FOLDER.glob("*.rlg")}
