@@ -63,8 +63,12 @@ class Evaluation:
     report: tuple[str, ...]
     samples: int
     temperature: float
-    label: str = ""  # what a person calls the reported figure
+    label: str = ""  # what a person calls the first of the reported figures
     span: Span = NOWHERE
+
+    def title(self, column: str) -> str:
+        """What a person calls a reported figure."""
+        return self.label if self.label and column == self.report[0] else f"{column} on {self.data}"
 
 
 @dataclass(frozen=True)

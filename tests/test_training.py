@@ -94,6 +94,7 @@ def test_what_scoring_models_infer(rolled, judge):
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     expected = [model(sequence(columns, i, "prompt", "response")).logits[0] for i in range(8)]
     assert close(columns["score"].values, expected) and columns["score"].offsets is None
+    assert stage.told.sums["score"] == (pytest.approx(float(columns["score"].values.sum())), 8)
     critic = net(stage, "critic", "ForSequenceClassification")
     assert close(columns["value"].values, [values(critic, columns, i) for i in range(8)])
 

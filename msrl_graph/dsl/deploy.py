@@ -292,7 +292,7 @@ class _Deploy:
                 message = f"no node writes a column `{word.value}`"
                 self.problems.tell("unknown-column", message, word.span, nearest(str(word.value), written))
             elif what := self._unreported(str(word.value)):
-                help = f"report a column such as {self._reportable()}, an f32 scalar that a function writes"
+                help = f"report a column such as {self._reportable()}, an f32 scalar that a function or a reward model writes"
                 self.problems.tell("bad-value", f"`{word.value}` cannot be reported: it is {what}", word.span, help)
             report.append(str(word.value))
         if not any(a.key.text == "report" for a in statement.attrs):
@@ -313,8 +313,7 @@ class _Deploy:
     def _unreported(self, column: str) -> str:
         """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
         kind, writer = self.graph.column(column), self.graph.writer(column)
-        by_function = any(w.name == writer.worker and w.kind == "function" for w in self.graph.workers)
-        if kind.element not in ELEMENTS or (by_function and kind.element in ("f32", "bf16") and not kind.dims):
+        if kind.element not in ELEMENTS or (writer.verb != "source" and kind.element in ("f32", "bf16") and not kind.dims):
             return ""
         dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in kind.dims)
         return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{writer.name}`"

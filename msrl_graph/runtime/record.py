@@ -141,8 +141,7 @@ class Recorder:
                 at = [(e["after_iterations"], e[column]) for e in some]
                 if not at:
                     continue
-                label = evaluation.label or f"{column} on {evaluation.data}"
-                axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=label)
+                axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=evaluation.title(column))
                 for point in (at[0], at[-1]):
                     axes.annotate(f"{point[1]:.3f}", point, textcoords="offset points", xytext=(0, 8), ha="center")
         axes.set_xlabel("iterations")

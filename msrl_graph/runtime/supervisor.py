@@ -54,20 +54,14 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the files lie, and each evaluation's reported means: first and last."""
+    """Where the files lie, and each reported mean, first and last, by what a person calls it."""
 
     folder: Path
-    first: dict[str, dict[str, float]]
-    last: dict[str, dict[str, float]]
-    labels: dict[str, str]
+    reported: dict[str, tuple[float, float]]
 
     def lines(self) -> list[str]:
         """Each evaluation before and after, in a line."""
-        return [
-            f"{self.labels[data] or f'{data} {column}'} {value:.3f} -> {self.last[data][column]:.3f}"
-            for data, before in self.first.items()
-            for column, value in before.items()
-        ]
+        return [f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in self.reported.items()]
 
 
 @dataclass(frozen=True)
@@ -338,15 +332,13 @@ class Supervisor:
                 signal.signal(number, before[number])
 
     def _outcome(self, out: Path) -> Outcome:
-        first: dict[str, dict[str, float]] = {}
-        last: dict[str, dict[str, float]] = {}
-        evaluations = self.plan.deploy.evaluations
-        columns = {e.data: e.report for e in evaluations}
+        evaluations = {e.data: e for e in self.plan.deploy.evaluations}
+        found: dict[str, tuple[float, float]] = {}
         for line in map(read, _lines(out)):
-            if (name := line.get("evaluation")) in columns:
-                last[name] = {c: line[c] for c in columns[name] if c in line}
-                first.setdefault(name, last[name])
-        return Outcome(out, first, last, {e.data: e.label for e in evaluations})
+            if evaluation := evaluations.get(line.get("evaluation", "")):
+                for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
+                    found[name] = (found.get(name, (value,))[0], value)
+        return Outcome(out, found)
 
 
 def _lines(out: Path) -> list[str]:

@@ -50,6 +50,9 @@ class Training(Engines):
             made = found[column.name] = _made(column, seen, micro, outputs)
             if column.element != "i32":
                 known = self._look(node, task, report, rows, made, self._as_drawn(node, seen, column, order), known)
+            if made.offsets is None:
+                finite = made.values[np.isfinite(made.values)]
+                report.count(column.name, float(finite.sum()), len(finite))
         for made in found.values():
             if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
                 made.values[np.repeat(known, made.lengths)] = math.nan
