@@ -16,11 +16,12 @@ from .sequences import sequences
 
 # Attributes of nodes that the runtime does not know, and what to do meanwhile.
 NODES = {
-    "partial": "leave it out: each response is generated whole",
     "environment": "leave it out, and score the response in a function node: one turn is generated",
 }
-EDGES = {"staleness": "leave it out: the run is synchronous", "every": "leave it out: every version is sent"}
-# The values that mean nothing: what the runtime does anyway.
+EDGES = {"every": "leave it out: every version is sent"}
+# What a run may make use of, and does not: it keeps within what they allow.
+ALLOWED = {"partial": "each response is generated whole", "staleness": "all rows are of the newest weights"}
+# The values that mean nothing.
 NOTHING = {"partial": 1, "every": 1, "staleness": 0}
 NAMED = 6  # things that a note names
 
@@ -38,7 +39,12 @@ def notes(plan: Plan) -> tuple[Note, ...]:
     """The note on what a run would refuse, if there is such."""
     refused = list(dict.fromkeys(x.brief for x in _refused(plan)))
     more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
-    return (Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}"),) if refused else ()
+    found = [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
+    stated = [(n.name, n) for n in plan.graph.verb("generate")] + [(f"{e.src} => {e.dst}", e) for e in plan.graph.reshards()]
+    for name, part in stated:
+        for key in _stated(part, ALLOWED):
+            found.append(Note("run", f"`{key}` of `{name}` is allowed and not made use of in this version: {ALLOWED[key]}"))
+    return tuple(found)
 
 
 class _Refusal(NamedTuple):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph import algorithms
+from msrl_graph.algorithms import filters
 
 mixed, best_of_n, best_random, best_worst, resample = (
     algorithms.load("function", name) for name in ("mixed", "best_of_n", "best_random", "best_worst", "resample")
@@ -116,3 +117,16 @@ def test_scores_without_an_order_are_refused_with_their_row(select, bad):
     more = (generator(),) if select in (best_random, resample) else ()
     with pytest.raises(ValueError, match=rf"of 3 rows, row 1 \(from 0\) has the score {bad}, which is no finite number"):
         select(np.array([1, bad, 0]), *more)
+
+
+@pytest.mark.parametrize("noise", [0.0, 2e-7, -2e-7])
+def test_rounding_chooses_between_equal_responses_as_none_would(noise):
+    """Two responses that are the same, scored on two ranks."""
+    score = np.array([0.3, 0.7, -0.2, 0.7, -0.2], np.float64)
+    score[3] += noise
+    score[4] += noise
+    assert filters.best_worst(score) == [1, 4] and filters.best_of_n(score) == [1] and filters.best_of_n(score, n=3) == [0, 1, 3]
+    generator = np.random.default_rng(0)
+    assert 1 in filters.best_random(score, generator)
+    drawn = filters.resample(score, np.random.default_rng(5), weights="max_min")
+    assert drawn == filters.resample(np.round(score, 3), np.random.default_rng(5), weights="max_min") and set(drawn) <= {1, 2, 3, 4}

@@ -2,6 +2,8 @@
 
 A `keep` gives one truth value a row; a `select` the positions, from 0, of the rows that go on among those that it was given, in the order
 in which they go on, where one may stand several times. Each refuses scores that are no finite numbers (ValueError): they have no order.
+Scores that differ by less than 1e-5 of the largest count as equal: a reward model rounds otherwise on another layout, and of responses that
+are the same each must choose the same one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
     """A `select`: the `n` best of the group in their order, all where it has no more; of equal ones the first."""
     import numpy as np
 
-    return sorted(int(i) for i in np.argsort(-_finite(score), kind="stable")[:n])
+    return sorted(int(i) for i in np.argsort(-_ranks(score), kind="stable")[:n])
 
 
 @function(scope="group")
@@ -44,7 +46,7 @@ def best_random(score: NDArray[np.float32], rng: np.random.Generator) -> list[in
 
     Of equal ones the first is the best. A group of one goes on as it is.
     """
-    best = int(_finite(score).argmax())
+    best = int(_ranks(score).argmax())
     others = [i for i in range(len(score)) if i != best]
     return sorted([best, *([int(rng.choice(others))] if others else [])])
 
@@ -55,8 +57,8 @@ def best_worst(score: NDArray[np.float32]) -> list[int]:
 
     Of equal ones the first is the best, the last the worst. A group of one goes on as it is.
     """
-    scores = _finite(score)
-    return sorted({int(scores.argmax()), len(scores) - 1 - int(scores[::-1].argmin())})
+    ranks = _ranks(score)
+    return sorted({int(ranks.argmax()), len(ranks) - 1 - int(ranks[::-1].argmin())})
 
 
 @function(scope="batch")
@@ -73,10 +75,11 @@ def resample(
     scores = _finite(score)
     if not len(scores):
         return []
+    ranks = _ranks(score)
     if weights == "max_min":
-        weighed = np.where((scores == scores.max()) | (scores == scores.min()), 1.0, 0.0)
+        weighed = np.where((ranks == ranks.max()) | (ranks == 0), 1.0, 0.0)
     elif weights == "max_random":
-        weighed = np.where(scores == scores.max(), 0.4, 0.1)
+        weighed = np.where(ranks == ranks.max(), 0.4, 0.1)
     else:
         weighed = weights(scores)
     total = weighed.sum()
@@ -94,6 +97,18 @@ def pow(*, k: NotNegative = 2.0) -> Weights:
         return (size / size.max()) ** k if size.any() else np.zeros_like(size)
 
     return weigh
+
+
+def _ranks(score: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The place of each score among those that differ, from 0 for the lowest."""
+    import numpy as np
+
+    scores = _finite(score)
+    order = np.argsort(scores)
+    steps = np.diff(scores[order], prepend=scores[order[:1]]) > 1e-5 * np.abs(scores).max(initial=0)
+    ranks = np.zeros(len(scores), np.int64)
+    ranks[order] = np.cumsum(steps)
+    return ranks
 
 
 def _finite(score: NDArray[np.float32]) -> NDArray[np.float64]:

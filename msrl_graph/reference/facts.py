@@ -102,6 +102,8 @@ def takes(kind: kinds.Type) -> str:
 
 def _note(of: str, name: str) -> str:
     refused = unready.EDGES if of == "resharding edge" else unready.NODES if of in ("source", *_VERBS) else {}
+    if name in unready.ALLOWED:
+        return f"*Planned and simulated; a run makes no use of it in this version: {unready.ALLOWED[name]}.*"
     return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
 
 

@@ -1,0 +1,111 @@
+"""Runs whose rows are filtered: the same rows on any layout, states that go on after a resume, refills that suffice and that do not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from place import metrics
+from pyarrow import parquet
+from tiny import scoring
+
+from msrl_graph.runtime.record import TIMES
+
+pytestmark = pytest.mark.slow
+
+FILTERED = """
+import pf_ppo_pow
+algorithm mine extends pf_ppo_pow {
+  node host.pairs(score) { select = best_worst(), per = prompt }
+  reward.infer -> host.pairs -> host.filter
+  node critic.update { mini_batch = 8, epochs = 1 }
+  node actor.update { mini_batch = 8, epochs = 2, optimizer = adamw(lr = 1e-5) }
+}
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = RANKS }
+deploy mine on laptop {
+  set prompts = 8
+  set prompt_len = 6
+  set response_len = 5
+  model policy = "./model"
+  model value = "./model"
+  model reward_model = "./judge"
+  data source = "train.jsonl" { prompt = "prompt" }
+  LAYOUT
+  run { iterations = 3, seed = 3, save = 1, keep = 3 }
+}
+"""
+REFILLED = """
+import dapo
+algorithm mine extends dapo {
+  node host.reward(response, answer) -> score { call = REWARD }
+}
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
+deploy mine on laptop {
+  set prompts = 8
+  set group = 4
+  set prompt_len = 6
+  set response_len = 5
+  set buffer = 2
+  model policy = "./model"
+  data source = "train.jsonl" { prompt = "prompt", answer = "answer" }
+  run { iterations = 2, seed = 0 }
+}
+"""
+
+
+def rows_of(folder: Path, iteration: int) -> dict[str, list[object]]:
+    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet").to_pydict()
+
+
+def ran(place, *arguments: str) -> None:
+    code, _, err = place.run("p.rlg", *arguments)
+    assert code == 0, err
+    place.assert_clean()
+
+
+def told(folder: Path) -> list[dict[str, float]]:
+    """The lines of the metrics without what is of time and place."""
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)]
+
+
+def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
+    scoring(place.folder / "judge")
+    (place.folder / "p.rlg").write_text(FILTERED.replace("RANKS", "1").replace("LAYOUT", ""))
+    ran(place, "--out", "one", "--record")
+    ran(place, "--resume", "one/checkpoints/000001", "--out", "resumed")
+    layouts = "layout actor.update, critic.update { dp = 2, tp = 2 }\n  layout actor.generate { dp = 4 }"
+    (place.folder / "p.rlg").write_text(FILTERED.replace("RANKS", "4").replace("LAYOUT", layouts))
+    ran(place, "--out", "four", "--record")
+    for iteration in range(3):
+        one, four = (rows_of(place.folder / name, iteration) for name in ("one", "four"))
+        for column in ("prompt", "response", "host_pairs_times", "host_filter_times"):
+            assert one[column] == four[column], (iteration, column)
+        assert one["score"] == pytest.approx(four["score"], rel=1e-4)
+        # Of each prompt's five responses the best and the worst, and of those as many as there are, some again.
+        assert sum(one["host_pairs_times"]) == 16 == sum(n or 0 for n in one["host_filter_times"])
+        assert max(n or 0 for n in one["host_filter_times"]) > 1
+    lines, resumed = told(place.folder / "one"), told(place.folder / "resumed")
+    assert resumed == lines and len({line["kl_coef"] for line in lines}) == 3
+    assert lines[0]["kl_coef"] == 0.05 and lines[0]["rows"] == 16 * 3 and lines[0]["updates"] == 2 + 4
+    assert [line["kl_coef"] for line in told(place.folder / "four")] == pytest.approx([line["kl_coef"] for line in lines], rel=1e-4)
+
+
+def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(place):
+    (place.folder / "p.rlg").write_text(REFILLED.replace("REWARD", "exact_match()"))
+    ran(place, "--out", "one", "--record")
+    for iteration, line in enumerate(metrics(place.folder / "one")):
+        rows = rows_of(place.folder / "one", iteration)
+        assert line["prompts_drawn"] == 8 * (1 + line["refills"]) == len(rows["row"]) / 4
+        mixed = [p for p in range(int(line["prompts_drawn"])) if 0 < sum(rows["score"][4 * p : 4 * p + 4]) < 4]
+        assert line["prompts_kept"] == len(mixed) >= 8 and line["rows"] == 32
+        # What is over is cut in the source's order: the first eight are trained on.
+        trained = [r // 4 for r, advantage in zip(rows["row"], rows["advantage"], strict=True) if advantage is not None]
+        assert sorted(set(trained)) == mixed[:8]
+    lines = (place.folder / "one" / "metrics.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["refills"] for line in lines) > 0
+
+    (place.folder / "p.rlg").write_text(REFILLED.replace("REWARD", '"mine.py:score"').replace("seed = 0", "seed = 0, restarts = 0"))
+    place.function("return 1.0")
+    code, _, err = place.run("p.rlg", "--out", "none")
+    message = "`host.filter` in iteration 0: of 88 prompts in 11 rounds 0 have rows that it lets pass, where 8 are to go on; raise `refill`"
+    assert code == 3 and message in " ".join(err.split()), err
+    place.assert_clean()
