@@ -50,7 +50,7 @@ def measure(program: Path, seed: int) -> dict[str, Any]:
     points = [[x["after_iterations"], round(x[evaluation.report[0]], 4)] for x in lines if x.get("evaluation") == evaluation.data]
     told = {"first": points[0][1], "last": points[-1][1], "minutes": round(seconds / 60, 1)}
     # Where a filter refills: over all iterations.
-    told |= {key: sum(x[key] for x in lines if key in x) for key in ("prompts_drawn", "prompts_kept") if any(key in x for x in lines)}
+    told |= {key: int(sum(x[key] for x in lines if key in x)) for key in ("prompts_drawn", "prompts_kept") if any(key in x for x in lines)}
     return {**told, "command": " ".join(["msrl-run", *arguments]), "points": points}
 
 
