@@ -4,15 +4,16 @@ An example is a folder whose program is named as the folder, and the main job, g
 first `evaluate` reports, before the first iteration, after the last, and in between as the program says. Each run, one after another,
 is a process of its own, whose files are thrown away; its points go into curve.json beside the program as soon as it has ended, in place
 of those that the seed had, and curve.png is drawn anew. The tables of README.md here and of docs/results.md are made of all curve.json
-that there are. Prints the table and, last, a line of JSON.
+that there are. Prints the table and, last, a line of JSON. With --tables nothing is run: pictures and tables are made again.
 
-Invariant: a figure in a table was measured by the command beside it in curve.json; --tables makes them again and runs nothing.
+Invariant: a figure in a table or a picture was measured by the command beside it in curve.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import re
 import statistics
@@ -76,18 +77,25 @@ def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -
     from matplotlib import pyplot
 
     picture, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    height = None
-    for seed, run in sorted(seeds.items(), key=lambda item: item[1]["last"]):
+    colours = {}
+    for seed, run in seeds.items():
         (line,) = axes.plot(*zip(*run["points"], strict=True), marker=".", linewidth=1, label=f"seed {seed}")
-        # Last figures that would stand on one another are set apart: a line of text is about 5 % of all that the axis shows.
-        spread = max(max(y for _, y in r["points"]) for r in seeds.values()) - min(min(y for _, y in r["points"]) for r in seeds.values())
-        height = run["last"] if height is None else max(run["last"], height + 0.055 * spread)
-        at = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": line.get_color()}
-        axes.annotate(f"{run['last']:.3f}", (run["points"][-1][0], height), xytext=(6, 0), **at)
+        colours[seed] = line.get_color()
+    # Last figures that would stand on one another are set apart, about where they belong: a line of text is 6 % of the axis.
+    values = [value for run in seeds.values() for _, value in run["points"]]
+    order = sorted(seeds, key=lambda seed: seeds[seed]["last"])
+    heights: list[float] = []
+    for seed in order:
+        heights.append(max(seeds[seed]["last"], heights[-1] + 0.06 * (max(values) - min(values)) if heights else -math.inf))
+    lift = statistics.mean(heights) - statistics.mean(run["last"] for run in seeds.values())
+    at = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+    for seed, height in zip(order, heights, strict=True):
+        end = (seeds[seed]["points"][-1][0], height - lift)
+        axes.annotate(f"{seeds[seed]['last']:.3f}", end, xytext=(6, 0), color=colours[seed], **at)
     for first in sorted({run["first"] for run in seeds.values()}):
-        axes.annotate(f"{first:.3f}", (0, first), xytext=(-6, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+        axes.annotate(f"{first:.3f}", (0, first), xytext=(-6, 0), ha="right", **at)
     axes.set(xlabel="iterations", ylabel=figure, title=name)
-    axes.margins(x=0.11)
+    axes.margins(x=0.11, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     picture.savefig(path, dpi=100, metadata={"Software": None})
@@ -137,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Run examples with several seeds and draw what they learn.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="which examples (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--tables", action="store_true", help="run nothing, write the tables from what there is")
+    parser.add_argument("--tables", action="store_true", help="run nothing, make pictures and tables of what there is")
     options = parser.parse_args()
     known = programs()
     if unknown := set(options.names) - set(known):
@@ -145,6 +153,8 @@ def main() -> None:
     for name in [] if options.tables else options.names or known:
         for seed in options.seeds:
             keep(known[name], seed, measure(known[name], seed))
+    for name, item in summary().items() if options.tables else ():
+        draw(known[name].parent / "curve.png", name, item["figure"], item["seeds"])
     pages = tables()
     write(pages)
     print(pages[ROOT / "docs" / "results.md"], end="")
