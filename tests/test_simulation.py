@@ -503,11 +503,8 @@ def test_text(golden: Callable[[str, str], None]) -> None:
 
 
 def test_what_filters_drop_is_not_known() -> None:
-    text = SMALL.replace(
-        "cluster",
-        "algorithm mine extends grpo {{ node host.pick(reward) {{ keep = reward > 0 }} host.reward -> host.pick -> actor.update }}\ncluster",
-        1,
-    )
+    mine = "node host.pick(reward) {{ keep = reward > 0 }} host.reward -> host.pick -> actor.update"
+    text = SMALL.replace("cluster", f"algorithm mine extends grpo {{{{ {mine} }}}}\ncluster", 1)
     plan = small(text=text.replace("deploy grpo", "deploy mine"))
     said = "rows that filters drop count to the end, and a refill's rounds do not: host.pick"
     assert said in simulation_text(simulate(plan, iterations=1)) and said in [n.text for n in plan.notes]
