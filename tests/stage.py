@@ -52,7 +52,7 @@ class Stage(Rank):
     def act(self, name, columns, rows=None):
         """What a node-state writes, handed these columns."""
         node = self.plan.graph.node(name)
-        columns = {c: columns[c] for c in (*node.reads, "response.logp") if c in columns}
+        columns = {c: columns[c] for c in (*node.reads, *node.states, "response.logp") if c in columns}
         size = len(next(iter(columns.values())))
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage import EXAMPLE, share
+from stage import EXAMPLE, Stage, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch import distributed as dist
 from torch.nn.functional import logsigmoid
@@ -368,3 +368,27 @@ def test_when_an_update_is_due():
     stated = ("optimizer = adamw(lr = 1e-3)\n", "optimizer = adamw(lr = 1e-3)\n    after = 2\n    every = 3\n")
     late, always = (planned(ROLLOUT, *changes).graph.node("actor.update") for changes in ([stated], []))
     assert [i for i in range(12) if due(late, i)] == [2, 5, 8, 11] and all(due(always, i) for i in range(12))
+
+
+def test_a_state_is_a_factor_of_a_term():
+    """`beta` as an update reads it: one number of each row."""
+    stage = Stage(
+        one_rank(
+            ("  worker actor     : policy\n", "  state beta : f32 = 0.5\n  worker actor     : policy\n"),
+            ("ref_logp, advantage) {", "ref_logp, advantage, beta) {"),
+            ("clip(0.2) + kl_coef * kl(low_var)", "clip(0.2) + 2 * beta * kl(k1)"),
+            ("  param kl_coef = 0.001\n", ""),
+            (
+                "{ call = group_norm(), per = prompt }",
+                "{ call = group_norm(), per = prompt }\n  node host.next(reward, beta) -> beta { call = moving_mean(0.9), per = batch }",
+            ),
+            ("  host.reward -> host.advantage", "  host.reward -> host.advantage, host.next"),
+        )
+    )
+    columns = stage.sampled()
+    old = stage.act("actor.infer", columns)["old_logp"]
+    ref = Column(old.values - 0.25, old.offsets)
+    stage.act("actor.update", columns | {"old_logp": old, "ref_logp": ref, "beta": Column(np.full(8, 0.75, np.float32))})
+    loss, clip, kl = (stage.told.sums[name] for name in ("loss", "loss/clip", "loss/kl"))
+    assert kl[0] / kl[1] == pytest.approx(0.25, abs=1e-5)
+    assert loss[0] == pytest.approx(clip[0] / clip[1] + 2 * 0.75 * 0.25, abs=1e-5)

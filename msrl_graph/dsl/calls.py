@@ -305,13 +305,13 @@ class Keep:
 
 @dataclass(frozen=True)
 class Loss:
-    """Arithmetic over named terms."""
+    """Arithmetic over named terms, numbers, and states that the node reads."""
 
     caller: Caller
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         value = self._part(expr, names)
-        if value.kind == "number":
+        if not _has_term(value):
             raise mistake("bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}")
         return value
 
@@ -326,8 +326,10 @@ class Loss:
             if isinstance(expr, ast.NameExpr) and expr.text not in names.params and ("loss", expr.text) in self.caller.library:
                 raise mistake("bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
             if isinstance(expr, ast.NameExpr) and names.others.get(expr.text) == "state":
-                help = "a coefficient that adapts goes into the advantage or the reward, as `kl_coef` of `ppo` does"
-                raise mistake("bad-value", f"a loss takes params, and `{expr.text}` is a state", expr.span, help)
+                if expr.text in self.caller.states:
+                    return Expr("state", expr.text, span=expr.span)
+                what = f"`{self.caller.node}` does not read the state `{expr.text}`"
+                raise mistake("term-column", what, expr.span, f"add `{expr.text}` to what `{self.caller.node}` reads")
             value = evaluate(expr, names)
             if value.kind == "quantity":
                 raise mistake("bad-unit", "a loss takes plain numbers, and this has a unit", expr.span)
@@ -348,11 +350,16 @@ class Loss:
             return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
         if expr.op not in ("+", "-", "*"):
             raise mistake("bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span)
-        if expr.op != "*" and "number" in (left.kind, right.kind):
-            alone = left if left.kind == "number" else right
+        terms = _has_term(left), _has_term(right)
+        if expr.op != "*" and terms[0] != terms[1]:
+            alone = right if terms[0] else left
             help = "multiply a term by it, or leave it out: a constant changes no gradient"
             raise mistake("bad-value", f"`{alone}` is a number, which is no term of a loss", alone.span, help)
         return Expr(expr.op, args=(left, right), span=expr.span)
+
+
+def _has_term(expr: Expr) -> bool:
+    return expr.kind == "call" or any(map(_has_term, expr.args))
 
 
 @dataclass(frozen=True)

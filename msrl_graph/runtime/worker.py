@@ -13,6 +13,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import ray
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -21,6 +22,7 @@ from ..graph import Node
 from ..plan import Instruction, from_json
 from . import computing, memory
 from .actors import Client, settle
+from .columns import Column
 from .dock import Batch
 from .generation import Generation
 from .readers import Task, home, readers
@@ -119,6 +121,9 @@ class Rank(Training, Generation):
         # The other ranks of a group would only repeat what its first one tells.
         told = report if self._first(node) else Report(report.process)
         for batch in self._batches(node, task, report):
+            for name in node.states:
+                if name in task.states:  # of the run: each row has the same; others came with the rows
+                    batch.columns[name] = Column(np.full(len(batch.rows), task.states[name], np.float32))
             with report.phase(node.name):
                 columns = getattr(self, f"_{node.verb}")(node, task, batch, told)
             if columns and self._first(node):
