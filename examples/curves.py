@@ -1,10 +1,11 @@
 """Runs examples with several seeds and keeps what they learn: `make curves`, or `make curves NAMES="dapo rloo" SEEDS="0 1"`.
 
-An example is a folder whose program is named as the folder, and the main job, grpo in arithmetic/. Its figure is the first one that its
-first `evaluate` reports, before the first iteration, after the last, and in between as the program says. Each run, one after another,
-is a process of its own, whose files are thrown away; its points go into curve.json beside the program as soon as it has ended, in place
-of those that the seed had, and curve.png is drawn anew. The tables of README.md here and of docs/results.md are made of all curve.json
-that there are. Prints the table and, last, a line of JSON. With --tables nothing is run: pictures and tables are made again.
+An example is a folder whose program is named as the folder, and the main job, GRPO in arithmetic/, on one rank: what is computed is the
+same as on two, and takes half as long. Its figure is the first one that its first `evaluate` reports, before the first iteration, after
+the last, and in between as the program says. Each run, one after another, is a process of its own, whose files are thrown away; its
+points go into curve.json beside the program as soon as it has ended, in place of those that the seed had, and curve.png is drawn anew.
+The tables of README.md here and of docs/results.md are made of all curve.json that there are. Prints the table and, last, a line of
+JSON. With --tables nothing is run: pictures and tables are made again.
 
 Invariant: a figure in a table or a picture was measured by the command beside it in curve.json.
 """
@@ -29,7 +30,7 @@ from msrl_graph import compile
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-MAIN = HERE / "arithmetic" / "grpo.rlg"
+MAIN = HERE / "arithmetic" / "one_rank.rlg"
 RUN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
 HEAD = re.compile(r"# (?P<title>.+?) \(arXiv:(?P<paper>[\d.]+)\):? (?P<shows>[^\n]+)")
 
@@ -55,18 +56,18 @@ def measure(program: Path, seed: int) -> dict[str, Any]:
     return {**told, "command": " ".join(["msrl-run", *arguments]), "points": points}
 
 
-def keep(program: Path, seed: int, found: dict[str, Any]) -> None:
+def keep(name: str, program: Path, seed: int, found: dict[str, Any]) -> None:
     """Puts a run into curve.json and draws curve.png anew."""
     path = program.parent / "curve.json"
     seeds = json.loads(path.read_text(encoding="utf-8"))["seeds"] if path.exists() else {}
     seeds = dict(sorted({**seeds, str(seed): found}.items(), key=lambda item: int(item[0])))
     evaluation = compile(program).deploy.evaluations[0]
     figure = evaluation.label or f"{evaluation.report[0]} on {evaluation.data}"
-    versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers", "ray")}}
+    versions = {"python": platform.python_version(), **{package: version(package) for package in ("torch", "transformers", "ray")}}
     lines = ",\n".join(f"    {json.dumps(s)}: {json.dumps(run)}" for s, run in seeds.items())
     head = f'  "figure": {json.dumps(figure)},\n  "versions": {json.dumps(versions)},\n'
     path.write_text(f'{{\n{head}  "seeds": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
-    draw(path.with_suffix(".png"), program.stem, figure, seeds)
+    draw(path.with_suffix(".png"), name, figure, seeds)
 
 
 def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -> None:
@@ -152,7 +153,7 @@ def main() -> None:
         parser.error(f"no such example: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in [] if options.tables else options.names or known:
         for seed in options.seeds:
-            keep(known[name], seed, measure(known[name], seed))
+            keep(name, known[name], seed, measure(known[name], seed))
     for name, item in summary().items() if options.tables else ():
         draw(known[name].parent / "curve.png", name, item["figure"], item["seeds"])
     pages = tables()
