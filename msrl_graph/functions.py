@@ -80,10 +80,20 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item, makers) for item in items}
 
 
-def classes(source: str) -> dict[str, tuple[str, ...]]:
-    """The names of the methods of the top-level classes of a Python source, by class; SyntaxError where it is not Python."""
-    found = [item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)]
-    return {c.name: tuple(m.name for m in c.body if isinstance(m, ast.FunctionDef | ast.AsyncFunctionDef)) for c in found}
+def classes(source: str) -> dict[str, dict[str, Signature]]:
+    """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without the instance; by
+    class and name. SyntaxError where it is not Python."""
+    found: dict[str, dict[str, Signature]] = {}
+    for item in (item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)):
+        methods = [method for method in item.body if isinstance(method, ast.FunctionDef)]
+        bases = [found[name] for base in reversed(item.bases) for name in _names(base) if name in found]
+        found[item.name] = {k: v for methods_of in bases for k, v in methods_of.items()}
+        for method in methods:
+            arguments = method.args
+            (arguments.posonlyargs or arguments.args)[:1] = []
+            method.name, name = f"{item.name}.{method.name}", method.name
+            found[item.name][name] = _signature(method, {})
+    return found
 
 
 def _signature(item: ast.FunctionDef, makers: dict[str, set[str]]) -> Signature:

@@ -24,10 +24,16 @@ METRICS = frozenset(
     {
         *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
-        *("refills", "prompts_drawn", "prompts_kept"),
+        *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens"),
         *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
     }
 )
+
+
+def reported(graph: Graph, column: str) -> bool:
+    """Whether a run tells the mean of a column: a scalar that is no field of the data."""
+    kind = graph.column(column)
+    return graph.writer(column).verb != "source" and kind.element in ("f32", "bf16") and not kind.dims
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,7 @@ from .passes.pools import FUNCTIONS
 from .plan import Note, Plan
 from .sequences import sequences
 
-# Attributes of nodes that the runtime does not know, and what to do meanwhile.
-NODES = {
-    "environment": "leave it out, and score the response in a function node: one turn is generated",
-}
+# Attributes of edges that the runtime does not know, and what to do meanwhile.
 EDGES = {"every": "leave it out: every version is sent"}
 # What a run may make use of, and does not: it keeps within what they allow.
 ALLOWED = {"partial": "each response is generated whole", "staleness": "all rows are of the newest weights"}
@@ -87,9 +84,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
-    for node in plan.graph.nodes:
-        for key in _stated(node, NODES):
-            tell(f"`{key}` of `{node.name}`", node.attributes[key].span, NODES[key])
     for edge in plan.graph.reshards():
         for key in _stated(edge, EDGES):
             tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])

@@ -13,7 +13,7 @@ import networkx as nx
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, Column, Expr, Graph, Node
-from ..plan import METRICS
+from ..plan import METRICS, reported
 from ..sequences import is_tokens, sequences
 from .columns import Library
 
@@ -227,8 +227,7 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.nodes:
         for column in map(graph.column, node.writes):
-            reported = _kind(graph, node) == "function" and column.element in ("f32", "bf16") and not column.dims
-            if reported and column.name in METRICS:
+            if column.name in METRICS and reported(graph, column.name):
                 help = f"give the column another name, such as `row_{column.name}`"
                 found.append(Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help))
     return found
@@ -236,7 +235,8 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
     """The calls of a node whose signature is known."""
-    for key, kind in (("call", "function"), ("keep", "function"), ("select", "function"), ("weights", "function"), ("loss", "loss")):
+    functions = ("call", "keep", "select", "weights", "environment")
+    for key, kind in (*((f, "function") for f in functions), ("loss", "loss")):
         stack = [node.attributes[key]] if key in node.attributes else []
         while stack:
             expr = stack.pop(0)

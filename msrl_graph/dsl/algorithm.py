@@ -282,6 +282,8 @@ class _Algorithm:
             # Of several each may take some of the columns.
             if statement == "function" and [c.kind for c in calls] == ["call"]:
                 self._taken(node, calls[0], caller)
+            elif "environment" in attributes:
+                self._taken(node, attributes["environment"], caller, ("text", "json"))
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
         self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives)
 
@@ -335,14 +337,15 @@ class _Algorithm:
                 if key not in given:
                     self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", node.title, f"add `{help}`")
 
-    def _taken(self, node: ast.Node, call: Expr, caller: Caller) -> None:
-        """Whether the function has a parameter for each column that the node reads."""
+    def _taken(self, node: ast.Node, call: Expr, caller: Caller, elements: tuple[str, ...] = ()) -> None:
+        """Whether the function has a parameter for each column that the node reads, of these elements if some are given."""
         signature = self._signature(call, caller)
         renamed = {str(a.value) for a in call.args if a.kind == "column"}
         for name in node.reads or ():
             rest = signature.rest and name.text not in caller.states
             named = name.text in signature.columns and name.text not in call.keys
-            if name.text not in renamed and not rest and not named and name.text in caller.reads:
+            concerns = not elements or (name.text in self.columns and self.columns[name.text].element in elements)
+            if concerns and name.text not in renamed and not rest and not named and name.text in caller.reads:
                 free = [c for c in signature.columns if c not in call.keys]
                 help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
                 message = f"`{signature.name}` does not take `{name.text}`, which the node reads"

@@ -239,8 +239,19 @@ class Environment:
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":
             raise mistake("bad-value", f"`{key}` takes a class of a file", expr.span, f'write `{key} = "file.py:Name"`')
-        path, name, _ = _in_file(self.caller, str(expr.value), expr.span, "class", classes)
-        return Expr("call", f"{path}:{name}", span=expr.span)
+        path, name, found = _in_file(self.caller, str(expr.value), expr.span, "class", classes)
+        for method in ("reset", "step"):
+            if method not in found[name]:
+                help = "an environment has `reset(columns)` and `step(text)`"
+                raise mistake("unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help)
+        step = found[name]["step"]
+        must = [p for p in step.columns if p not in step.optional] + [o.name for o in step.options if o.required]
+        if step.rng or not step.columns or must not in ([], [*step.columns[:1]]):
+            help = "write `def step(self, text)`; a generator, `rng`, is for `reset`"
+            raise mistake("unknown-function", f"`{step.name}` takes something else than one text", expr.span, help)
+        call = Expr("call", f"{path}:{name}", span=expr.span)
+        self.caller.used["function", str(call.value)] = (found[name]["reset"], str(path))
+        return call
 
 
 def types(statement: str, caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[str, Type]:

@@ -18,7 +18,7 @@ from ..engine import EngineSpec
 from ..graph import ELEMENTS, KINDS, Expr, Graph
 from ..layout import Layout
 from ..paths import is_file
-from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
+from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run, reported
 from . import ast
 from .algorithm import unknown_node
 from .attributes import COUNT, TABLE, Number, String, Type, Words, read
@@ -313,7 +313,7 @@ class _Deploy:
     def _unreported(self, column: str) -> str:
         """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
         kind, writer = self.graph.column(column), self.graph.writer(column)
-        if kind.element not in ELEMENTS or (writer.verb != "source" and kind.element in ("f32", "bf16") and not kind.dims):
+        if kind.element not in ELEMENTS or reported(self.graph, column):
             return ""
         dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in kind.dims)
         return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{writer.name}`"

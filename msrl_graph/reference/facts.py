@@ -101,13 +101,10 @@ def takes(kind: kinds.Type) -> str:
 
 
 def _note(of: str, name: str) -> str:
-    refused = unready.EDGES if of == "resharding edge" else unready.NODES if of in ("source", *_VERBS) else {}
+    refused = unready.EDGES if of == "resharding edge" else {}
     if name in unready.ALLOWED:
         return f"*Planned and simulated; a run makes no use of it in this version: {unready.ALLOWED[name]}.*"
     return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
-
-
-_VERBS = ("generate", "infer", "update", "function")
 
 
 # Functions

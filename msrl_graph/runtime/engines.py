@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +29,8 @@ from ..redistribute import gatherers
 from . import checkpoint
 from .reshard import Resharder, Swap
 from .send import Sender
+
+T = TypeVar("T")
 
 
 class Engines:
@@ -65,6 +68,19 @@ class Engines:
             ranks = [[placement.device(layout.rank(tp, dp), self.per_host) for tp in range(layout.tp)] for dp in range(layout.dp)]
             self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
         return self.meshes[key]
+
+    def _first(self, node: Node) -> bool:
+        """Whether this rank speaks for its data-parallel group."""
+        return self.plan.placement(node.name).layout.coordinates(self.local).tp == 0
+
+    def _shared(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
+        """What the first rank of a node's data-parallel group finds, on all of its ranks."""
+        placement = self.plan.placement(node.name)
+        answer: list[Any] = [find(*arguments) if self._first(node) else None]
+        if placement.layout.tp > 1:
+            dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
+        shared: T = answer[0]
+        return shared
 
     def _build(self, node: Node) -> None:
         plan, placement = self.plan, self.plan.placement(node.name)

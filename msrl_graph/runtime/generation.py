@@ -1,6 +1,7 @@
 """Generation: what a rank does with prompts that it is handed, the verb `generate`.
 
-Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt and of the weights.
+Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt, of the weights and of what an environment
+answers. All ranks of a group make the same calls on their engine: an environment answers on the first one, and what it says is shared.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from . import wrong
 from .columns import Array, Column, ragged
 from .dock import Batch
 from .engines import Engines
-from .packing import distinct
+from .environments import Environment
+from .packing import distinct, kept
 from .readers import Task
-from .report import Report
+from .report import Report, RunError
 from .rows import Recording
 from .tokens import Tokens
+from .turns import Responses
 
 
 class Generation(Engines):
@@ -35,6 +38,11 @@ class Generation(Engines):
         self.seed = plan.deploy.run.seed
         self.sets = rowsets(plan.graph).sets
         self.recording: Recording | None = None  # where responses of training come from, if not from the generator
+
+    def build(self) -> None:
+        super().build()
+        nodes = [self.plan.graph.node(name) for name in self.generators]
+        self.environments = {n.name: Environment(n, self.plan) for n in nodes if "environment" in n.attributes}
 
     def replay(self, folder: str) -> None:
         """Takes the responses of training from a recorded run from now on."""
@@ -58,21 +66,70 @@ class Generation(Engines):
         )
         context = self._context(node, batch)
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
-        if self.recording is not None and task.trains:
-            tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, sampling.samples)
-        else:
-            tokens, logps = self.generators[node.name].generate(context, rows, sampling)
-        column, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
-        self.watch.response(node, task, report, rows, column, logp, self.plan.model(node.name).vocabulary)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
+        if "environment" in node.attributes:
+            written = self._episodes(node, task, batch, rows, context, sampling, report, head)
+        else:
+            if self.recording is not None and task.trains:
+                tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, sampling.samples)
+            else:
+                tokens, logps = self.generators[node.name].generate(context, rows, sampling)
+            ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
+            self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
+            alone = Column(np.ones(len(ids.values), bool), ids.offsets)  # nobody else wrote in it
+            written = {response: ids, as_drawn: logp} | ({name: alone} if (name := wrong.mask(graph, node)) else {})
+        column = written[response]
+        responses = [column[i] for i in range(len(column))]
         report.count(f"{head}response_length", float(len(column.values)), len(column))
         report.count(f"{head}prompt_tokens", float(sum(map(len, context)) * sampling.samples), 0)
         report.count(f"{head}response_tokens", float(len(column.values)), 0)
         report.count(f"{head}distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
-        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(tokens, sampling.samples), strict=True):
+        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(responses, sampling.samples), strict=True):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(column.lengths.max(initial=0)))
-        return {response: (rows, column), as_drawn: (rows, logp)}
+        return {name: (rows, made) for name, made in written.items()}
+
+    def _episodes(
+        self, node: Node, task: Task, batch: Batch, rows: Array, context: list[Array], sampling: Sampling, report: Report, head: str
+    ) -> dict[str, Column]:
+        """Turns of the policy and of the environment until each row's episode is over: what the node writes, on the first rank of the
+        group all of it."""
+        tokens, episodes = Tokens(self.plan.model(node.name).path), self.environments[node.name].begin(batch, rows, task)
+        responses, turns, answers = Responses(len(rows), sampling.max_tokens), int(node.number("turns", sampling.max_tokens)), 0
+        with report.phase("environment"):
+            said = self._shared(node, episodes.reset)
+        going = responses.told(np.arange(len(rows)), first := tokens.encode(said))
+        if len(full := np.setdiff1d(np.arange(len(rows)), going)):
+            what = f"what the environment says first takes {len(first[full[0]])} tokens, and a response holds {sampling.max_tokens}"
+            raise RunError(f"`{node.name}` (line {node.span.line}) on row {rows[full[0]]} of iteration {task.number}: {what}")
+        for turn in range(1, turns + 1):
+            before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
+            drawn = self.generators[node.name].generate(before, rows[going], sampling, responses.lengths[going])
+            responses.drawn(going, *drawn)
+            answers += len(going)
+            with report.phase("environment"):
+                told = self._shared(node, episodes.step, going, tokens.decode(drawn[0]), turn)
+            on = np.array([not over and turn < turns for _, over in told])
+            going = responses.told(going[on], tokens.encode([text for (text, _), goes in zip(told, on, strict=True) if goes]))
+            if not len(going):
+                break
+        response, as_drawn = wrong.drawn(self.plan.graph, node)
+        ids, logp, mask = responses.columns()
+        self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
+        report.count(f"{head}turns", float(answers), len(rows))
+        report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
+        report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
+        written = {response: ids, as_drawn: logp} | ({name: mask} if (name := wrong.mask(self.plan.graph, node)) else {})
+        return written | (self._values(node, task, rows, episodes.columns({response: ids.lengths}), report) if self._first(node) else {})
+
+    def _values(self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report) -> dict[str, Column]:
+        """What environments returned, looked at as the results of functions are."""
+        for name, column in values.items():
+            self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column)
+            finite = column.values[np.isfinite(column.values)]
+            if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
+                report.count(name, float(finite.sum()), len(finite))
+        return values
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
         """What is generated after: the tokens of the columns that the node reads, text by the tokenizer of its model."""

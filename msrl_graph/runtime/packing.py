@@ -60,8 +60,8 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     for name in [c for c in columns if c in declared and declared[c].element == "bool" and like.get(c) in read.scored]:
         mask, other = columns.pop(name), masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
-    columns = {name: _kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
-    lengths = {c: _kept(found[c], masks.get(c)).lengths for c in read.scored}
+    columns = {name: kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
+    lengths = {c: kept(found[c], masks.get(c)).lengths for c in read.scored}
     return Given([found[c] for c in read.context], {c: found[c] for c in read.scored}, masks, columns, lengths, strange)
 
 
@@ -70,7 +70,7 @@ def _empty(column: ir.Column) -> Column:
     return Column(values, offsets_of(np.zeros(0, np.int64)) if column.dims or column.element == "text" else None)
 
 
-def _kept(column: Column, mask: Column | None) -> Column:
+def kept(column: Column, mask: Column | None) -> Column:
     """What a mask leaves of a column."""
     if mask is None:
         return column

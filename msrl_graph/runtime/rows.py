@@ -50,6 +50,9 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
         found.append(Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record"))
+    for node in (n for n in plan.graph.verb("generate") if replay and "environment" in n.attributes):
+        what = f"`{node.name}` cannot take its responses from a recording: what its environment does is not in it"
+        found.append(Diagnostic("bad-value", what, node.attributes["environment"].span, "leave out --replay"))
     if replay and not is_folder(Path(replay) / FOLDER):
         what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))

@@ -65,8 +65,9 @@ class Training(Engines):
             return {}
         trainer, seen = self.trainers[node.worker], self._given(node, batch)
         known = seen.strange
-        for column in seen.columns.values():
-            known = known | wrong.not_finite(column)
+        for name, column in seen.columns.items():
+            if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
+                known = known | wrong.not_finite(column)
         whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
         micro = self._micro_batches(node, batch, seen)
         outputs, losses = [], []

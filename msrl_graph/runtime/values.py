@@ -97,9 +97,9 @@ def imported(path: str, call: Expr) -> Any:
 def blame(node: Node, error: BaseException, where: str) -> str:
     """What is told where a node's Python fails."""
     what = f"`{node.name}` (line {node.span.line}) failed on {where}: {type(error).__name__}: {error}"
-    # The user's own frame is the last one: where a debugger would stop. What it returned has no frame.
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return what if isinstance(error, BadResult) else f"{what}, at {frame.filename}:{frame.lineno}"
+    # The user's own frame is the last one: where a debugger would stop. What it returned, or has not, has no frame.
+    frames = traceback.extract_tb(error.__traceback__)
+    return what if isinstance(error, BadResult) or not frames else f"{what}, at {frames[-1].filename}:{frames[-1].lineno}"
 
 
 def brief(value: Any) -> str:

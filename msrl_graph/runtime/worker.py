@@ -129,28 +129,23 @@ class Rank(Training, Generation):
             if columns and self._first(node):
                 self.client.put(node.name, task, columns)
 
-    def _first(self, node: Node) -> bool:
-        """Whether this rank speaks for its data-parallel group."""
-        return self.plan.placement(node.name).layout.coordinates(self.local).tp == 0
-
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer. While
         it computes a batch the next is asked for, the next node's after the last."""
-        placement = self.plan.placement(node.name)
         last = False
         while not last:
-            answer: list[Any] = [None]
             with report.phase("dock"):
                 if self._first(node):
                     self._ask(node, task)
-                    answer = [self.asked.pop(node.name).result()]
-                if placement.layout.tp > 1:
-                    dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
-            last = answer[0].share.last
+                batch = self._shared(node, self._answered, node)
+            last = batch.share.last
             following = self.following.get(node.name) if last else node
             if following is not None and self._first(following):
                 self._ask(following, task)
-            yield answer[0]
+            yield batch
+
+    def _answered(self, node: Node) -> Batch:
+        return self.asked.pop(node.name).result()
 
     def _ask(self, node: Node, task: Task) -> None:
         """Asks the dock for the node's next share, unless that is under way."""

@@ -15,7 +15,7 @@ import numpy as np
 from ..graph import Graph, Node
 from ..passes.holdings import dtype
 from ..plan import Plan
-from ..sequences import sequences
+from ..sequences import is_tokens, sequences
 from .columns import Array, Column
 from .report import Report, RunError
 
@@ -31,19 +31,32 @@ TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 
 @dataclass(frozen=True)
 class Comparison:
-    """The state `node` reads `column`, the log-probabilities with which the tokens of `response` were drawn, beside its own."""
+    """The state `node` reads `column`, the log-probabilities with which the tokens of `response` were drawn, beside its own. In `turns`
+    those of an environment were not, and have NaN there."""
 
     node: str
     column: str
     response: str
     tolerance: float
+    turns: bool = False
 
 
 def drawn(graph: Graph, node: Node) -> tuple[str, str]:
     """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one, else one that
     only the dock knows."""
-    response = next(c for c in node.writes if graph.column(c).element == "i32")
-    return response, next((c for c in node.writes if graph.column(c).element == "f32"), f"{response}.logp")
+    response = next(c for c in node.writes if graph.column(c).element == "i32" and is_tokens(graph, c))
+    return response, _of(graph, node, response, "f32") or f"{response}.logp"
+
+
+def mask(graph: Graph, node: Node) -> str:
+    """The column that says which tokens of its response a generation's policy wrote; "" where there is none."""
+    return _of(graph, node, drawn(graph, node)[0], "bool")
+
+
+def _of(graph: Graph, node: Node, response: str, element: str) -> str:
+    """The first column of an element that a node writes of each token of its response."""
+    columns = (c for c in map(graph.column, node.writes) if c.element == element)
+    return next((c.name for c in columns if [d.like for d in c.dims] == [response]), "")
 
 
 def comparison(plan: Plan) -> Comparison | None:
@@ -65,7 +78,7 @@ def comparison(plan: Plan) -> Comparison | None:
                 kinds = {dtype(plan, node.name), dtype(plan, state.name)}
                 # Temperatures below 1 stretch the errors of logits.
                 tolerance = max(TOLERANCE[k] for k in kinds) / min(1.0, node.number("temperature", 1.0))
-                return Comparison(state.name, column, response, tolerance)
+                return Comparison(state.name, column, response, tolerance, "environment" in node.attributes)
     return None
 
 
@@ -111,7 +124,7 @@ class Watch:
         return known if as_drawn is None or task.name != "train" else self.drift(node, task, report, rows, logp, as_drawn, known)
 
     def response(self, node: Node, task: Task, report: Report, rows: Array, tokens: Column, logp: Column, vocabulary: int) -> None:
-        """Looks at what was generated."""
+        """Looks at what was generated, of several turns at what the policy wrote."""
         strange = outside(tokens, vocabulary)
         if len(new := np.flatnonzero(strange)):
             values = tokens.take(new).values
@@ -124,16 +137,18 @@ class Watch:
     def drift(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Column, known: Array) -> Array:
         """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or are too far off."""
         assert self.comparison is not None
-        known = known | not_finite(as_drawn)
-        lengths = np.where(known, 0, logp.lengths)
-        off = np.abs(logp.values - as_drawn.values)[np.repeat(~known, logp.lengths)].astype(np.float64)
+        written = ~np.isnan(as_drawn.values) if self.comparison.turns else np.ones(len(as_drawn.values), bool)
+        known = known | _any(as_drawn, written & ~np.isfinite(as_drawn.values))
+        row = np.repeat(np.arange(len(rows)), logp.lengths)
+        compared = written & ~known[row]
+        off, row = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64), row[compared]
         if not len(off):
             return known
         report.count("logp_drift", float(off.sum()), len(off))
         report.peak("logp_drift_max", float(off.max()))
         if off.mean() <= self.comparison.tolerance:
             return known
-        by_row = np.bincount(np.repeat(np.arange(len(rows)), lengths), off, len(rows)) / np.maximum(lengths, 1)
+        by_row = np.bincount(row, off, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
         far = np.flatnonzero(by_row > self.comparison.tolerance)
         far = far[np.argsort(-by_row[far], kind="stable")]
         writer = self.graph.writer(self.comparison.response)

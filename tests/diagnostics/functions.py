@@ -57,6 +57,20 @@ class Shop:
         return "", 0.0, True
 
 
+class Still:
+    def reset(self, task):
+        return ""
+
+
+class Two(Still):
+    def step(self, action, number):
+        return "", True
+
+
+class Heir(Shop):
+    """Begins as a shop."""
+
+
 def verdicts(verdict):
     return verdict
 
@@ -94,4 +108,8 @@ def by_rank(response, reward):
 
 
 def plain(response, answer: str):
+    return float(len(response))
+
+
+def told(response, answer: str, task):
     return float(len(response))
