@@ -49,7 +49,7 @@ GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",
 SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
-def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), **more):
+def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", **more):
     """What a function in a file makes of four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
@@ -62,7 +62,7 @@ def results(tmp_path, source, writes, per="row", arguments=(), key="call", state
     nodes = (Node("source", "", "source", (), ("prompt", "answer")), GENERATE, SCORE, node)
     graph = Graph("g", {}, COLUMNS, workers, nodes, (), (2, 4), states=states)
     model = replace(models.load("./model", EXAMPLE), path="letters")
-    plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4)))
+    plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
     reads = tuple((c, rows.columns[c], "x") for c in READS)
@@ -250,6 +250,12 @@ def test_states_are_read_as_they_were_and_given_their_next_values(tmp_path):
 def test_a_next_value_that_is_no_number_is_told(tmp_path, value):
     with pytest.raises(RunError, match=r"for the state `coef`, where one finite number belongs"):
         results(tmp_path, f"def f(score, coef):\n    return {value}\n", (), "batch", states=STATES, gives=("coef",))
+
+
+def test_a_state_stays_as_it_is_where_wrong_numbers_are_skipped(tmp_path):
+    source = "def f(score, rate):\n    return float('nan') if score[0] == 1 else 0.5\n"
+    made = results(tmp_path, source, (), "prompt", states=STATES, gives=("rate",), on_nan="skip")
+    assert made.states == {"rate": ([1], [0.5])}
 
 
 def test_a_value_for_the_rows_above_is_one_a_group(tmp_path):

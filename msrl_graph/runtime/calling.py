@@ -102,8 +102,9 @@ class Function:
                     continue
                 for name, value in self._by_column(result):
                     if name not in self.written:
-                        made[name][0].append(int(unit))
-                        made[name][1].append(self._next(name, value))
+                        if np.isfinite(number := self._next(name, value)):  # under `on_nan = skip` a state stays as it is
+                            made[name][0].append(int(unit))
+                            made[name][1].append(number)
                         continue
                     above = numbers.above(batch.rows[rows], self.reader.rows, self.written[name])
                     wanted, first = np.unique(above, return_index=True)
@@ -196,7 +197,7 @@ class Function:
             number = np.asarray(value, np.float64)
         except (TypeError, ValueError):
             number = np.full(1, np.nan)
-        if number.ndim or not np.isfinite(number):
+        if number.ndim or (self.stops and not np.isfinite(number)):
             raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
 
