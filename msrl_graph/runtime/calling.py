@@ -197,7 +197,7 @@ class Function:
             number = np.asarray(value, np.float64)
         except (TypeError, ValueError):
             number = np.full(1, np.nan)
-        if number.ndim or (self.stops and not np.isfinite(number)):
+        if number.ndim or (self.returned.stops and not np.isfinite(number)):
             raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
 
