@@ -47,6 +47,14 @@ def is_tokens(graph: Graph, column: str) -> bool:
     return found.element in ("i32", "i64") and len(found.dims) == 1 and not found.dims[0].like
 
 
+def of_response(graph: Graph, node: Node, element: str) -> str:
+    """The first column of an element that a generation writes of each token of its response: its log-probabilities, its mask; "" where it
+    writes none."""
+    responses = [c for c in node.writes if is_tokens(graph, c)]
+    columns = (c for c in map(graph.column, node.writes) if c.element == element)
+    return next((c.name for c in columns if [d.like for d in c.dims] == responses[:1]), "")
+
+
 def speaker(graph: Graph) -> Worker | None:
     """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the first that is trained,
     else the first."""

@@ -51,6 +51,7 @@ CHECKS: tuple[Check, ...] = (
     states.unread,
     states.unset,
     terms.unused_reads,
+    terms.unread_mask,
     columns.unused,
 )
 # These stay true of a graph of which some statements could not be read; the others might follow from what is missing.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ..diagnostics import Diagnostic, Span
 from ..graph import Edge, Graph, Node
 from ..plan import Plan
+from ..sequences import of_response
 from .columns import Library
 
 
@@ -17,7 +18,7 @@ def unread_logp(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.verb("generate"):
         cause = _cause(graph, node)
         updates = [u for u in graph.verb("update") if u.worker == node.worker]
-        drawn = {c for c in node.writes if graph.column(c).element == "f32"}
+        drawn = {of_response(graph, node, "f32")} - {""}
         if cause is None or not updates or any(drawn & set(u.reads) for u in updates):
             continue
         name, span = cause
@@ -35,7 +36,7 @@ def unread_logp(graph: Graph, library: Library) -> list[Diagnostic]:
 def sampled(graph: Graph, node: Node) -> set[str]:
     """The log-probabilities as they were sampled by older weights than those that an update changes, which make `unread_logp` silent."""
     older = [n for n in graph.verb("generate") if n.worker == node.worker and _cause(graph, n) is not None]
-    return {c for n in older for c in n.writes if graph.column(c).element == "f32"}
+    return {of_response(graph, n, "f32") for n in older} - {""}
 
 
 def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:

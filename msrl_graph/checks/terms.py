@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..diagnostics import Diagnostic
 from ..functions import FILLED
 from ..graph import ELEMENTS, KINDS, Expr, Graph, Node
-from ..sequences import is_tokens, sequences
+from ..sequences import is_tokens, of_response, sequences
 from .columns import Library
 from .scope import calls, span
 from .staleness import sampled
@@ -135,3 +135,19 @@ def _without(graph: Graph, node: Node, column: str) -> str:
         return help
     alone = len(graph.sharing(writer.worker)) == 1
     return f"{help} and `drop {writer.worker if alone else writer.name}`, which gives nothing else"
+
+
+def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Updates that train on what an environment wrote."""
+    found = []
+    for node in (n for n in graph.verb("generate") if "environment" in n.attributes):
+        mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
+        for update in graph.verb("update"):
+            scored = [c for c in sequences(graph, update).scored if c in responses]
+            if not scored or any(graph.column(c).element == "bool" for c in update.reads):
+                continue
+            message = f"`{update.name}` trains on all of `{scored[0]}`, and parts of it the environment of `{node.name}` wrote"
+            own = f"declare `mask : bool[{scored[0]}]`, let `{node.name}` write it beside `{scored[0]}`, and `{update.name}` read it"
+            help = f"read `{mask}` in `{update.name}`" if mask else own
+            found.append(Diagnostic("unread-mask", message, update.span, help, "warning"))
+    return found

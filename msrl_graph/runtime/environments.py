@@ -20,7 +20,7 @@ from .. import noise
 from ..functions import classes
 from ..graph import Node
 from ..plan import Plan
-from ..sequences import is_tokens
+from ..sequences import is_tokens, of_response
 from . import wrong
 from .columns import Array, Column
 from .dock import Batch
@@ -44,7 +44,7 @@ class Environment:
         self.signature = classes(Path(path).read_text(encoding="utf-8"))[name]["reset"]
         self.reads = [p for p in self.signature.columns if p in node.reads]
         self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.signature.text and is_tokens(plan.graph, c)}
-        own = {*wrong.drawn(plan.graph, node), wrong.mask(plan.graph, node)}
+        own = {*wrong.drawn(plan.graph, node), of_response(plan.graph, node, "bool")}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
         self.timeout = node.number("timeout", math.inf)

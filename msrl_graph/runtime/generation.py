@@ -14,7 +14,7 @@ from ..engine import Sampling
 from ..graph import Node
 from ..plan import Evaluation, Plan
 from ..rowsets import rowsets
-from ..sequences import sequences
+from ..sequences import of_response, sequences
 from . import wrong
 from .columns import Array, Column, ragged
 from .dock import Batch
@@ -77,7 +77,7 @@ class Generation(Engines):
             ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
             self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
             alone = Column(np.ones(len(ids.values), bool), ids.offsets)  # nobody else wrote in it
-            written = {response: ids, as_drawn: logp} | ({name: alone} if (name := wrong.mask(graph, node)) else {})
+            written = {response: ids, as_drawn: logp} | ({name: alone} if (name := of_response(graph, node, "bool")) else {})
         column = written[response]
         responses = [column[i] for i in range(len(column))]
         report.count(f"{head}response_length", float(len(column.values)), len(column))
@@ -119,7 +119,7 @@ class Generation(Engines):
         report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
-        written = {response: ids, as_drawn: logp} | ({name: mask} if (name := wrong.mask(self.plan.graph, node)) else {})
+        written = {response: ids, as_drawn: logp} | ({name: mask} if (name := of_response(self.plan.graph, node, "bool")) else {})
         return written | (self._values(node, task, rows, episodes.columns({response: ids.lengths}), report) if self._first(node) else {})
 
     def _values(self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report) -> dict[str, Column]:

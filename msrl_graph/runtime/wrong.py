@@ -15,7 +15,7 @@ import numpy as np
 from ..graph import Graph, Node
 from ..passes.holdings import dtype
 from ..plan import Plan
-from ..sequences import is_tokens, sequences
+from ..sequences import is_tokens, of_response, sequences
 from .columns import Array, Column
 from .report import Report, RunError
 
@@ -45,18 +45,7 @@ def drawn(graph: Graph, node: Node) -> tuple[str, str]:
     """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one, else one that
     only the dock knows."""
     response = next(c for c in node.writes if graph.column(c).element == "i32" and is_tokens(graph, c))
-    return response, _of(graph, node, response, "f32") or f"{response}.logp"
-
-
-def mask(graph: Graph, node: Node) -> str:
-    """The column that says which tokens of its response a generation's policy wrote; "" where there is none."""
-    return _of(graph, node, drawn(graph, node)[0], "bool")
-
-
-def _of(graph: Graph, node: Node, response: str, element: str) -> str:
-    """The first column of an element that a node writes of each token of its response."""
-    columns = (c for c in map(graph.column, node.writes) if c.element == element)
-    return next((c.name for c in columns if [d.like for d in c.dims] == [response]), "")
+    return response, of_response(graph, node, "f32") or f"{response}.logp"
 
 
 def comparison(plan: Plan) -> Comparison | None:

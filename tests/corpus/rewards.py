@@ -55,3 +55,12 @@ def same(votes):
 
 def by_rank(response, reward):
     return reward.argsort().argsort()
+
+
+class Quiz:
+    def reset(self, answer: str):
+        self.answer = answer
+
+    def step(self, text: str):
+        right = text == self.answer
+        return ("yes" if right else "no, think again"), float(right), right

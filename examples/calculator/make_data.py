@@ -1,0 +1,30 @@
+"""Write train.jsonl (4,000 rows) and test.jsonl (250 rows) beside this file: additions of three numbers in 0..99.
+
+Guarantees: each row is {"prompt": "37+48+5-", "answer": "90"}, the prompts are distinct, and they and their order depend on SEED only, so
+that a second run writes the same bytes. (The minus sign stands for "what is it?": the tokenizer has no other sign to spare.)
+"""
+
+import json
+import random
+from pathlib import Path
+
+SEED = 0
+TRAIN, HELD_OUT = 4000, 250
+
+
+def rows():
+    found = random.Random(SEED).sample(range(10**6), TRAIN + HELD_OUT)
+    numbers = [(n // 10**4, n // 100 % 100, n % 100) for n in found]
+    return [{"prompt": f"{a}+{b}+{c}-", "answer": str(a + b + c)} for a, b, c in numbers]
+
+
+def main():
+    here = Path(__file__).parent
+    data = rows()
+    for name, part in (("test", data[:HELD_OUT]), ("train", data[HELD_OUT:])):
+        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8", newline="\n")
+        print(f"{name}.jsonl: {len(part)} rows")
+
+
+if __name__ == "__main__":
+    main()
