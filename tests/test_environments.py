@@ -10,7 +10,9 @@ import torch
 from stage import PROMPTS, Stage, one_rank, same
 from torch import distributed as dist
 
+from msrl_graph.diagnostics import Fault
 from msrl_graph.engine import Sampling
+from msrl_graph.runtime import rows
 from msrl_graph.runtime.columns import Column, ragged, texts
 from msrl_graph.runtime.report import RunError
 from msrl_graph.runtime.tokens import Tokens
@@ -253,3 +255,39 @@ def test_what_goes_wrong_is_told_with_row_and_turn(reset, step, message, alone, 
     assert message.format(path=path) in str(told.value)
     assert str(told.value).startswith("`actor.generate` (line ")
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("reads", ["mask, ", ""])
+def test_an_update_that_compares_leaves_out_what_was_not_drawn(reads, alone, tmp_path):
+    """Where no infer comes before it, with the mask or without."""
+    less = [
+        ("  node actor.infer(prompt, response) -> old_logp\n", ""),
+        ("    old_logp  : f32[response]\n", ""),
+        ("actor.generate -> actor.infer, ", "actor.generate -> "),
+        ("actor.infer, reference.infer,", "reference.infer,"),
+        ("mask, old_logp, ref_logp", f"{reads}ref_logp"),
+        ("mini_batch = 4", "mini_batch = 8"),
+    ]
+    stage = Stage(program(tool(tmp_path), *less))
+    columns = {"prompt": ragged([p for p in PROMPTS for _ in range(GROUP)], np.int32), **drawn(stage)}
+    columns |= {
+        name: Column(np.ones(len(columns["mask"].values), np.float32), columns["mask"].offsets) for name in ("ref_logp", "advantage")
+    }
+    stage.act("actor.update", columns)
+    assert stage.told.sums["updates"] == (1, 0)
+    assert stage.told.sums["logp_drift"][1] == columns["mask"].values.sum()
+    assert not stage.told.remarks
+
+
+def test_alone_a_policy_writes_all_of_a_response(alone):
+    stage = Stage(
+        one_rank(("response  : i32[<= 5]", "response  : i32[<= 5]\n mask : bool[response]"), ("-> response {", "-> response, mask {"))
+    )
+    written = stage.act("actor.generate", {"prompt": ragged(PROMPTS, np.int32)})
+    assert written["mask"].values.all()
+    assert np.array_equal(written["mask"].offsets, written["response"].offsets)
+
+
+def test_episodes_are_not_taken_from_a_recording(tmp_path):
+    with pytest.raises(Fault, match="what its environment does is not in it"):
+        rows.check(program(tool(tmp_path)), False, str(tmp_path), 0)

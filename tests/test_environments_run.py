@@ -20,9 +20,10 @@ deploy agent on laptop {{
   set response_len = 100
   model policy = "./model"
   data source = "tasks.jsonl"
+  data held = "tasks.jsonl"
   layout actor.update {{ dp = 2 }}
   layout actor.generate {{ {layout} }}
-  evaluate source {{ report = reward, samples = 1, temperature = 0 }}
+  evaluate held {{ report = reward, samples = 1, temperature = 0 }}
   run {{ iterations = 2, seed = 0 }}
 }}
 """
