@@ -12,9 +12,9 @@ from torch import distributed as dist
 
 from msrl_graph.diagnostics import Fault
 from msrl_graph.engine import Sampling
-from msrl_graph.runtime import rows
 from msrl_graph.runtime.columns import Column, ragged, texts
 from msrl_graph.runtime.report import RunError
+from msrl_graph.runtime.rows import check
 from msrl_graph.runtime.tokens import Tokens
 
 BOUND, TURNS, GROUP = 24, 3, 2
@@ -270,9 +270,8 @@ def test_an_update_that_compares_leaves_out_what_was_not_drawn(reads, alone, tmp
     ]
     stage = Stage(program(tool(tmp_path), *less))
     columns = {"prompt": ragged([p for p in PROMPTS for _ in range(GROUP)], np.int32), **drawn(stage)}
-    columns |= {
-        name: Column(np.ones(len(columns["mask"].values), np.float32), columns["mask"].offsets) for name in ("ref_logp", "advantage")
-    }
+    ones = Column(np.ones(len(columns["mask"].values), np.float32), columns["mask"].offsets)
+    columns |= {"ref_logp": ones, "advantage": ones}
     stage.act("actor.update", columns)
     assert stage.told.sums["updates"] == (1, 0)
     assert stage.told.sums["logp_drift"][1] == columns["mask"].values.sum()
@@ -290,4 +289,4 @@ def test_alone_a_policy_writes_all_of_a_response(alone):
 
 def test_episodes_are_not_taken_from_a_recording(tmp_path):
     with pytest.raises(Fault, match="what its environment does is not in it"):
-        rows.check(program(tool(tmp_path)), False, str(tmp_path), 0)
+        check(program(tool(tmp_path)), False, str(tmp_path), 0)
