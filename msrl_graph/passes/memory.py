@@ -31,8 +31,8 @@ class CountMemory:
         for pool in plan.pools:
             for item, size in holdings.offloaded(plan, self.engines, pool.name).items():
                 away[item] = away.get(item, 0) + size * max(_on_hosts(plan, pool.name))
-        refilled = _refilled(plan.graph)
-        rows = sum(size * (1 + (column in refilled)) for column, size in plan.graph.column_bytes.items())
+        rounds = _rounds(plan.graph)
+        rows = sum(size * rounds.get(column, 1) for column, size in plan.graph.column_bytes.items())
         hosts = [self._host(plan, phase, devices, away, rows) for phase in PHASES if any(m.phase == phase for m in devices)]
         return replace(plan, memory=(*devices, *hosts))
 
@@ -125,10 +125,13 @@ class CountMemory:
         return Memory("host", "hosts", phase, kept, cluster.device.host_memory)
 
 
-def _refilled(graph: Graph) -> set[str]:
-    """The columns up to a filter that refills: while a round's rows go through it, as many may lie there that survived it."""
-    before = {a for n in graph.nodes if "refill" in n.attributes for a in (n.name, *nx.ancestors(graph.flow, n.name))}
-    return {c for n in graph.nodes if n.name in before for c in n.writes}
+def _rounds(graph: Graph) -> dict[str, int]:
+    """Of the columns that are not written after a filter that refills, from how many rounds of prompts rows may lie in the dock."""
+    found: dict[str, int] = {}
+    for filter in (n for n in graph.nodes if "refill" in n.attributes):
+        after = nx.descendants(graph.flow, filter.name)
+        found |= {c: 1 + int(filter.number("refill", 0)) for n in graph.nodes if n.name not in after for c in n.writes}
+    return found
 
 
 def over(memory: Iterable[Memory]) -> str:
