@@ -78,7 +78,7 @@ def equal(response: str, answer: str, *, marked: bool, timeout: float) -> tuple[
     """
     question = json.dumps([response, marked, answer, timeout]).encode() + b"\n"
     status = 0
-    for _ in range(2):  # a judge that someone else killed has not judged
+    for _ in range(2 + len(_idle)):  # a judge that someone else killed has not judged, and those that wait may all be dead
         judge = _taken()
         try:
             verdict = judge.ask(question)
@@ -92,7 +92,7 @@ def equal(response: str, answer: str, *, marked: bool, timeout: float) -> tuple[
         judge.end()
         if -status in TIMERS:
             return False, f"math-verify took more than {timeout:g} s"
-    return False, f"the process that runs math-verify died twice, last with status {status}"
+    return False, f"the process that runs math-verify dies again and again, last with status {status}"
 
 
 def _taken() -> Judge:
