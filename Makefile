@@ -35,10 +35,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Tests that start runs have the machine to themselves.
+# Tests that start runs are two at a time: each waits for its processes most of the time.
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n 2 --dist loadfile -m slow
 
 # Kills processes of runs and counts what that costs; 200 take about an hour.
 chaos: $(VENV)/ready
