@@ -87,6 +87,20 @@ class Place:
         assert not list(self.temporary.iterdir())
 
 
+def ran(place, *arguments):
+    """Runs the program of a place to its end."""
+    code, _, err = place.run("p.rlg", *arguments)
+    assert code == 0, err
+    place.assert_clean()
+
+
+def rows_of(folder, iteration):
+    """The rows that a run recorded, as a table."""
+    from pyarrow import parquet
+
+    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet")
+
+
 ONE_RANK = [
     ("devices_per_node = 2", "devices_per_node = 1"),
     ("layout actor.update   { dp = 2, zero = 3 }", "layout actor.update   { dp = 1 }"),

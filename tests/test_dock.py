@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msrl_graph.rowsets import Rowset
 from msrl_graph.runtime.actors import _found as found_here
 from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
-from msrl_graph.runtime.dock import Controller, assemble, deal
+from msrl_graph.runtime.dock import Controller, assemble, deal, wanted
 from msrl_graph.runtime.readers import Reader, Task
 from msrl_graph.runtime.warehouse import Warehouse
 
@@ -236,7 +236,8 @@ def test_columns_of_prompts_are_laid_out_by_response():
     hear(controller, key, "response", np.arange(6), np.ones(6), 0)
     share = controller.take(key, 0, 0)
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
-    batch = assemble(share, r, r.numbers(Task("train", 0, 3)), fetched)
+    numbers = r.numbers(Task("train", 0, 3))
+    batch = assemble(share, r, numbers, wanted(share, r, numbers), fetched)
     assert [batch.columns["prompt"].text(i) for i in range(6)] == ["a", "a", "bé", "bé", "", ""]
     assert list(batch.rows) == [0, 1, 2, 3, 4, 5]
 

@@ -4,8 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from place import ROOT, metrics
-from pyarrow import parquet
+from place import ROOT, metrics, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +44,7 @@ def test_a_policy_in_a_shop(place):
         assert code == 0, err
         place.assert_clean()
         lines = [x for x in metrics(place.folder / layout[:2]) if "iteration" in x]
-        found.append(parquet.read_table(place.folder / layout[:2] / "rows" / "000000.parquet"))
+        found.append(rows_of(place.folder / layout[:2], 0))
         for line in lines:
             assert 1 <= line["turns"] <= 3 and 0 <= line["reward"] <= 1 and line["updates"] == 1
             assert line["policy_tokens"] + line["environment_tokens"] == line["response_tokens"]

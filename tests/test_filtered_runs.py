@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from place import metrics
-from pyarrow import parquet
+from place import metrics, ran, rows_of
 from tiny import scoring
 
 from msrl_graph.runtime.record import TIMES
@@ -52,16 +51,6 @@ deploy mine on laptop {
 """
 
 
-def rows_of(folder: Path, iteration: int) -> dict[str, list[object]]:
-    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet").to_pydict()
-
-
-def ran(place, *arguments: str) -> None:
-    code, _, err = place.run("p.rlg", *arguments)
-    assert code == 0, err
-    place.assert_clean()
-
-
 def told(folder: Path) -> list[dict[str, float]]:
     """The lines of the metrics without what is of time and place."""
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)]
@@ -76,7 +65,7 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
     (place.folder / "p.rlg").write_text(FILTERED.replace("RANKS", "4").replace("LAYOUT", layouts))
     ran(place, "--out", "four", "--record")
     for iteration in range(3):
-        one, four = (rows_of(place.folder / name, iteration) for name in ("one", "four"))
+        one, four = (rows_of(place.folder / name, iteration).to_pydict() for name in ("one", "four"))
         for column in ("prompt", "response", "host_pairs_times", "host_filter_times"):
             assert one[column] == four[column], (iteration, column)
         assert one["score"] == pytest.approx(four["score"], rel=1e-4)
@@ -93,7 +82,7 @@ def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(pla
     (place.folder / "p.rlg").write_text(REFILLED.replace("REWARD", "exact_match()"))
     ran(place, "--out", "one", "--record")
     for iteration, line in enumerate(metrics(place.folder / "one")):
-        rows = rows_of(place.folder / "one", iteration)
+        rows = rows_of(place.folder / "one", iteration).to_pydict()
         assert line["prompts_drawn"] == 8 * (1 + line["refills"]) == len(rows["row"]) / 4
         mixed = [p for p in range(int(line["prompts_drawn"])) if 0 < sum(rows["score"][4 * p : 4 * p + 4]) < 4]
         assert line["prompts_kept"] == len(mixed) >= 8 and line["rows"] == 32

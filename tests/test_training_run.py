@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from place import metrics
-from pyarrow import parquet
+from place import metrics, ran, rows_of
 from tiny import ROLLOUT, scoring
 
 pytestmark = pytest.mark.slow
@@ -36,16 +35,6 @@ deploy tiny on laptop {
   run { iterations = ITERATIONS, seed = 0, save = 1 }
 }
 """
-
-
-def rows_of(folder, iteration):
-    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet")
-
-
-def ran(place, *arguments):
-    code, _, err = place.run("p.rlg", *arguments)
-    assert code == 0, err
-    place.assert_clean()
 
 
 def test_pairs_from_data_alone(place):

@@ -332,7 +332,7 @@ class Client:
                 column = column.take(back)
             fetched[name] = column
             self.known.setdefault(name, []).append((asked_for[name], column))
-        batch = assemble(share, reader, numbers, fetched)
+        batch = assemble(share, reader, numbers, asked_for, fetched)
         self.moving += time.perf_counter() - taken
         return batch
 

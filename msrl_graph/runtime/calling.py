@@ -106,8 +106,9 @@ class Function:
                             made[name][0].append(int(unit))
                             made[name][1].append(number)
                         continue
-                    above = numbers.above(batch.rows[rows], self.reader.rows, self.written[name])
-                    wanted, first = np.unique(above, return_index=True)
+                    wanted, first = batch.rows[rows], np.arange(int(size))
+                    if self.written[name] != self.reader.rows:
+                        wanted, first = np.unique(numbers.above(wanted, self.reader.rows, self.written[name]), return_index=True)
                     one = not grouped or self.written[name] == self.reader.unit != self.reader.rows
                     for row, at, item in zip(wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True):
                         where = where if one else f"{self.scope} {unit}, row {row}"

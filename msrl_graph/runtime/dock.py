@@ -63,7 +63,7 @@ def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[A
 class Book:
     """What a controller knows of one iteration. Of each column heard of, `where` says which warehouse has a row (-1: none yet) and `heard`
     its length, or of a filter's verdict how often it goes on. `opened` are the rounds of prompts of which a row was heard, `ended` those
-    that were handed out to their end."""
+    that were handed out to their end; `seen` is the view once it is complete, since it changes no more."""
 
     task: Task
     numbers: Numbers
@@ -73,6 +73,7 @@ class Book:
     shares: list[list[Share]]  # by group
     opened: int = 1
     ended: int = 0
+    seen: View | None = None
     rounds: deque[tuple[int, Array]] | None = None  # of an update whose rows are all known: (epoch, rows), in order
 
 
@@ -187,6 +188,13 @@ class Controller:
         return first_prompts(rows, known, book.numbers.above(rows, filter.left, 0), prompts, book.task.prompts)
 
     def _view(self, book: Book) -> View:
+        if book.seen is None:
+            found = self._look(book)
+            book.seen = found if found.complete else None
+            return found
+        return book.seen
+
+    def _look(self, book: Book) -> View:
         reader, count = self.reader, book.task.prompts
         prompts, sure, complete = np.arange(book.opened * count), None, True
         if reader.refilling is not None and book.task.trains:
@@ -222,6 +230,7 @@ class Controller:
             if not some or not some[-1].last:
                 break
             book.ended += 1
+            book.seen = None if self.reader.loops else book.seen  # of another round
         return found
 
     def _deal_units(self, book: Book, seen: View) -> list[Round]:
@@ -250,8 +259,8 @@ class Controller:
                 order = np.argsort(noise.keys(reader.seed, book.task.number, epoch, seen.rows), kind="stable")
                 book.rounds.extend((epoch, np.sort(seen.rows[order[i : i + size]])) for i in range(0, max(len(order), 1), size))
         if book.rounds:
-            there = seen.units[self._ready(book, seen)]
-            while book.rounds and np.isin(book.rounds[0][1], there).all():
+            ready = self._ready(book, seen)
+            while book.rounds and ready[np.searchsorted(seen.units, book.rounds[0][1])].all():
                 epoch, rows = book.rounds.popleft()
                 found.append(self._round(book, seen, epoch, rows, not book.rounds))
         return found
@@ -290,9 +299,9 @@ def wanted(share: Share, reader: Reader, numbers: Numbers) -> dict[str, Array]:
     return {c: np.unique(numbers.above(share.rows, reader.rows, rows)) for c, rows, _ in reader.reads} if len(share.rows) else {}
 
 
-def assemble(share: Share, reader: Reader, numbers: Numbers, fetched: Mapping[str, Column]) -> Batch:
-    """Lays fetched columns (the rows of `wanted`) out by the node's rows."""
-    columns, asked = {}, wanted(share, reader, numbers)
+def assemble(share: Share, reader: Reader, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, Column]) -> Batch:
+    """Lays fetched columns, of which these rows were `asked` for (`wanted`), out by the node's rows."""
+    columns = {}
     for name, rows, _ in reader.reads if asked else ():
         place = np.searchsorted(asked[name], numbers.above(share.rows, reader.rows, rows))
         columns[name] = fetched[name] if np.array_equal(place, np.arange(len(asked[name]))) else fetched[name].take(place)

@@ -15,10 +15,10 @@ from ..diagnostics import Diagnostic, Fault
 from ..graph import Node
 from ..paths import is_folder
 from ..plan import Plan
-from ..rowsets import VERDICT, Numbers, chain, rowsets
+from ..rowsets import VERDICT, chain, rowsets
 from ..sequences import is_tokens
 from .columns import Array, Column, offsets_of
-from .readers import Task
+from .readers import Task, readers
 from .report import RunError
 from .tokens import of_column
 from .wrong import drawn, vocabulary
@@ -77,7 +77,7 @@ def write(path: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task
     names = next((drawn(graph, n) for n in graph.verb("generate")), None)
     base = found.columns[names[0]] if names else 0
     rows = columns[names[0] if names else graph.node("source").writes[0]][0]
-    numbers = Numbers(found.sets, task.prompts * (1 + (found.refilling.refill if found.refilling else 0)))
+    numbers = readers(plan)[0].numbers(task)
     table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(numbers.above(rows, base, 0))}
     declared = {c.name: c for c in graph.columns}
     sets = found.columns | {s.column: s.rows for s in found.sieves.values()} | ({names[1]: base} if names else {})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -29,14 +30,20 @@ class Table:
             self.blocks[block][rows[some] - block * self.size] = values if isinstance(values, int) else values[some]
 
     def get(self, rows: Array) -> Array:
+        if self._plain(rows):
+            return np.asarray(self.blocks[0][rows])
         out = np.full(len(rows), self.empty, np.int64)
         for block, some in self._blocks(rows):
             if block in self.blocks:
                 out[some] = self.blocks[block][rows[some] - block * self.size]
         return out
 
+    def _plain(self, rows: Array) -> bool:
+        """Whether none of these rows repeats another."""
+        return not len(rows) or bool(rows.max() < self.size)
+
     def _blocks(self, rows: Array) -> list[tuple[int, Array | slice]]:
-        if not len(rows) or rows.max() < self.size:
+        if self._plain(rows):
             return [(0, slice(None))]
         blocks = rows // self.size
         return [(int(b), np.flatnonzero(blocks == b)) for b in np.unique(blocks)]
@@ -53,7 +60,7 @@ class View:
     starts: Array
     complete: bool
 
-    @property
+    @cached_property
     def sizes(self) -> Array:
         return np.diff(np.append(self.starts, len(self.rows)))
 
