@@ -59,10 +59,20 @@ def test_group_norm_by_hand():
     assert [g[0] for g in plain] == [0.5, -0.5, -0.5, 0.5]
 
 
-@pytest.mark.parametrize("rewards", [[0.7], [1, 1, 1], [0.1] * 8])
-def test_no_spread_gives_zero_never_nan(rewards):
-    got = group_norm([np.zeros(2, np.int32)] * len(rewards), np.array(rewards, np.float32))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rewards", [[0.7], [1, 1, 1], [0.1] * 8, [1234567.1] * 7, [-3.3e38] * 11, [1e-30] * 3])
+def test_no_spread_gives_zero_never_nan(rewards, dtype):
+    got = group_norm([np.zeros(2, np.int32)] * len(rewards), np.array(rewards, dtype))
     assert all((g == 0).all() for g in got)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 0.7, 1234567.1, 1e30])
+def test_the_smallest_spread_is_one(size):
+    one = np.float32(size)
+    scores = np.array([one, np.nextafter(one, np.float32(np.inf)), one], np.float32)
+    centred = [float(g[0]) for g in group_norm([np.zeros(1, np.int32)] * 3, scores, std=False)]
+    step = float(scores[1]) - float(one)
+    assert centred == pytest.approx([-step / 3, 2 * step / 3, -step / 3], rel=1e-6)
 
 
 def test_rewards():

@@ -99,9 +99,10 @@ def _centred(scores: NDArray[np.float32]) -> Array:
     """Scores minus their mean; exactly 0 where they are all the same, whatever the mean was rounded to."""
     import numpy as np
 
-    centred = np.asarray(scores, np.float64)
-    centred = centred - centred.mean()
-    return np.zeros_like(centred) if np.all(np.abs(centred) <= 1e-12) else centred
+    exact = np.asarray(scores, np.float64)
+    centred = exact - exact.mean()
+    # Of the largest score: the rounding of a mean is 1e-15 of it for any number of them, a real spread of float32 scores 1e-8 at least.
+    return np.zeros_like(centred) if np.all(np.abs(centred) <= 1e-12 * np.abs(exact).max(initial=0)) else centred
 
 
 def _each_token(response: Sequence[NDArray[np.int32]], values: Array) -> list[Array]:
