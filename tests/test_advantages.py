@@ -132,6 +132,29 @@ def test_log_probabilities_of_another_length_are_refused():
         discounted(tokens(3), np.array([1.0]), rows([0, 0]), rows([0, 0]))
 
 
+@given(lengths, st.integers(0, 99))
+def test_tokens_that_a_mask_leaves_out_are_as_if_they_were_not_there(sizes, seed):
+    rng = np.random.default_rng(seed)
+    mask = [rng.random(n) < 0.6 for n in sizes]
+    old, ref, value = ([np.where(m, rng.normal(size=len(m)), np.nan) for m in mask] for _ in range(3))
+    score = rng.normal(size=len(sizes))
+    left = [[row[m] for row, m in zip(part, mask, strict=True)] for part in (tokens(*sizes), old, ref, value)]
+
+    def check(whole, alone):
+        for row, m, own in zip(whole, mask, alone, strict=True):
+            assert len(row) == len(m) and list(row[m]) == list(own) and not row[~m].any()
+
+    whole = discounted(tokens(*sizes), score, old, ref, mask, kl=0.1, gamma=0.9)
+    check(whole, discounted(left[0], score, left[1], left[2], kl=0.1, gamma=0.9))
+    for whiten in (True, False):
+        whole = gae(tokens(*sizes), score, value, old, ref, 0.1, mask, gamma=0.9, lam=0.8, whiten=whiten)
+        alone = gae(left[0], score, left[3], left[1], left[2], 0.1, gamma=0.9, lam=0.8, whiten=whiten)
+        for pair in zip(whole, alone, strict=True):
+            check(*pair)
+    expected = adaptive_kl(left[1], left[2], 0.05, target=0.4, horizon=10)
+    assert adaptive_kl(old, ref, 0.05, mask, target=0.4, horizon=10) == expected
+
+
 def test_adaptive_kl_by_hand():
     old, ref = rows([1.0, 0.0], [0.4], []), rows([0.0, 0.0], [0.0], [])
     # Means 0.5 and 0.4 of two responses, the empty one aside: kl 0.45.

@@ -1,7 +1,8 @@
 """Advantage estimators: what a reward is worth beside its peers.
 
 Each gives float64 arrays, one a row and as long as its response; a row that holds a nan or an infinite number gives one to all that it is
-compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp - ref_logp, in nats.
+compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp - ref_logp, in nats. Where a `mask` is
+read, the tokens that it leaves out, an environment's, are nobody's actions: what is estimated is as if they were not there, and 0 at them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def discounted(
     reward: NDArray[np.float32],
     old_logp: Sequence[NDArray[np.float32]] | None = None,
     ref_logp: Sequence[NDArray[np.float32]] | None = None,
+    mask: Sequence[NDArray[np.bool_]] | None = None,
     *,
     kl: NotNegative = 0.0,
     gamma: Share = 1.0,
@@ -58,10 +60,11 @@ def discounted(
 
     A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides; `gamma` discounts
     by token. Without log-probabilities there is no penalty. Whitened: (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch,
-    the variance unbiased; 0 where there is no spread. Gives one array a row, as long as its response, empty for an empty one.
+    the variance unbiased; 0 where there is no spread. `mask` leaves out tokens of an environment. Gives one array a row, as long as its
+    response, empty for an empty one.
     """
-    rewards = _token_rewards(response, reward, old_logp, ref_logp, kl)
-    return _whitened([_returns(r, gamma) for r in rewards])
+    rewards = _token_rewards(response, reward, old_logp, ref_logp, kl, mask)
+    return _laid(_whitened([_returns(r, gamma) for r in rewards]), mask)
 
 
 @function(scope="batch", together=("old_logp", "ref_logp", "kl_coef"))
@@ -72,6 +75,7 @@ def gae(
     old_logp: Sequence[NDArray[np.float32]] | None = None,
     ref_logp: Sequence[NDArray[np.float32]] | None = None,
     kl_coef: float = 0.0,
+    mask: Sequence[NDArray[np.bool_]] | None = None,
     *,
     gamma: Share = 1.0,
     lam: Share = 0.95,
@@ -82,17 +86,17 @@ def gae(
     A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score` besides; without
     log-probabilities there is no penalty. `value` is the value of the state before each token is written, 0 past the end:
     d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns are A + V. `whiten` then makes A into
-    (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. Gives advantages
-    and returns, one array a row each, as long as its response, empty for an empty one.
+    (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. `mask` leaves out
+    tokens of an environment. Gives advantages and returns, one array a row each, as long as its response, empty for an empty one.
     """
     import numpy as np
 
-    rewards = _token_rewards(response, score, old_logp, ref_logp, kl_coef)
-    values = [np.asarray(v, np.float64) for v in value]
+    rewards = _token_rewards(response, score, old_logp, ref_logp, kl_coef, mask)
+    values = [np.asarray(v, np.float64)[_own(mask, i)] for i, v in enumerate(value)]
     deltas = [r + gamma * np.append(v[1:], 0.0)[: len(v)] - v for r, v in zip(rewards, values, strict=True)]
     advantages = [_returns(d, gamma * lam) for d in deltas]
     returns = [a + v for a, v in zip(advantages, values, strict=True)]
-    return (_whitened(advantages) if whiten else advantages), returns
+    return _laid(_whitened(advantages) if whiten else advantages, mask), _laid(returns, mask)
 
 
 def _centred(scores: NDArray[np.float32]) -> Array:
@@ -117,8 +121,9 @@ def _token_rewards(
     old_logp: Sequence[NDArray[np.float32]] | None,
     ref_logp: Sequence[NDArray[np.float32]] | None,
     kl: float,
+    mask: Sequence[NDArray[np.bool_]] | None,
 ) -> list[Array]:
-    """The KL penalty of each token, and on the last one the row's score besides."""
+    """The KL penalty of each token that the mask leaves, and on the last one the row's score besides."""
     import numpy as np
 
     found = []
@@ -128,9 +133,27 @@ def _token_rewards(
             rewards = -kl * (np.asarray(old_logp[i], np.float64) - np.asarray(ref_logp[i], np.float64))
         if len(rewards) != len(tokens):
             raise ValueError(f"a response of {len(tokens)} tokens has {len(rewards)} log-probabilities")
+        rewards = rewards[_own(mask, i)]
         rewards[-1:] += s
         found.append(rewards)
     return found
+
+
+def _own(mask: Sequence[NDArray[np.bool_]] | None, row: int) -> NDArray[np.bool_] | slice:
+    """Which tokens of a row the policy wrote: all where no mask says."""
+    return slice(None) if mask is None else mask[row]
+
+
+def _laid(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -> list[Array]:
+    """Values of the tokens that the mask leaves at their places in whole responses, with 0 at the others."""
+    import numpy as np
+
+    if mask is None:
+        return rows
+    whole = [np.zeros(len(m)) for m in mask]
+    for values, own, row in zip(whole, mask, rows, strict=True):
+        values[own] = row
+    return whole
 
 
 def _returns(rewards: Array, discount: float) -> Array:

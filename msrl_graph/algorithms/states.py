@@ -15,18 +15,25 @@ if TYPE_CHECKING:
 
 @function(scope="batch")
 def adaptive_kl(
-    old_logp: Sequence[NDArray[np.float32]], ref_logp: Sequence[NDArray[np.float32]], kl_coef: float, *, target: Positive, horizon: Positive
+    old_logp: Sequence[NDArray[np.float32]],
+    ref_logp: Sequence[NDArray[np.float32]],
+    kl_coef: float,
+    mask: Sequence[NDArray[np.bool_]] | None = None,
+    *,
+    target: Positive,
+    horizon: Positive,
 ) -> float:
     """The next coefficient of a KL penalty: kl_coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon) (arXiv:1909.08593, section 2.2).
 
     kl is the mean over responses of the mean of old_logp - ref_logp over a response's tokens, in nats a token, as is `target`; n is how
-    many responses there are, `horizon` a number of responses. Empty responses do not count; with no other the coefficient stays. A nan
-    in a response gives nan.
+    many responses there are, `horizon` a number of responses. Empty responses do not count; with no other the coefficient stays.
+    `mask` leaves out tokens of an environment. A nan in a response gives nan.
     """
     import numpy as np
 
-    pairs = zip(old_logp, ref_logp, strict=True)
-    means = [float(np.mean(np.asarray(old, np.float64) - np.asarray(ref, np.float64))) for old, ref in pairs if len(old)]
+    estimates = [np.asarray(old, np.float64) - np.asarray(ref, np.float64) for old, ref in zip(old_logp, ref_logp, strict=True)]
+    own = estimates if mask is None else [row[m] for row, m in zip(estimates, mask, strict=True)]
+    means = [float(row.mean()) for row in own if len(row)]
     if not means:
         return float(kl_coef)
     error = float(np.clip(np.mean(means) / target - 1, -0.2, 0.2))
