@@ -1,11 +1,13 @@
 """`msrl-run` before anything runs: usage, plans that are none, machines that lack what is asked for."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from msrl_graph.cli import compile_main, run_main
+from msrl_graph.runtime.data import LOOKED
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -117,3 +119,33 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
     told = capsys.readouterr().err.splitlines()
     assert len([line for line in told if "[missing-file]" in line or "[no-data]" in line]) == 1
     assert not any("warning" in line for line in told)
+
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+CHAT = [{"role": "user", "content": "1+1="}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokenizer", "told"),
+    [
+        ([{**ROW, "prompt": "11+11+11="}] * (LOOKED + 1), "", "no-data]: no row of train.jsonl is short enough to be used"),
+        ([{**ROW, "prompt": "11+11+11="}] * LOOKED + [ROW], "", None),
+        ([ROW, {**ROW, "prompt": CHAT}], "", "bad-data]: line 2 of train.jsonl has messages in `prompt`, and the model folder "),
+        ([ROW], "{}", "missing-file]: the tokenizer of "),
+    ],
+)
+def test_data_and_tokenizer_are_tried_before_anything_is_started(rows, tokenizer, told, tmp_path, capsys, monkeypatch):
+    shutil.copytree(EXAMPLE / "model", tmp_path / "model")
+    if tokenizer:
+        (tmp_path / "model" / "tokenizer.json").write_text(tokenizer)
+    for name, content in (("train", rows), ("test", [ROW])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    shutil.copy(EXAMPLE / "grpo.rlg", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_main(["grpo.rlg", "--dry-run", "--diagnostics", "concise"]) == (1 if told else 0)
+    printed = capsys.readouterr()
+    if told:
+        (line,) = [x for x in printed.err.splitlines() if "error[" in x]
+        assert told in line.replace(f"{tmp_path}/", "")
+    else:
+        assert f"source {len(rows)} rows" in printed.out + printed.err

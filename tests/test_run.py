@@ -223,16 +223,6 @@ def test_three_hosts_train_as_one(place, reference):
 
 
 @pytest.mark.slow
-def test_prompts_that_are_all_too_long_are_refused(place):
-    place.write(*ONE_RANK, ("prompt    : i32[<= 6]", "prompt    : i32[<= 2]"))
-    code, _, err = place.run("p.rlg", "--out", "results")
-    assert code == 1
-    assert "error[no-data]: no row of" in err and "train.jsonl is short enough to be used" in err and "data source" in err, err
-    assert not (place.folder / "results").exists()
-    place.assert_clean()
-
-
-@pytest.mark.slow
 def test_a_function_that_fails_is_named_with_its_line(place):
     place.function("return float(response == answer) / (len(answer) - 2)")
     place.write(*ONE_RANK, MINE)

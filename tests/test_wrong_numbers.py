@@ -22,6 +22,7 @@ from msrl_graph.engine import Asked
 from msrl_graph.layout import Layout
 from msrl_graph.runtime import wrong
 from msrl_graph.runtime.columns import Column, ragged
+from msrl_graph.runtime.data import LOOKED
 from msrl_graph.runtime.packing import pack
 from msrl_graph.runtime.readers import Task, readers
 from msrl_graph.runtime.report import Report, RunError
@@ -338,16 +339,18 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
 
 
 @pytest.mark.slow
-def test_a_tokenizer_that_knows_more_than_the_model_is_told_before_training(place):
+def test_a_row_far_down_that_cannot_be_used_is_told_before_training(place):
     path = own_model(place) / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "?", "special": False})
     path.write_text(json.dumps(tokenizer))
-    (place.folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+?=", "answer": "2"}\n')
+    rows = ['{"prompt": "1+1=", "answer": "2"}\n'] * LOOKED + ['{"prompt": "1+?=", "answer": "2"}\n']
+    (place.folder / "odd.jsonl").write_text("".join(rows))
     text = place.write(*ONE_RANK, ('"train.jsonl"', '"odd.jsonl"'))
     line = text[: text.index("data source")].count("\n") + 1
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 1
-    assert "error[bad-data]: line 2 of " in err and "has the token 16 ('?') in `prompt`, outside the vocabulary of 16" in err, err
+    assert f"error[bad-data]: line {LOOKED + 1} of " in err, err
+    assert "has the token 16 ('?') in `prompt`, outside the vocabulary of 16" in err, err
     assert f"--> p.rlg:{line}:" in err and not (place.folder / "a").exists()
     place.assert_clean()

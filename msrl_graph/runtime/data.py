@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,21 @@ from . import fields, order
 from .columns import DTYPES, Array, Column, ragged, texts
 from .tokens import BadMessages, Messages, Tokens, messages
 from .wrong import outside, vocabulary
+
+LOOKED = 1000  # rows that are tokenised before a run is started
+
+
+def check(data: Data, plan: Plan) -> int:
+    """The number of rows of a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be used, and where
+    no row is short enough."""
+    rows = read(data, plan.graph)
+    try:
+        Dataset(data, plan, rows=dict(islice(rows.items(), LOOKED)))
+    except Fault as fault:
+        if len(rows) <= LOOKED or fault.diagnostics[0].code != "no-data":
+            raise
+        Dataset(data, plan, rows=rows)
+    return len(rows)
 
 
 def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
@@ -111,15 +127,16 @@ def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str
 
 class Dataset:
     """The usable rows of a data file, numbered from 0 in its order. `left_out` counts the others, each by the first of its columns that is
-    longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words."""
+    longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words. `rows` are some of
+    the file's, as `read` gives them; else it is read."""
 
-    def __init__(self, data: Data, plan: Plan, tokenizer: Any = None) -> None:
+    def __init__(self, data: Data, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
         self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
         self.responses = responses(plan.graph)
-        rows = read(data, plan.graph)
+        rows = rows or read(data, plan.graph)
         self.lines = list(rows)
         self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
         self._match()

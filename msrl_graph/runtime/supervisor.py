@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ..architecture import Model
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Node
@@ -34,6 +35,7 @@ from .folder import choose, lock, make
 from .pool import NoResources, check_machine
 from .processes import MARK, Temporary, sweep
 from .record import read
+from .tokens import Tokens
 
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,6 +112,8 @@ def check(plan: Plan) -> dict[str, int]:
             if not list(Path(model.path).glob(pattern)):
                 found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
     if not found:
+        found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
+    if not found:
         found = weights.lacking(plan)
     if "source" not in plan.deploy.data:
         found.append(
@@ -117,10 +121,10 @@ def check(plan: Plan) -> dict[str, int]:
                 "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
             )
         )
-    sizes = {}
+    sizes, able = {}, not found  # data needs the models' tokenizers
     for name, item in plan.deploy.data.items():
         try:
-            sizes[name] = len(data.read(item, plan.graph))
+            sizes[name] = data.check(item, plan) if able else len(data.read(item, plan.graph))
         except Fault as fault:
             found += fault.diagnostics
     if found:
@@ -128,6 +132,15 @@ def check(plan: Plan) -> dict[str, int]:
     if not os.environ.get("RAY_ADDRESS"):
         check_machine(plan)
     return sizes
+
+
+def _unreadable(model: Model) -> Diagnostic | None:
+    """What is wrong with a folder's tokenizer."""
+    try:
+        Tokens(model.path)
+    except Exception as error:  # the library raises nothing more special
+        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span)
+    return None
 
 
 @dataclass(frozen=True)
