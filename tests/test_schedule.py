@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,12 +11,20 @@ import page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.graph import Column, Edge, Graph, Node, Worker
+from msrl_graph.graph import Column, Edge, Expr, Graph, Node, Worker
 from msrl_graph.layout import Layout
 from msrl_graph.passes.schedule import Schedule
-from msrl_graph.plan import EngineChoice, Evaluation, Placement, Plan, Pool, Stream
+from msrl_graph.plan import EngineChoice, Evaluation, Instruction, Placement, Plan, Pool, Stream
+from msrl_graph.rowsets import looping
+from msrl_graph.runtime.actors import Client
+from msrl_graph.runtime.readers import Task
 
-WORKERS = (Worker("actor", "policy", model="policy"), Worker("reference", "policy", True, "policy"), Worker("host", "function"))
+WORKERS = (
+    Worker("actor", "policy", model="policy"),
+    Worker("reference", "policy", True, "policy"),
+    Worker("reward", "reward_model", True, "reward"),
+    Worker("host", "function"),
+)
 
 
 def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]], pools: dict[str, str] | None = None) -> Plan:
@@ -123,3 +132,101 @@ def test_all_streams_follow_one_order(found: Plan) -> None:
     order = nx.DiGraph((a, b) for stream in runs for a, b in pairwise(stream))
     order.add_edges_from((e.src, e.dst) for e in found.graph.samples())
     assert nx.is_directed_acyclic_graph(order)
+
+
+class Rounds(Client):
+    """What a process does in so many rounds of prompts; an AGAIN that is asked stands there with the round after which."""
+
+    def __init__(self, stream: Stream, rounds: int) -> None:
+        self.rounds = rounds
+        self.steps: list[tuple[Instruction, int]] = []
+        for step in self.walk(stream.instructions, Task("train", 0, 1)):
+            self.steps.append((step, 0))
+
+    def again(self, node: str, task: Task, rounds: int) -> bool:
+        self.steps.append((Instruction("AGAIN", node), rounds))
+        return rounds < self.rounds
+
+
+@st.composite
+def refilled(draw: st.DrawFn) -> Plan:
+    """Plans in which some function is a filter that refills."""
+    found = draw(plans())
+    flow, updates = found.graph.flow, {n.name for n in found.graph.verb("update")}
+    filters = [n.name for n in found.graph.nodes if n.name != "source" and n.worker == "host" and not updates & nx.ancestors(flow, n.name)]
+    if not filters:
+        return found
+    chosen, attributes = draw(st.sampled_from(filters)), {"refill": Expr("number", 3)}
+    nodes = tuple(replace(n, attributes=attributes) if n.name == chosen else n for n in found.graph.nodes)
+    return Schedule()(replace(found, graph=replace(found.graph, nodes=nodes)))
+
+
+def walk(found: Plan, rounds: int) -> None:
+    """Every pool walks its stream of an iteration of so many rounds; fails where one waits for ever, or weights are not there."""
+    _, repeated = looping(found.graph)
+    streams = [s for s in found.schedule if s.task == "train"]
+    left = [Rounds(s, rounds).steps for s in streams]
+    for steps in left:  # weights are there when a state generates, and do not come twice
+        runs, there = {s.node for s, _ in steps if s.op == "RUN"}, set[str]()
+        for step, _ in steps:
+            if step.op == "RESHARD" and step.other in runs:
+                assert step.other not in there
+                there.add(step.other)
+            elif step.op == "RELEASE":
+                there.remove(step.node)
+            elif step.op == "RUN" and step.node in {e.dst for e in found.graph.reshards()}:
+                assert step.node in there
+    for step in {x for steps in left for x in steps if x[0].op == "RESHARD"}:
+        assert len({steps.count(step) for steps in left} - {0}) == 1  # who sends does it as often as who receives
+    left = [[(s, r) for s, r in steps if s.op in ("RUN", "RESHARD", "AGAIN")] for steps in left]
+    done, moved = Counter[str](), True
+    while moved:
+        moved = False
+        for stream in left:
+            while stream:
+                step, round = stream[0]
+                meeting = [s for s in left if stream[0] in s] if step.op == "RESHARD" else [stream]
+                if step.op == "AGAIN":
+                    ready = done[step.node] >= round
+                elif step.op == "RESHARD":
+                    ready = all(s[0] == stream[0] for s in meeting)
+                else:
+                    before = nx.ancestors(found.graph.flow, step.node)
+                    mine = done[step.node] + 1 if step.node in repeated else rounds
+                    ready = all(done[a] >= (mine if a in repeated else 1) for a in before)
+                if not ready:
+                    break
+                done[step.node] += step.op == "RUN"
+                for other in meeting:
+                    other.pop(0)
+                moved = True
+    assert not any(left)
+    assert all(done[n.name] == (rounds if n.name in repeated else 1) for n in found.graph.nodes)
+
+
+@given(refilled(), st.integers(1, 3))
+def test_rounds_of_prompts_never_deadlock(found: Plan, rounds: int) -> None:
+    walk(found, rounds if looping(found.graph)[0] else 1)
+
+
+def test_weights_that_come_anew_in_each_round_from_a_pool_that_has_a_part_in_it() -> None:
+    nodes = [
+        Node("source", "host", "source", (), ("prompt",)),
+        Node("actor.generate", "actor", "generate", ("prompt",), ("response",)),
+        Node("reward.infer", "reward", "infer", ("response",), ("score",)),
+        Node("reference.infer", "reference", "infer", ("response",), ("ref_logp",)),
+        Node("host.keep", "host", "keep", ("score", "ref_logp"), (), attributes={"refill": Expr("number", 3)}),
+        Node("actor.update", "actor", "update", ("response",), ()),
+    ]
+    edges = [(a.name, b.name) for a in nodes for b in nodes if {*a.writes} & {*b.reads}] + [("host.keep", "actor.update")]
+    found = plan(nodes, edges, [], {"actor.generate": "more", "reward.infer": "more"})
+    trainer, generator, _ = ([f"{i.op} {i.other or i.node}" for i in s.instructions] for s in found.schedule)
+    assert trainer == ["RESHARD actor.generate", "RUN reference.infer", "AGAIN actor.generate", "RUN actor.update"]
+    assert generator == [
+        "RESHARD actor.generate",
+        "RUN actor.generate",
+        "RELEASE actor.generate",
+        "RUN reward.infer",
+        "AGAIN actor.generate",
+    ]
+    walk(found, 3)

@@ -59,22 +59,34 @@ def _again(
     streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
     """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its weights there for
-    the next; else they come anew, from another pool too."""
-    found, released = [], set[str]()
+    the next; else they come anew, from another pool too, and whoever sends them repeats that with all that lies between."""
+    anew, known = set[str](), -1  # generations
+    while len(anew) > known:
+        known = len(anew)
+        for _, stream in streams:
+            if part := _round(stream, repeated, anew):
+                anew |= {x.other for x in stream[part] if x.op == "RESHARD"} | {x.node for x in stream[part] if x.op == "RELEASE"}
+    found = []
     for pool, stream in streams:
-        places = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
-        if places:
-            last = places[-1] + 1
-            released |= {x.node for x in stream[:last] if x.op == "RELEASE"}
-            stream = (*stream[:last], Instruction("AGAIN", filter, stream[places[0]].node), *stream[last:])
+        if part := _round(stream, repeated, anew):
+            first = stream[part.start]
+            again = Instruction("AGAIN", filter, first.node if first.op == "RUN" else first.other)
+            stream = (*stream[: part.stop], again, *stream[part.stop :])
         found.append((pool, stream))
-    for n, (pool, stream) in enumerate(found):
-        runs = {x.node for x in stream if x.op == "RUN"}
-        sent = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in released - runs]
-        if sent:
-            last = sent[-1] + 1
-            found[n] = pool, (*stream[:last], Instruction("AGAIN", filter, stream[sent[0]].other), *stream[last:])
     return found
+
+
+def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Collection[str]) -> slice | None:
+    """The part of a stream that a round repeats, where weights of the generations `anew` come in each; None where there is none."""
+    states = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
+    weights = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in repeated]
+    first = min([*states, *(i for i in weights if stream[i].other in anew)], default=None)
+    if first is None:
+        return None
+    last = max((*states, *weights))
+    if stream[last].node in anew:
+        last += 1  # RELEASE: what stays would not be looked for again
+    return slice(first, last + 1)
 
 
 def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
