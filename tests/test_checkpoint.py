@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ranks
 
@@ -42,6 +44,21 @@ def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path, plan):
     path = save(tmp_path, plan, 3)
     assert found(tmp_path) == [path] and sound(path).iteration == 3
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_what_cannot_be_written_is_an_os_error(tmp_path):
+    import torch
+
+    shard = Shard("w", ((0, 1000),), torch.zeros(1000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a full disk, to safetensors
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(tmp_path, "weights", [("actor/weights", shard)])
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.write_arrays(tmp_path, "states", {"solved": np.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_the_newest_are_kept(tmp_path, plan):

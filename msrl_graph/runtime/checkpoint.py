@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,17 +75,29 @@ def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]]) -> File:
     from safetensors.torch import save_file
 
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
-    path = folder / name
-    save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, path)
-    return _written(path, tuple(Piece(key, s.box) for key, s in held.items()))
+    with _as_os_error():
+        save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, folder / name)
+    return _written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
 
 
 def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> File:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
     from safetensors.numpy import save_file
 
-    save_file(dict(arrays), folder / name)
+    with _as_os_error():
+        save_file(dict(arrays), folder / name)
     return _written(folder / name, ())
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A full disk is no OSError to safetensors."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _written(path: Path, pieces: tuple[Piece, ...]) -> File:
