@@ -357,6 +357,21 @@ def test_a_judge_that_someone_kills_has_not_judged(capsys):
     assert "took more than 1.5 s" in capsys.readouterr().err
 
 
+def test_a_judge_that_someone_kills_while_it_starts_is_replaced(monkeypatch):
+    monkeypatch.setattr(judge, "_idle", [])
+    there = {p.pid for p in judges()}
+
+    def kill():
+        while not (new := [p for p in judges() if p.pid not in there]):
+            time.sleep(0.002)
+        new[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    assert math_verify(r"\boxed{2x}", "x + x") == 1
+    killer.join()
+
+
 def test_a_library_that_does_not_start_is_no_score(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text("raise SystemExit(7)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

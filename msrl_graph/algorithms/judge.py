@@ -23,6 +23,10 @@ CLOCK = 10  # seconds by the clock for one of processor time: a busy machine cha
 TIMERS = {signal.SIGPROF, signal.SIGALRM}
 
 
+class Killed(RuntimeError):
+    """Somebody has killed a judge before it was ready."""
+
+
 class Judge:
     """A process of its own. RuntimeError where it does not start."""
 
@@ -38,7 +42,9 @@ class Judge:
         if self._stdout.readline() != b"ready\n":
             status = self.process.wait()
             self.end()
-            raise RuntimeError(f"the process that runs math-verify did not start: it ended with status {status}")
+            raise (Killed if status < 0 else RuntimeError)(
+                f"the process that runs math-verify did not start: it ended with status {status}"
+            )
 
     def ask(self, question: bytes) -> bool | None:
         """The verdict; None where the judge died of the question."""
@@ -78,8 +84,13 @@ def equal(response: str, answer: str, *, marked: bool, timeout: float) -> tuple[
     """
     question = json.dumps([response, marked, answer, timeout]).encode() + b"\n"
     status = 0
-    for _ in range(2 + len(_idle)):  # a judge that someone else killed has not judged, and those that wait may all be dead
-        judge = _taken()
+    for left in range(1 + len(_idle), -1, -1):  # a judge that someone else killed has not judged, and those that wait may all be dead
+        try:
+            judge = _taken()
+        except Killed:
+            if not left:
+                raise
+            continue
         try:
             verdict = judge.ask(question)
         except BaseException:  # an interrupt leaves a question unanswered
