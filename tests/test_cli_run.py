@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
+from msrl_graph.runtime import supervisor
 from msrl_graph.runtime.data import LOOKED
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -149,3 +151,25 @@ def test_data_and_tokenizer_are_tried_before_anything_is_started(rows, tokenizer
         assert told in line.replace(f"{tmp_path}/", "")
     else:
         assert f"source {len(rows)} rows" in printed.out + printed.err
+
+
+NAMED = """  state solved : f32 per prompt = 0.5
+  source(prompts) -> prompt, answer { weights = "mine.py:weigh" }
+  node host.one(reward) { keep = "mine.py:one", per = prompt }
+  node host.other(reward) { select = "mine.py:other", per = prompt }
+  node host.solved(reward, solved) -> solved { call = "mine.py:mean", per = prompt }
+  host.reward -> host.one -> host.other -> host.advantage, host.solved
+"""
+
+
+def test_python_that_a_program_names_is_found_from_any_folder(tmp_path, monkeypatch):
+    """Processes of a Ray that is there already have a working directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    for item in ("train.jsonl", "test.jsonl", "model"):
+        Path(item).symlink_to(EXAMPLE / item)
+    names = ("weigh(solved)", "one(reward)", "other(reward)", "mean(reward, solved)")
+    Path("mine.py").write_text("".join(f"def {name}: ...\n" for name in names))
+    text = (EXAMPLE / "grpo.rlg").read_text().replace("  source(prompts) -> prompt, answer\n", NAMED)
+    plan = supervisor.prepare(compile("p.rlg", text=text)).plan
+    found = {str(e.value) for n in plan.graph.nodes for e in n.attributes.values() if ".py:" in str(e.value)}
+    assert found == {f"{tmp_path}/mine.py:{name.split('(')[0]}" for name in names}

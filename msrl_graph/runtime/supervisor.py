@@ -26,7 +26,7 @@ import msgspec
 from ..architecture import Model
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
-from ..graph import Node
+from ..graph import Expr, Node
 from ..plan import Plan
 from ..unready import unready
 from . import checkpoint, data, rows, weights
@@ -377,12 +377,13 @@ def _first(message: str, more: str) -> str:
 def _absolute(plan: Plan) -> Plan:
     """The plan with absolute paths: Ray's processes have a working directory of their own."""
 
+    def expression(e: Expr) -> Expr:
+        path, colon, name = str(e.value).rpartition(":")
+        value = f"{Path(path).absolute()}:{name}" if e.kind == "call" and colon else e.value
+        return replace(e, value=value, args=tuple(map(expression, e.args)))
+
     def node(n: Node) -> Node:
-        call = n.attributes.get("call")
-        if call is None or ":" not in str(call.value):
-            return n
-        path, _, name = str(call.value).rpartition(":")
-        return replace(n, attributes={**n.attributes, "call": replace(call, value=f"{Path(path).absolute()}:{name}")})
+        return replace(n, attributes={key: expression(e) for key, e in n.attributes.items()})
 
     data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
     models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
