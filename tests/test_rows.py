@@ -58,6 +58,13 @@ def test_a_file_holds_every_column_by_response(tmp_path):
     assert table["prompt_text"][2] == TOKENIZER.decode(PROMPTS[1].tolist(), skip_special_tokens=False)
 
 
+def test_an_iteration_of_which_no_prompt_was_left(tmp_path):
+    path = rows.file(tmp_path, 0)
+    rows.write(path, one_rank(), {"prompt": (np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
+    table = parquet.read_table(path)
+    assert table.num_rows == 0 and {"row", "prompt_row", "prompt", "prompt_text"} == {*table.column_names}
+
+
 def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
     path = written(tmp_path)
     table = parquet.read_table(path)

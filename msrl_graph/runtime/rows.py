@@ -76,7 +76,8 @@ def write(path: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task
     graph, found = plan.graph, rowsets(plan.graph)
     names = next((drawn(graph, n) for n in graph.verb("generate")), None)
     base = found.columns[names[0]] if names else 0
-    rows = columns[names[0] if names else graph.node("source").writes[0]][0]
+    nothing = (np.zeros(0, np.int64), None)  # a filter may leave no prompt to generate from
+    rows, _ = columns.get(names[0] if names else graph.node("source").writes[0], nothing)
     numbers = readers(plan)[0].numbers(task)
     table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(numbers.above(rows, base, 0))}
     declared = {c.name: c for c in graph.columns}
