@@ -29,6 +29,7 @@ from .report import Report, RunError
 from .warehouse import Round, Warehouse, told
 
 T = TypeVar("T")
+Question = tuple[str, int, str, int]  # a node, its group (-1: `again`), a task, and which share, or after how many rounds
 
 
 def settle(folder: str, logs: str, process: str) -> None:
@@ -73,7 +74,8 @@ class Picture:
     doing: dict[str, tuple[str, float]]
 
 
-@ray.remote(num_cpus=0, max_concurrency=1000)
+# Every process of a run may wait at once, and news must get past them.
+@ray.remote(num_cpus=0, max_concurrency=100_000)
 class ControllerHost:
     """The controllers of one host, one for each node-state whose first rank is there. What depends on who came first is kept in the
     warehouse `near` before anybody hears of it; a process that takes a dead one's place begins with what the `warehouses` know, and
@@ -87,7 +89,7 @@ class ControllerHost:
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.order = asyncio.Lock()  # decisions are handed out in the order in which they were made
         self.changed = asyncio.Condition()
-        self.waits: dict[tuple[str, int], tuple[str, float]] = {}
+        self.waits: dict[Question, float] = {}  # since when somebody waits for the answer
         self.doing: dict[str, tuple[str, float]] = {}
         self.last = ""
         self.moves = 0  # news and shares so far
@@ -147,7 +149,7 @@ class ControllerHost:
         ahead of time does not wait while others are at work. `process` is who begins with the share as soon as it has it: were it to tell
         that itself, its word could die with it."""
         controller = await self._controller(node)
-        share = await self._until(node, group, key, lambda: controller.take(key, group, index))
+        share = await self._until((node, group, key, index), lambda: controller.take(key, group, index))
         self.last = node
         self._move()
         if process and len(share.units):
@@ -157,24 +159,23 @@ class ControllerHost:
     async def again(self, node: str, key: str, rounds: int) -> bool:
         """Whether after so many rounds of prompts the filter `node` needs another one, as soon as that is known."""
         controller = await self._controller(node)
-        return await self._until(node, -1, key, lambda: controller.again(key, rounds))
+        return await self._until((node, -1, key, rounds), lambda: controller.again(key, rounds))
 
     async def _controller(self, node: str) -> Controller:
         await self._ready()
         return self.controllers[node]
 
-    async def _until(self, node: str, group: int, key: str, ask: Callable[[], T | None]) -> T:
+    async def _until(self, question: Question, ask: Callable[[], T | None]) -> T:
         """What a controller answers, as soon as it does."""
-        begin = time.monotonic()
-        self.waits[node, group] = (key, begin)
+        begin = self.waits[question] = time.monotonic()
         async with self.changed:
             while (answer := ask()) is None:
                 try:
                     await asyncio.wait_for(self.changed.wait(), max(begin, self.moved) + self.deadline - time.monotonic())
                 except TimeoutError:
                     if time.monotonic() >= max(begin, self.moved) + self.deadline:
-                        raise DockTimeout(f"{self._wait(node, group)}, and for {self.deadline:g} s no row has moved") from None
-        self.waits.pop((node, group), None)
+                        raise DockTimeout(f"{self._wait(question)}, and for {self.deadline:g} s no row has moved") from None
+        self.waits.pop(question, None)  # several may have asked it: ranks, and who takes a dead one's place
         return answer
 
     def _move(self) -> None:
@@ -185,13 +186,13 @@ class ControllerHost:
         """A process tells what it begins to do."""
         self.doing[process] = (what, time.monotonic())
 
-    def _wait(self, node: str, group: int) -> Wait:
-        key, begin = self.waits[node, group]
-        return Wait(node, group, key, time.monotonic() - begin, self.controllers[node].missing(key))
+    def _wait(self, question: Question) -> Wait:
+        node, group, key, _ = question
+        return Wait(node, group, key, time.monotonic() - self.waits[question], self.controllers[node].missing(key))
 
     async def picture(self) -> Picture:
         now = time.monotonic()
-        waits = tuple(self._wait(node, group) for node, group in sorted(self.waits))
+        waits = tuple(map(self._wait, sorted(self.waits)))
         return Picture(self.last, self.moves, waits, {p: (what, now - since) for p, (what, since) in self.doing.items()})
 
 

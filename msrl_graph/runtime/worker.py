@@ -73,8 +73,8 @@ class Rank(Training, Generation):
         instructions = [i for stream in streams for i in stream if i.op != "RUN" or due(self.plan.graph.node(i.node), task.number)]
         runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
         # What comes after a round of prompts is not asked for ahead: another round may come first.
-        self.following = {a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if b.op == "RUN"}
-        if runs and self._first(first := self.plan.graph.node(runs[0].node)):
+        self.following = {a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if (a.op, b.op) == ("RUN", "RUN")}
+        if runs and runs[0].op == "RUN" and self._first(first := self.plan.graph.node(runs[0].node)):
             self._ask(first, task)
         for instruction in self.client.walk(instructions, task):
             if instruction.op in TOLD:
