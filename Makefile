@@ -6,6 +6,7 @@ VENV_VERL := .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
+PROGRAM ?= grpo
 NAMES ?=
 SEEDS ?= 0 1 2
 
@@ -40,9 +41,9 @@ test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 	$(BIN)/pytest -n 2 --dist loadfile -m slow
 
-# Kills processes of runs and counts what that costs; 200 take about an hour.
+# Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs; 200 take about an hour.
 chaos: $(VENV)/ready
-	$(BIN)/python bench/chaos.py --kills $(KILLS)
+	$(BIN)/python bench/chaos.py --kills $(KILLS) --program $(PROGRAM)
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py

@@ -1,12 +1,13 @@
 """Kills processes of a run with -9 at random moments, and counts what is lost: rows, runs, processes, files, seconds.
 
-The example runs with a checkpoint every other iteration. At random moments of whatever phase a rank, the warehouse, the controllers, a
-function host, the driver, the supervisor, Ray's raylet or its GCS is killed, several in each run. A run ends well when its metrics are,
-line for line, those of a run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is killed cannot start
-itself again: nothing of it may be left, and it is gone on with by --resume.
+An example runs with a checkpoint every other iteration: GRPO; DAPO, which draws prompts until enough of them survive; or PF-PPO, whose rows
+repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws prompts by these. At random moments of
+whatever phase a rank, the warehouse, the controllers, a function host, the driver, the supervisor, Ray's raylet or its GCS is killed,
+several in each run. A run ends well when its metrics are, line for line, those of a run that nobody disturbed, and its weights bit for
+bit the same. A run whose supervisor is killed cannot start itself again: nothing of it may be left, and it is gone on with by --resume.
 
-A row is lost when an iteration's optimizer steps saw fewer responses than it has, doubled when they saw more; a hang is a run that does
-not write a line for --patience seconds. The last line is JSON.
+A row is lost when an iteration's optimizer steps saw fewer responses than undisturbed, doubled when they saw more; a hang is a run that
+does not write a line for --patience seconds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -24,13 +26,33 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from safetensors.numpy import load_file
 
 from msrl_graph.runtime.record import TIMES
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SOLVED = """
+  state solved : f32 per prompt = 0.5
+  source(prompts) -> prompt, answer { weights = around(solved) }
+  node host.solved(correct, solved) -> solved { call = moving_mean(reward = correct, mean = solved), per = prompt }
+  host.correct -> host.solved
+"""
+# Of each program the file, changes to its text, and params.
+PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
+    "grpo": ("arithmetic/grpo.rlg", [('"./model"', '"../arithmetic/model"'), (' "t', ' "../arithmetic/t')], ["prompts=8", "group=4"]),
+    "dapo": ("dapo/dapo.rlg", [("devices_per_node = 1", "devices_per_node = 2")], ["prompts=8", "group=4"]),
+    "pf_ppo": (
+        "pf_ppo_pow/pf_ppo_pow.rlg",
+        [
+            ("devices_per_node = 1", "devices_per_node = 2"),
+            ("  source(prompts) -> prompt, answer\n", SOLVED),
+        ],
+        ["prompts=8", "samples=4"],
+    ),
+}
 # What a process's command line or name holds.
 TARGETS = {
     "rank": "ray::Rank",
@@ -45,6 +67,7 @@ TARGETS = {
 # Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
 RESTARTS = TARGETS.keys() - {"controllers", "functions"}
 SHARED = Path("/dev/shm")
+Result = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines of metrics, weights
 
 
 @dataclass
@@ -62,24 +85,31 @@ class Count:
 
 
 class Place:
-    """A folder with the example in it and a temporary folder of its own, by which its processes are known."""
+    """A folder with a program in it and a temporary folder of its own, by which its processes are known."""
 
-    def __init__(self, folder: Path, iterations: int) -> None:
+    def __init__(self, folder: Path, program: str, iterations: int) -> None:
         self.folder, self.iterations = folder, iterations
-        for item in ("train.jsonl", "test.jsonl", "model"):
-            (folder / item).symlink_to(EXAMPLE / item)
-        text = (EXAMPLE / "grpo.rlg").read_text()
+        path, changes, params = PROGRAMS[program]
+        self.sets = [word for param in params for word in ("--set", param)]
+        text = (EXAMPLES / path).read_text()
         run = f"run {{ iterations = {iterations}, seed = 0, save = 2, restarts = 1000 }}"
-        text = text.replace("run { iterations = 320, seed = 0 }", run).replace("every = 40", f"every = {iterations // 2}")
-        text = text.replace("mini_batch = 256", "mini_batch = 16")
-        assert run in text
+        for old, new in [*changes, ('"../', f'"{EXAMPLES}/')]:
+            assert old in text, old
+            text = text.replace(old, new)
+        for old, new in (
+            (r"run \{ .* \}", run),
+            (r"\bevery( *)= \d+", f"every = {iterations // 2}"),
+            (r"mini_batch = \d+", "mini_batch = 16"),
+        ):
+            assert re.search(old, text), old
+            text = re.sub(old, new, text)
         (folder / "p.rlg").write_text(text)
         self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: Ray's sockets lie below it
         self.shared = set(SHARED.iterdir())
 
     def start(self, out: str, *more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"]
-        command += ["p.rlg", "--set", "prompts=8", "--set", "group=4", *(more or ("--out", out))]
+        command += ["p.rlg", *self.sets, *(more or ("--out", out))]
         environment = {**os.environ, "TMPDIR": str(self.temporary)}
         with (self.folder / f"{out}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -103,15 +133,16 @@ class Place:
     def drivers(self) -> set[int]:
         return {pid for pid, command in self.processes().items() if TARGETS["driver"] in command}
 
-    def result(self, out: str) -> tuple[list[dict[str, object]], dict[str, bytes]]:
+    def result(self, out: str) -> Result:
         lines = [json.loads(x) for x in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
         lines = [{k: v for k, v in x.items() if k not in TIMES} for x in lines]
-        weights = load_file(self.folder / out / "weights" / "actor" / "model.safetensors")
-        return lines, {k: v.tobytes() for k, v in weights.items()}
+        workers = sorted((self.folder / out / "weights").iterdir())
+        return lines, {f"{w.name} {k}": v.tobytes() for w in workers for k, v in load_file(w / "model.safetensors").items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--program", choices=PROGRAMS, default="grpo")
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--each", type=int, default=8, help="kills in one run")
     parser.add_argument("--iterations", type=int, default=40)
@@ -123,7 +154,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     count = Count()
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(Path(folder), options.iterations)
+        place = Place(Path(folder), options.program, options.iterations)
         try:
             process = place.start("quiet")
             assert process.wait() == 0, (place.folder / "quiet.log").read_text()
@@ -141,7 +172,7 @@ def main() -> None:
     report(count)
 
 
-def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: object) -> int:
+def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: Result) -> int:
     """One run and its kills: how many there were until it ended."""
     names, wanted = options.only or list(TARGETS), kills
     count.runs += 1
@@ -198,11 +229,10 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
         return wanted - kills
     count.finished += 1
     lines_now, weights = place.result(out)
-    for line in lines_now:
-        if "rows" in line:
-            rows = int(line["rows"])  # type: ignore[call-overload]
-            count.rows_lost += max(0, 32 - rows)
-            count.rows_twice += max(0, rows - 32)
+    for line, undisturbed in zip(lines_now, reference[0], strict=False):
+        more = int(line.get("rows", 0)) - int(undisturbed.get("rows", 0))
+        count.rows_lost += max(0, -more)
+        count.rows_twice += max(0, more)
     if (lines_now, weights) != reference:
         count.differing += 1
         count.remarks.append(f"{out}: other metrics or weights than the undisturbed run's")
