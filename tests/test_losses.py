@@ -30,6 +30,21 @@ def test_dual_clip_by_hand():
     assert same(clip(logp, advantage, old, dual=3.0), 6, -2.4, 2.2)
 
 
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(ratio):
+    logp = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)  # in float32 the exponential of 200 is infinite
+    old, advantage, lengths = torch.tensor([-200.0, -200.0, -1.0]), torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1, 1, 1])
+    loss, figures = clip(logp, advantage, old, lengths, ratio=ratio)
+    loss.sum().backward()
+    assert loss.tolist() == [pytest.approx(-2.4), 0, -1] and logp.grad.tolist() == [0, 0, -1]
+    assert figures["clipped"].tolist() == [1, 0, 0]
+    logp.grad = None
+    loss = clip(logp, -advantage, old, lengths, dual=3.0, ratio=ratio)[0]
+    loss.sum().backward()
+    assert loss.tolist() == [6, 0, 1] and logp.grad.tolist() == [0, 0, 1]
+    assert clip(logp, -advantage, old, lengths, ratio=ratio)[0][0].item() == math.inf  # unbounded: the run is to hear of it
+
+
 def test_the_ratio_of_a_sequence_by_hand():
     # Two rows of 2 and 1 tokens and an empty one: mean log-ratios (0.3 - 0.1) / 2 = 0.1 and -0.5.
     logp, old = f64(-0.7, -1.1, -1.5).requires_grad_(), f64(-1, -1, -1)

@@ -50,7 +50,9 @@ def clip(
             raise ValueError("the ratio of a sequence needs the rows' lengths")
         mean = _sums(log_ratio.detach(), lengths) / lengths.clamp(min=1)
         log_ratio = mean.repeat_interleave(lengths) + (logp - logp.detach())
-    r = log_ratio.exp()
+    # Where the loss is bounded its gradient is 0 for a large ratio, and would be nan for one that overflows.
+    most = log_ratio.clamp(max=60)
+    r = (most.where(advantage >= 0, log_ratio) if dual is None else most).exp()
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
     loss = (-advantage * r).maximum(-advantage * clipped)
     loss = loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
