@@ -370,17 +370,19 @@ def test_when_an_update_is_due():
     assert [i for i in range(12) if due(late, i)] == [2, 5, 8, 11] and all(due(always, i) for i in range(12))
 
 
-def test_a_state_is_a_factor_of_a_term():
+@pytest.mark.parametrize(("of", "per"), [("", "batch"), (" per prompt", "prompt")])
+def test_a_state_is_a_factor_of_a_term(of, per):
     """`beta` as an update reads it: one number of each row."""
     stage = Stage(
         one_rank(
-            ("  worker actor     : policy\n", "  state beta : f32 = 0.5\n  worker actor     : policy\n"),
+            ("  worker actor     : policy\n", f"  state beta : f32{of} = 0.5\n  worker actor     : policy\n"),
             ("ref_logp, advantage) {", "ref_logp, advantage, beta) {"),
             ("clip(0.2) + kl_coef * kl(low_var)", "clip(0.2) + 2 * beta * kl(k1)"),
             ("  param kl_coef = 0.001\n", ""),
             (
                 "{ call = group_norm(), per = prompt }",
-                "{ call = group_norm(), per = prompt }\n  node host.next(reward, beta) -> beta { call = moving_mean(0.9), per = batch }",
+                "{ call = group_norm(), per = prompt }\n"
+                f"  node host.next(reward, beta) -> beta {{ call = moving_mean(0.9), per = {per} }}",
             ),
             ("  host.reward -> host.advantage", "  host.reward -> host.advantage, host.next"),
         )
@@ -392,3 +394,8 @@ def test_a_state_is_a_factor_of_a_term():
     loss, clip, kl = (stage.told.sums[name] for name in ("loss", "loss/clip", "loss/kl"))
     assert kl[0] / kl[1] == pytest.approx(0.25, abs=1e-5)
     assert loss[0] == pytest.approx(clip[0] / clip[1] + 2 * 0.75 * 0.25, abs=1e-5)
+    # A rank that has no rows of a mini-batch has no states of them either.
+    none, report = np.zeros(0, np.int64), Report("")
+    batch = Batch(share(none, 8, 8, {"response": 20}), none, {} if of else {"beta": Column(np.zeros(0, np.float32))})
+    stage._update(stage.plan.graph.node("actor.update"), TASK, batch, report)
+    assert report.sums["updates"] == (1, 0) and report.sums["grad_norm"] == (0, 1)

@@ -52,7 +52,8 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     read, declared = sequences(graph, node), {c.name: c for c in graph.columns}
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows has no columns either.
-    columns = {c: _empty(declared[c]) for c in node.reads if c in declared} | batch.columns
+    columns = {c: _empty(declared[c]) for c in node.reads if c in declared}
+    columns |= {s: Column(np.zeros(0)) for s in node.states} | batch.columns
     names = [*read.context, *read.scored]
     tokens, strange = wrong.known_tokens([columns.pop(c) for c in names], vocabulary)
     found = dict(zip(names, tokens, strict=True))
