@@ -40,6 +40,8 @@ COLUMNS = (
     Column("advantage", "f32", (Dim(like="response"),), 1),
     Column("difficulty", "f32", (), 0, per="prompt"),
     Column("notes", "json", (), 1),
+    Column("level", "i32", (), 1),
+    Column("right", "bool", (), 1),
 )
 RESPONSES = ["ab", "c", "", "def"]
 READS = ("answer", "response", "score")
@@ -108,6 +110,14 @@ def test_ids_where_no_text_is_asked_for_and_values_a_token(tmp_path):
     assert list(out["advantage"].lengths) == [2, 1, 0, 3]
 
 
+def test_whole_numbers_and_truths_of_any_type_are_taken(tmp_path):
+    out = call(tmp_path, "def f(score):\n    return score * 2, score == 2\n", ("level", "right"))
+    assert out["level"].values.tolist() == [2, 4, 6, 8] and out["level"].values.dtype == np.int32
+    assert out["right"].values.tolist() == [False, True, False, False]
+    out = call(tmp_path, "def f(score):\n    return int(score) == 2, int(score) % 2\n", ("level", "right"))
+    assert out["level"].values.tolist() == [0, 1, 0, 0] and out["right"].values.tolist() == [True, False, True, False]
+
+
 def test_options_renamed_columns_and_a_generator_keyed_by_unit(tmp_path):
     source = "def f(value, rng, *, scale=1.0):\n    return float(value) * scale + rng.random() * 1e-3\n"
     arguments = (("value", Expr("column", "score")), ("scale", Expr("number", 3.0)))
@@ -139,6 +149,13 @@ def test_an_option_that_is_a_call_is_what_that_gives():
         ("return None", ("reward",), "row", "on row 0 of iteration 7: BadResult: it returned None for `reward`"),
         ("return float('nan')", ("reward",), "row", "it returned nan for `reward`"),
         ("return 'good'", ("reward",), "row", "it returned str 'good' for `reward`, where f32 belongs"),
+        ("return '3.5'", ("reward",), "row", "it returned str '3.5' for `reward`, where f32 belongs"),
+        ("return float(score) / 4", ("level",), "row", "it returned float 0.25 for `level`, where i32 belongs"),
+        ("return '12'", ("level",), "row", "it returned str '12' for `level`, where i32 belongs"),
+        ("return 2**31", ("level",), "row", "it returned int 2147483648 for `level`, where i32 belongs"),
+        ("return (score * 0 + 1).astype('f8') * 2**31", ("level",), "row", "for `level`, where i32 belongs"),
+        ("return __import__('numpy').array(0.25)", ("level",), "row", "it returned ndarray array(0.25) for `level`, where i32 belongs"),
+        ("return 0.5", ("right",), "row", "it returned float 0.5 for `right`, where bool belongs"),
         ("return [1.0, 2.0]", ("reward",), "row", "it returned list of 2 for `reward`, where one number belongs"),
         ("return 1.0", ("advantage",), "row", "it returned float 1.0 for `advantage`, where one value a token belongs"),
         ("return [1.0]", ("advantage",), "row", "it returned 1 values for `advantage`, where `response` has 2 tokens"),

@@ -44,10 +44,12 @@ class Returned:
                 raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
             return value
         try:
-            array: Array = np.asarray(value, DTYPES[column.element])
-            if value is None:
-                raise TypeError  # to numpy it is nan
-        except (TypeError, ValueError):
+            with np.errstate(invalid="ignore"):
+                array: Array = np.asarray(value, DTYPES[column.element])
+            given = np.asarray(value)
+            if value is None or given.dtype.kind in "SU" or (array.dtype.kind in "ib" and not np.array_equal(array, given)):
+                raise TypeError  # numpy makes nan of None, 3.5 of "3.5", and of 3.5 the whole number 3
+        except (TypeError, ValueError, OverflowError):
             raise BadResult(f"it returned {brief(value)} for `{name}`, where {column.element} belongs") from None
         if array.ndim != len(column.dims):
             belongs = "one number" if not column.dims else "one value a token" if len(column.dims) == 1 else "a row of values a token"
@@ -104,6 +106,6 @@ def blame(node: Node, error: BaseException, where: str) -> str:
 
 def brief(value: Any) -> str:
     """A value in few words."""
-    if hasattr(value, "__len__") and not isinstance(value, str):
+    if hasattr(value, "__len__") and not isinstance(value, str) and getattr(value, "ndim", None) != 0:
         return f"{type(value).__name__} of {len(value)}"
     return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
