@@ -51,6 +51,12 @@ def test_greedy_agrees_with_transformers(generator):
         assert len(tokens) == 5 or tokens[-1] == 1
 
 
+def test_the_end_token_is_that_of_the_config_where_none_is_stated_for_generation(tmp_path):
+    shutil.copytree(EXAMPLE / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true}')
+    assert hf.Engine(models.load("./model", tmp_path, None, NOWHERE), Layout(), 0, None, 0).ends == [1]
+
+
 def test_draws_follow_the_distribution(generator):
     """The first token of one prompt, drawn 4,000 times, against the softmax."""
     logits = transformer_logits(PROMPTS[1], 0.8)

@@ -6,6 +6,7 @@ memory only between `allocate` and `release`; their boxes are those of layout.sh
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..architecture import Model
@@ -63,10 +64,10 @@ class Engine:
         self.group = mesh["tp"].get_group() if layout.tp > 1 else None
         if self.group is not None:
             _join(self.module, self.group, layout.coordinates(rank).tp)
-        try:
+        ends = None
+        with suppress(OSError):
             ends = GenerationConfig.from_pretrained(model.path).eos_token_id
-        except OSError:
-            ends = self.module.config.eos_token_id
+        ends = self.module.config.eos_token_id if ends is None else ends  # a generation_config.json may say nothing of it
         self.ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         self.stops: dict[tuple[str, ...], Stops] = {}
 
