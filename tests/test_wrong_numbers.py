@@ -220,6 +220,19 @@ def test_an_empty_response_contributes_nothing():
     assert stage.told.sums["updates"] == (1.0, 0) and math.isfinite(stage.told.sums["loss"][0])
 
 
+@pytest.mark.parametrize("changes", [(), (SKIP,)])
+def test_what_has_no_beginning_is_fed_to_nobody(changes):
+    """As where a function wrote the prompt and found nothing to say."""
+    stage = Stage(one_rank(*changes))
+    columns = stage.sampled()
+    bare = ragged([columns["prompt"][i] if i != 3 else np.zeros(0) for i in range(8)], np.int32)
+    what = "what its model reads first holds no token, from which nothing can be predicted"
+    with pytest.raises(RunError, match=rf"^`actor.infer` \(line 24\) on row 3 of iteration 3: {what}$"):
+        stage.act("actor.infer", columns | {"prompt": bare})
+    with pytest.raises(RunError, match=rf"^`actor.generate` \(line 23\) on row 3 of iteration 3: {what}$"):
+        stage.act("actor.generate", {"prompt": bare})
+
+
 def test_a_loss_that_is_not_finite_is_told_with_its_row():
     stage = Stage(one_rank())
     columns = stage.sampled()

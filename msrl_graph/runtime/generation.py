@@ -65,6 +65,7 @@ class Generation(Engines):
             stop=_strings(node, "stop"),
         )
         context = self._context(node, batch)
+        self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
         if "environment" in node.attributes:

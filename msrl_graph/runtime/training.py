@@ -37,7 +37,7 @@ class Training(Engines):
         self.stepped = False  # whether weights have changed since the task began
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
-        seen, written = self._given(node, batch), [self.plan.graph.column(c) for c in node.writes]
+        seen, written = self._given(node, task, batch), [self.plan.graph.column(c) for c in node.writes]
         best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
         with torch.no_grad():
@@ -63,7 +63,7 @@ class Training(Engines):
             if self.local == 0:
                 report.remarks.append(f"`{node.name}` (line {node.span.line}) has no rows in iteration {task.number}: it takes no step")
             return {}
-        trainer, seen = self.trainers[node.worker], self._given(node, batch)
+        trainer, seen = self.trainers[node.worker], self._given(node, task, batch)
         known = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
@@ -125,10 +125,12 @@ class Training(Engines):
 
     # From rows to what is computed of them.
 
-    def _given(self, node: Node, batch: Batch) -> Given:
+    def _given(self, node: Node, task: Task, batch: Batch) -> Given:
         compared = self.watch.comparison
         like = {compared.column: compared.response} if compared else {}
-        return given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
+        found = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
+        self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
+        return found
 
     def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:
         """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some

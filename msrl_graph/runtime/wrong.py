@@ -88,13 +88,17 @@ class Watch:
 
     def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, what: str) -> None:
         """Ends the run, or counts the rows under `reason`, if there is one, and has it said."""
-        when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
-        message = f"`{node.name}` (line {node.span.line}) on {listed(rows)} of {when}: {what}"
+        message = _message(node, task, rows, what)
         if self.stops:
             raise RunError(message)
         if reason:
             report.count(f"wrong/{reason}", len(rows), 0)
         report.remarks.append(message)
+
+    def begun(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
+        """Ends the run where what a model reads before what it predicts has no token, which no `on_nan` helps."""
+        if len(bare := rows[lengths == 0]):
+            raise RunError(_message(node, task, bare, "what its model reads first holds no token, from which nothing can be predicted"))
 
     def finite(
         self, node: Node, task: Task, report: Report, reason: str, what: str, rows: Array, column: Column, known: Array | None = None
@@ -149,6 +153,11 @@ class Watch:
         self.tell(node, task, report, "drift", rows[far], what)
         known[far] = True
         return known
+
+
+def _message(node: Node, task: Task, rows: Array, what: str) -> str:
+    when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
+    return f"`{node.name}` (line {node.span.line}) on {listed(rows)} of {when}: {what}"
 
 
 def not_finite(column: Column) -> Array:
