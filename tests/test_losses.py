@@ -45,6 +45,15 @@ def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(rati
     assert clip(logp, -advantage, old, lengths, ratio=ratio)[0][0].item() == math.inf  # unbounded: the run is to hear of it
 
 
+def test_how_far_the_policy_has_gone_by_hand():
+    # r = 2, 1 and 0.5: r - 1 - log r, of each token's own r also where the row has one ratio.
+    logp, advantage, old = f64(math.log(2), 0, -math.log(2)), f64(1, 1, -1), f64(0, 0, 0)
+    expected = 1 - math.log(2), 0, math.log(2) - 0.5
+    assert same(clip(logp, advantage, old)[1]["kl"], *expected)
+    assert same(clip(logp, advantage, old, torch.tensor([2, 1]), ratio="sequence")[1]["kl"], *expected)
+    assert same(clip(f64(1e-9), f64(1), f64(0))[1]["kl"], 0)  # no rounding of 1 + x: a float32 of 1e-4 would be off by itself
+
+
 def test_the_ratio_of_a_sequence_by_hand():
     # Two rows of 2 and 1 tokens and an empty one: mean log-ratios (0.3 - 0.1) / 2 = 0.1 and -0.5.
     logp, old = f64(-0.7, -1.1, -1.5).requires_grad_(), f64(-1, -1, -1)

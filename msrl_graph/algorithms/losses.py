@@ -41,10 +41,12 @@ def clip(
     the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
     row) for each token of the row; its gradient is r times that of the token's `logp`, so that one advantage for the row gives GSPO's
     (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's (eq. 14). ValueError where it has no `lengths`. Tells the `ratio` of each
-    token, and whether it is `clipped`, so that it has no gradient.
+    token, whether it is `clipped`, so that it has no gradient, and `kl`, r - 1 - log r of its own r, in nats: an estimate of
+    KL(old, new), how far the policy has gone from the one that drew (k3, http://joschu.net/blog/kl-approx.html).
     """
     old = logp.detach() if old_logp is None else old_logp
     log_ratio = logp - old
+    own = log_ratio.detach().clamp(max=60)  # finite, as `most` is below
     if ratio == "sequence":
         if lengths is None:
             raise ValueError("the ratio of a sequence needs the rows' lengths")
@@ -56,7 +58,7 @@ def clip(
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
     loss = (-advantage * r).maximum(-advantage * clipped)
     loss = loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
-    return loss, {"ratio": r, "clipped": (loss != -advantage * r).float()}
+    return loss, {"ratio": r, "clipped": (loss != -advantage * r).float(), "kl": own.expm1() - own}
 
 
 @loss_term
