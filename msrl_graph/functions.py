@@ -80,6 +80,11 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item, makers) for item in items}
 
 
+def loss_terms(source: str) -> dict[str, Signature]:
+    """The signatures of the top-level functions of a user's file as terms of a loss, which they are by being called in one."""
+    return {item.name: _signature(item, {}, "loss") for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
+
+
 def classes(source: str) -> dict[str, dict[str, Signature]]:
     """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without the instance; by
     class and name. SyntaxError where it is not Python."""
@@ -96,9 +101,9 @@ def classes(source: str) -> dict[str, dict[str, Signature]]:
     return found
 
 
-def _signature(item: ast.FunctionDef, makers: dict[str, set[str]]) -> Signature:
+def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | None = None) -> Signature:
     a = item.args
-    kind = _kind(item)
+    kind = kind or _kind(item)
     positional = [*a.posonlyargs, *a.args]
     names = {p.arg for p in positional}
     with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}

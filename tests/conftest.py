@@ -45,6 +45,19 @@ def golden(update: bool) -> Callable[[str, str], None]:
     return compare
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one."""
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def _cleared(place: Place) -> None:
     for pid in place.processes():
         os.kill(pid, signal.SIGKILL)

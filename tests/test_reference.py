@@ -13,7 +13,7 @@ from language import TESTS, told
 
 from msrl_graph import algorithms, reference
 from msrl_graph.cli import compile_main
-from msrl_graph.dsl import calls
+from msrl_graph.dsl import computed
 from msrl_graph.dsl.attributes import FLOPS, RATE, TABLE, TIME, Quantity
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
@@ -47,7 +47,7 @@ def test_every_page_is_part_of_it() -> None:
     ("kind", "known"),
     [
         ("attributes", [*TABLE, "engine"]),
-        ("options", list(calls.OPTIMIZERS)),
+        ("options", list(computed.OPTIMIZERS)),
         ("list", list(facts.LISTS)),
         ("syntax", list(syntax.known())),
     ],

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, Stage, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
-from torch import distributed as dist
 from torch.nn.functional import logsigmoid
 
 from msrl_graph.runtime import checkpoint
@@ -19,16 +18,8 @@ from msrl_graph.runtime.report import Report
 from msrl_graph.runtime.training import due
 from msrl_graph.runtime.weights import lacking
 
+pytestmark = pytest.mark.usefixtures("alone")
 TASK = Task("train", 3, 4, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory):
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

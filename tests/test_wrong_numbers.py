@@ -14,7 +14,6 @@ from place import ONE_RANK, SMALL, metrics
 from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, Stage, one_rank, same
 from test_ranks import mesh, model
-from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.backends import fsdp
@@ -27,6 +26,7 @@ from msrl_graph.runtime.packing import pack
 from msrl_graph.runtime.readers import Task, readers
 from msrl_graph.runtime.report import Report, RunError
 
+pytestmark = pytest.mark.usefixtures("alone")
 SKIP = ("seed = 0 }", "seed = 0, on_nan = skip }")
 NO_INFER = (
     ("  node actor.infer(prompt, response) -> old_logp\n", ""),
@@ -40,16 +40,6 @@ DECLARED = (
     ("    reward    : f32\n", "    drawn : f32[response]\n    reward    : f32\n"),
     ("-> response {", "-> response, drawn {"),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone(tmp_path_factory):
-    """A process group of one."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # Who compares.

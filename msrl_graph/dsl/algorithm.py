@@ -17,7 +17,8 @@ from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
 from . import ast
 from .attributes import COUNT, TABLE, read, shown
-from .calls import Caller, Folder, Library, types
+from .calls import Caller, Folder, Library
+from .computed import types
 from .derive import node_name
 from .expressions import Names, Problems, evaluate, mistake
 from .levels import levels
@@ -312,7 +313,10 @@ class _Algorithm:
             elif name.text not in self.doubled:
                 known = [n for n, (w, _) in self.declared.items() if w in ("column", "state") and n != name.text]
                 message = f"`{node}` {verb} `{name.text}`, which " + (f"is a {what}, not a column" if what else "no column is called")
-                self.problems.tell("unknown-column", message, name.span, nearest(name.text, known))
+                help = nearest(name.text, known)
+                if what == "param":
+                    help = f"a call or a loss names it as it is; one that a node sets is a state, `state {name.text} : f32 = …`"
+                self.problems.tell("unknown-column", message, name.span, help)
         return tuple(columns), tuple(states)
 
     def _need(self, node: ast.Node, statement: str) -> None:

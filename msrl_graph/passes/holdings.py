@@ -172,7 +172,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, state.worker) is not None,
         recompute=placement.engine.options.get("recompute") == "full",
-        entropy="loss" in state.attributes and "entropy" in _calls(state.attributes["loss"]),
+        # A term of a file may ask for it: its signature is not at hand.
+        entropy="loss" in state.attributes and any(c == "entropy" or ":" in c for c in _calls(state.attributes["loss"])),
         given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
     )
 

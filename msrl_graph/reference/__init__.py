@@ -27,6 +27,11 @@ FOLDER = Path(__file__).parent
 PAGES = ("words", "algorithm", "nodes", "losses", "edges", "extends", "cluster", "deploy", "result", "library")
 # What people look a section up by, beside the names of its statements and the words of its title.
 _ALSO = {
+    "Rows": ("rows",),
+    "Units": ("units",),
+    "Losses": ("loss",),
+    "Loss terms": ("loss",),
+    "Optimizers": ("optimizer",),
     "Changing an algorithm": ("extends", "drop"),
     "Sample edges": ("->",),
     "Resharding edges": ("=>",),

@@ -16,7 +16,7 @@ from .. import algorithms, models, unready
 from ..backends import DEFAULT, ENGINES
 from ..cluster import DEVICES, Device, Figure
 from ..dsl import attributes as kinds
-from ..dsl import calls, expressions
+from ..dsl import calls, computed, expressions
 from ..dsl.deploy import option_type
 from ..functions import Option, Signature
 from ..graph import ELEMENTS, KINDS
@@ -26,12 +26,12 @@ from . import syntax
 MACHINES = ("cpu", "here")
 _CALLER = calls.Caller("", (), (), {}, lambda span: Path(), expressions.Problems())
 _BY_ATTRIBUTE = {
-    calls.FunctionCall: 'a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`',
-    calls.Keep: "a comparison of a column or state with a number, or a call",
-    calls.Per: "`row`, `batch` or a column",
-    calls.Environment: '`"file.py:Class"`',
-    calls.Loss: "an expression of loss terms",
-    calls.Optimizer: "a call of an optimizer",
+    computed.FunctionCall: 'a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`',
+    computed.Keep: "a comparison of a column or state with a number, or a call",
+    computed.Per: "`row`, `batch` or a column",
+    computed.Environment: '`"file.py:Class"`',
+    computed.Loss: "an expression of loss terms",
+    computed.Optimizer: "a call of an optimizer",
     kinds.Reduce: "`tokens`, `sequences` or `constant(n)`",
 }
 _UNITS = {"B": "bytes", "B/s": "bytes a second", "FLOP/s": "FLOP a second", "s": "a time"}
@@ -61,7 +61,7 @@ def types(statement: str) -> dict[str, kinds.Type]:
     if statement == "engine":
         found = {name: kind for engine in ENGINES.values() for name, kind in engine.options.items()}
         return {name: option_type(kind) for name, kind in sorted(found.items())}
-    return calls.types(statement, _CALLER)
+    return computed.types(statement, _CALLER)
 
 
 def attributes(of: str, body: str) -> list[Row]:
@@ -179,7 +179,7 @@ def _files() -> dict[str, str]:
 def options(optimizer: str, body: str) -> str:
     """An optimizer with what its options mean; ValueError where these are not its options, each once."""
     lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
-    known = [o.name for o in calls.OPTIMIZERS[optimizer].options]
+    known = [o.name for o in computed.OPTIMIZERS[optimizer].options]
     if [name for name, *_ in lines] != known:
         raise ValueError(f"`{optimizer}` has the options {', '.join(known)}, in this order, each with one description")
     items = [f"- `{name}`{f' (default {default})' if default else ''}: {meaning}" for name, default, meaning in lines]

@@ -11,13 +11,11 @@ import operator
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import algorithms, noise
-from ..functions import Signature, signatures
 from ..graph import Expr, Node
 from ..plan import Plan
 from ..rowsets import Sieve, rowsets
@@ -26,7 +24,7 @@ from .dock import Batch
 from .readers import Reader, Task
 from .report import RunError
 from .tokens import of_column
-from .values import BadResult, Returned, blame, brief, imported, seen
+from .values import BadResult, Returned, blame, brief, called, seen
 from .wrong import not_finite
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -64,7 +62,7 @@ class Function:
         self.comparison = node.attributes[key] if node.attributes[key].kind != "call" else None
         if self.comparison is None:
             call = node.attributes[key]
-            self.call, self.signature = _find(call)
+            self.call, self.signature = called(call, "function")
             self.options, renamed = _options(call), call.columns()
             # Parameter -> column or state, for the parameters whose column the node reads.
             known = (*node.reads, *node.states)
@@ -203,26 +201,21 @@ class Function:
         return float(number)
 
 
-def _find(call: Expr) -> tuple[Callable[..., Any], Signature]:
-    """The function that a node calls: of the package, or of a file ("path.py:name")."""
-    name = str(call.value)
-    if ":" not in name:
-        return algorithms.load("function", name), algorithms.library()["function", name][0]
-    path, _, function = name.rpartition(":")
-    return getattr(imported(path, call), function), signatures(Path(path).read_text(encoding="utf-8"))[function]
-
-
-def weigher(source: Node) -> Callable[[Mapping[str, Array]], Array]:
-    """What draws prompts: from the states of all rows of the data to a weight for each."""
+def weigher(source: Node) -> Callable[[Mapping[str, Array], Mapping[str, float]], Array]:
+    """What draws prompts: from the states of all rows of the data, and those of the run, to a weight for each."""
     expr = source.attributes["weights"]
-    call, signature = _find(expr)
+    call, signature = called(expr, "function")
     options, renamed = _options(expr), expr.columns()
 
-    def weigh(tables: Mapping[str, Array]) -> Array:
-        found = np.asarray(call(**{p: tables[renamed.get(p, p)] for p in signature.columns}, **options), np.float64)
-        rows = len(next(iter(tables.values())))
+    def weigh(tables: Mapping[str, Array], of_run: Mapping[str, float]) -> Array:
+        states, rows = {**of_run, **tables}, len(next(iter(tables.values())))
+        try:
+            result = call(**{p: states[renamed.get(p, p)] for p in signature.columns if renamed.get(p, p) in states}, **options)
+            found = np.asarray(result, np.float64)
+        except Exception as error:
+            raise RunError(blame(source, error, "the states that `weights` reads")) from error
         if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
-            what = f"`weights` of the source (line {source.span.line}) returned {brief(found)}"
+            what = f"`weights` of the source (line {source.span.line}) returned {brief(result)}"
             raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")
         return found
 

@@ -100,7 +100,7 @@ class FunctionHost:
         if not task.trains:
             chosen = np.arange(len(dataset))
         elif self.weigh is not None:
-            chosen = dataset.drawn(self.weigh(tables), task.number, first, task.prompts)
+            chosen = dataset.drawn(self.weigh(tables, task.states), task.number, first, task.prompts)
         else:
             chosen = dataset.indices(task.position + first, task.prompts)
         columns = dataset.take(chosen)

@@ -7,15 +7,16 @@ by a count of the whole mini-batch, all ranks and micro-batches together.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
-from .. import algorithms
 from ..functions import Signature
 from ..graph import Expr, Node
+from .values import BadResult, brief, called
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
@@ -52,7 +53,7 @@ class Value:
 def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
     """The calls in a loss, with their signatures."""
     if expr.kind == "call":
-        yield expr, algorithms.library()["loss", str(expr.value)][0]
+        yield expr, _term(expr)[1]
     else:
         for part in expr.args:
             yield from terms(part)
@@ -99,11 +100,11 @@ def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor
     """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be a cycle, which
     holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
     if expr.kind == "call":
-        name = str(expr.value)
-        part = algorithms.load("loss", name)(**_arguments(expr, node, inputs), **expr.options())
+        term, signature = _term(expr)
+        part = term(**_arguments(expr, node, inputs), **expr.options())
         part, told = part if isinstance(part, tuple) else (part, {})
-        parts[name] = part
-        figures |= {f"{name}/{figure}": value.detach() for figure, value in told.items()}
+        parts[signature.name] = _fitting(part, signature, inputs)
+        figures |= {f"{signature.name}/{figure}": torch.as_tensor(value).detach() for figure, value in told.items()}
         return part
     if expr.kind in ("column", "state"):
         return inputs.columns[str(expr.value)]
@@ -114,13 +115,29 @@ def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor
 
 
 def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, torch.Tensor]:
-    signature = algorithms.library()["loss", str(term.value)][0]
+    _, signature = _term(term)
     binds = bound(term, signature, node)
     given = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
     for name in signature.fills:
         of = name.removesuffix("_lengths")
         given[name] = inputs.lengths[binds[of]] if of != name else inputs.fills[name]
     return given
+
+
+def _fitting(part: Any, signature: Signature, inputs: Inputs) -> torch.Tensor:
+    """What a term gave; BadResult where it is not a number a token, or a row: `reduce` alone knows the whole mini-batch."""
+    lengths = inputs.fills["lengths"]
+    count, each = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
+    if isinstance(part, torch.Tensor) and part.shape == (count,):
+        return part
+    what = f"a tensor of the shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else brief(part)
+    raise BadResult(f"`{signature.name}` returned {what}, where one of the shape ({count},) belongs, a number a {each}")
+
+
+@cache
+def _term(call: Expr) -> tuple[Callable[..., Any], Signature]:
+    """A term of a loss and its signature: a file is read once."""
+    return called(call, "loss")
 
 
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:

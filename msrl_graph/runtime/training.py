@@ -23,7 +23,8 @@ from .dock import Batch
 from .engines import Engines, adamw
 from .packing import Given, flat, given
 from .readers import Task
-from .report import Report
+from .report import Report, RunError
+from .values import blame
 
 Sum = tuple[str, float, float]  # name, total, weight
 
@@ -75,7 +76,7 @@ class Training(Engines):
         figures: list[Sum] = []
         for rows in micro:
             inputs, own = self._computed(node, seen, rows)
-            found = loss.evaluate(node, inputs)
+            found = self._loss(node, task, inputs)
             total = loss.reduce(node, found.loss, inputs.lengths[next(iter(seen.scored))], whole)
             trainer.backward(total)
             outputs.append(own)
@@ -171,6 +172,15 @@ class Training(Engines):
         fills = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
         inputs = loss.Inputs(fills | {"lengths": lengths[next(iter(seen.scored))]}, columns, logps, lengths)
         return inputs, Outputs(*(x if x is None else x.detach() for x in made[:2]))
+
+    def _loss(self, node: Node, task: Task, inputs: loss.Inputs) -> loss.Value:
+        try:
+            found = loss.evaluate(node, inputs)
+        except Exception as error:
+            raise RunError(blame(node, error, f"iteration {task.number}")) from error
+        if not found.loss.requires_grad:
+            raise RunError(f"the loss of `{node.name}` (line {node.span.line}) has no gradient: nothing in it depends on the weights")
+        return found
 
     def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:
         """Tokens that enter the loss, over all ranks."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .. import algorithms
+from ..functions import Kind, Signature, loss_terms, signatures
 from ..graph import Expr, Node
 from ..plan import Plan
 from .columns import DTYPES, Array, Column, ragged, texts
@@ -80,6 +82,16 @@ def seen(column: Column, element: str, row: int, text: bool, tokens: Tokens | No
     if element in ("text", "json"):
         return column.text(row) if element == "text" or text else json.loads(column.text(row))
     return tokens.decode([column[row]])[0] if tokens else column[row]
+
+
+def called(call: Expr, kind: Kind) -> tuple[Callable[..., Any], Signature]:
+    """What a program calls: of the package, or of a file ("path.py:name")."""
+    name = str(call.value)
+    if ":" not in name:
+        return algorithms.load(kind, name), algorithms.library()[kind, name][0]
+    path, _, function = name.rpartition(":")
+    read = loss_terms if kind == "loss" else signatures
+    return getattr(imported(path, call), function), read(Path(path).read_text(encoding="utf-8-sig"))[function]
 
 
 def imported(path: str, call: Expr) -> Any:

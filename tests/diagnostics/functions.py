@@ -113,3 +113,11 @@ def plain(response, answer: str):
 
 def told(response, answer: str, task):
     return float(len(response))
+
+
+def reinforced(logp, advantage, *, scale=1.0):
+    return -scale * advantage * logp
+
+
+def ranked(best: "LogProbs", best_logp) -> "Rows":  # noqa: F821
+    return best

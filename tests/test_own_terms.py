@@ -1,0 +1,73 @@
+"""Terms of a loss in a file beside the program: what they are computed from, and what is told where they give what is no loss."""
+
+import inspect
+import re
+
+import pytest
+from stage import Stage, one_rank, same
+
+from msrl_graph import Fault, algorithms
+from msrl_graph.runtime.report import RunError
+
+pytestmark = pytest.mark.usefixtures("alone")
+LOSS = "clip(0.2) + kl_coef * kl(low_var)"
+CISPO = """
+def cispo(logp, old_logp, advantage, *, high=0.28):
+    weight = (logp - old_logp).exp().clamp(max=1 + high).detach()
+    return -weight * advantage * logp, {"weight": weight, "most": float(weight.max())}
+"""
+
+
+def updated(path, source, call, reads="ref_logp, "):
+    """A rank after an update with a term of a file."""
+    path.write_text(source)
+    stage = Stage(one_rank((LOSS, f'"{path}:{call}'), ("ref_logp, advantage", f"{reads}advantage")))
+    columns = stage.sampled()
+    columns |= stage.act("actor.infer", columns)
+    columns |= stage.act("reference.infer", columns)
+    stage.act("actor.update", columns)
+    return stage
+
+
+def test_a_copy_of_a_term_of_the_package_does_the_same(tmp_path):
+    source = inspect.getsource(algorithms.load("loss", "kl")).replace("Tokens", "object")
+    source = source.replace("@loss_term", "from typing import Literal\n")
+    mine = updated(tmp_path / "mine.py", source, 'kl"(form = mse) * 0.1 + clip(0.2)')
+    theirs = Stage(one_rank((LOSS, "kl(mse) * 0.1 + clip(0.2)")))
+    columns = theirs.sampled()
+    columns |= theirs.act("actor.infer", columns)
+    columns |= theirs.act("reference.infer", columns)
+    theirs.act("actor.update", columns)
+    assert same(mine.whole(), theirs.whole())
+    assert mine.told.sums["loss/kl"] == theirs.told.sums["loss/kl"]
+
+
+def test_a_term_tells_figures_under_its_name(tmp_path):
+    sums = updated(tmp_path / "mine.py", CISPO, 'cispo"(high = 0.1)', "").told.sums
+    total, tokens = sums["cispo/weight"]
+    assert total == pytest.approx(tokens, rel=1e-3)  # of the weights that drew the tokens
+    assert sums["cispo/most"] == (pytest.approx(1, rel=1e-3), 1)
+    assert sums["loss/cispo"][1] == tokens
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("return -logp.mean()", "`f` returned a tensor of the shape (), where one of the shape (N,) belongs, a number a token"),
+        ("return 1.0", "`f` returned float 1.0, where one of the shape (N,) belongs, a number a token"),
+        ("return advantage.nothing", "failed on iteration 3: AttributeError: 'Tensor' object has no attribute 'nothing', at FILE:2"),
+        ("return -advantage * logp.detach()", "the loss of `actor.update` (line 28) has no gradient: nothing in it depends on the weights"),
+    ],
+)
+def test_what_is_no_loss_is_told(tmp_path, body, told):
+    path = tmp_path / "mine.py"
+    with pytest.raises(RunError) as error:
+        updated(path, f"def f(logp, advantage):\n    {body}\n", 'f"()', "")
+    assert told.replace("FILE", str(path)) in re.sub(r"\(\d+,\)", "(N,)", str(error.value))
+
+
+def test_a_term_is_held_against_its_signature(tmp_path):
+    (tmp_path / "mine.py").write_text(CISPO)
+    with pytest.raises(Fault) as fault:
+        one_rank((LOSS, f'"{tmp_path / "mine.py"}:cispo"'), ("old_logp, ref_logp, advantage", "advantage"))
+    assert [d.message for d in fault.value.diagnostics] == ["`cispo` needs `old_logp`, which `actor.update` does not read"]
