@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     levels.no_common_row,
     levels.value_of_row,
     states.state_scope,
+    states.weighed,
     filters.broken_groups,
     filters.refilled_batch,
     filters.refilled_twice,

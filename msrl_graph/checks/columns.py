@@ -13,6 +13,7 @@ import networkx as nx
 from ..diagnostics import Diagnostic
 from ..functions import Kind, Signature
 from ..graph import ELEMENTS, Graph, Node
+from ..plan import reported as is_metric
 
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 
@@ -104,7 +105,9 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
         if column.name not in read:
             what = f"`{column.name}` is written by `{writers[column.name][0].name}`, and nobody reads it" if column.name in writers else ""
             message = what or f"nobody writes or reads `{column.name}`"
-            found.append(Diagnostic("unused-column", message, column.span, "remove it", "warning"))
+            told = what and is_metric(graph, column.name)
+            help = "remove it, unless it is there for its mean in the metrics: `evaluate` reports it too" if told else "remove it"
+            found.append(Diagnostic("unused-column", message, column.span, help, "warning"))
     return found
 
 

@@ -22,6 +22,8 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.nodes:
         if not node.filters or node.per != "row" or not graph.level(node):
             continue
+        if any(s.scope != "row" for _, s in calls(node, library)):
+            continue  # it must filter whole groups itself, which is told of it
         above = next((c.name for c in graph.columns if c.level == graph.under[graph.level(node)]), "")
         for after in (graph.node(n) for n in sorted(nx.descendants(graph.flow, node.name))):
             for call, signature in calls(after, library):

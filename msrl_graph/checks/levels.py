@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..diagnostics import Diagnostic
-from ..graph import ELEMENTS, Graph, Node
+from ..graph import ELEMENTS, Column, Graph, Node
 from .columns import Library
 
 
@@ -37,6 +37,7 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     kinds, twice = {w.name: w.kind for w in graph.workers}, Counter(c for n in graph.nodes for c in n.writes)
     for node in graph.nodes:
+        scattered: dict[str, list[Column]] = {}  # by what their values are of
         for column in map(graph.column, node.writes):
             if column.element not in ELEMENTS or twice[column.name] > 1:
                 continue  # told already
@@ -53,10 +54,17 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
                 message = f"`{node.name}` writes `{column.name}`, one value for each `{row}`, and reads no row of it"
                 found.append(Diagnostic("bad-scope", message, node.span, f"read a column of each `{row}`, or leave `per` out"))
             elif node.per != "batch" and graph.common(level, graph.unit_level(node)) != graph.unit_level(node):
-                message = f"`{node.name}` writes `{column.name}`, one value for each `{row}`, and may get any of the rows under one"
-                found.append(Diagnostic("bad-scope", message, node.span, f"add `per = {column.per or row}`"))
+                scattered.setdefault(column.per or row, []).append(column)
             if node.verb == "source" or kinds.get(node.worker) == "function":
                 found += _as_long(graph, node, column.name)
+        for row, columns in scattered.items():
+            names = ", ".join(f"`{c.name}`" for c in columns)
+            message = f"`{node.name}` writes {names}, one value for each `{row}`, and may get any of the rows under one"
+            help = f"add `per = {row}`"
+            if kinds.get(node.worker) != "function":
+                help = f"leave `per {row}` out of {'its type' if len(columns) == 1 else 'their types'}"
+                help += f", or let it read columns of each `{row}` alone"
+            found.append(Diagnostic("bad-scope", message, node.span, help))
     return found
 
 

@@ -12,7 +12,7 @@ import networkx as nx
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
-from ..graph import ELEMENTS, Column, Expr, Graph, Node
+from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..plan import METRICS, reported
 from ..sequences import is_tokens, sequences
 from .columns import Library
@@ -23,6 +23,8 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.nodes:
         for call, signature in calls(node, library):
+            if lacking(graph, node, signature):
+                continue  # with its columns it would not be right either
             renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if a.kind == "column"}
             for parameter in signature.columns:
                 column = renamed.get(parameter, parameter)
@@ -62,7 +64,8 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
         if steps == 1 and not behind and not beside:
             continue
         for call, signature in calls(node, library):
-            if "old_logp" not in signature.columns or "old_logp" in call.keys or "old_logp" in node.reads:
+            given = "old_logp" in call.keys or "old_logp" in node.reads
+            if given or "old_logp" not in signature.optional or lacking(graph, node, signature):
                 continue
             takes = f"one optimizer step a batch; `{node.name}` takes {steps:,}"
             if steps == 1 and beside:
@@ -71,7 +74,7 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
                 takes = f"rows of the newest weights; those of `{node.name}` may be {behind} version{'s' * (behind > 1)} behind"
             message = f"`{signature.name}` without `old_logp` is right for {takes}"
             causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs), ("staleness", behind + 1)) if n > 1]
-            help = f"read `old_logp` from an `{node.worker}.infer`" + (f", or leave out {' and '.join(causes)}" if causes else "")
+            help = f"read `old_logp` from `{node.worker}.infer`" + (f", or leave out {' and '.join(causes)}" if causes else "")
             found.append(Diagnostic("stale-logp", message, span(call, node), help))
     return found
 
@@ -257,6 +260,15 @@ def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signatur
     if writer and writer != node.name and not nx.has_path(graph.flow, writer, node.name):
         help += f", and the edge `{writer} -> {node.name}`"
     return help
+
+
+def lacking(graph: Graph, node: Node, signature: Signature) -> list[str]:
+    """What a term of a loss wants filled and the weights that are updated do not give."""
+    kind = _kind(graph, node)
+    if signature.kind != "loss" or kind not in KINDS:
+        return []
+    none = ("values",) if kind == "policy" else ("logp", "entropy")
+    return [f for f in none if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
 
 
 def span(call: Expr, node: Node) -> Span:

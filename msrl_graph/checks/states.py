@@ -41,6 +41,19 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def weighed(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Weights of a source that no state of its rows tells apart."""
+    source, states = graph.node("source"), {s.name: s for s in graph.states}
+    read = [states[name] for name in source.states]
+    if not read or any(s.per for s in read):
+        return []
+    first = next(iter(source.writes), "prompt")
+    message = f"`source` draws rows by `{read[0].name}`, which is one for the run: it tells no row from another"
+    span = source.attributes["weights"].span
+    help = f"declare `state {read[0].name} : {read[0].element} per {first} = …`"
+    return [Diagnostic("bad-scope", message, span if span.line else source.span, help)]
+
+
 def _above(graph: Graph, level: int, other: int) -> bool:
     return graph.common(level, other) == level
 

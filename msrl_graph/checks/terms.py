@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from ..diagnostics import Diagnostic
 from ..functions import FILLED
-from ..graph import ELEMENTS, KINDS, Expr, Graph, Node
+from ..graph import ELEMENTS, Expr, Graph, Node
 from ..sequences import is_tokens, of_response, sequences
 from .columns import Library
-from .scope import calls, span
+from .scope import calls, lacking, span
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -25,10 +25,9 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.verb("update"):
         kind = kinds.get(node.worker, "")
         none = ("values",) if kind == "policy" else ("logp", "entropy")
-        for call, signature in calls(node, library) if kind in KINDS else ():
-            lacking = [f for f in none if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
-            if lacking:
-                what = {"values": "predictions of values", "entropy": "entropies"}.get(lacking[0], "log-probabilities of tokens")
+        for call, signature in calls(node, library):
+            if without := lacking(graph, node, signature):
+                what = {"values": "predictions of values", "entropy": "entropies"}.get(without[0], "log-probabilities of tokens")
                 message = f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
                 help = _others(library, none, kind != "policy")
                 found.append(Diagnostic("term-worker", message, span(call, node), help))

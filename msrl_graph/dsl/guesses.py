@@ -67,5 +67,7 @@ def called(text: str, functions: Mapping[str, object] | Collection[str]) -> str:
     name = text.removesuffix("()")
     if name in functions:
         return f"write `{name}()`"
+    if text.endswith(".py"):
+        return f'write `"{text}:NAME"`, with a name that stands there'
     found = _IN_FILE.fullmatch(text)
     return f'write `"{found[1]}.py:{found[2]}"`' if found else ""

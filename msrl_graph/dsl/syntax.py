@@ -26,6 +26,7 @@ UNITS = tuple(
     + ["us", "ms", "s", "min", "h"]
 )
 VALUE = frozenset({"INT", "FLOAT", "QUANTITY", "STRING", "TRUE", "FALSE", "NAME", "LPAR", "LSQB", "SUB_"})
+JOINING = ("and", "or", "not")
 OPERATOR = frozenset({"ADD", "MUL", "COMPARE", "AT_MOST"})
 WORDS = {
     "NAME": "a name",
@@ -203,6 +204,9 @@ def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     for number, word in ((row[-2], row[-1]),) if len(row) == 2 else tuple(zip(row[-3:-1], row[-2:], strict=True)) if len(row) > 2 else ():
         between = text[number.start + len(number.text) : word.start]
         if number.kind == "number" and word.kind == "name" and not between.strip(" \t") and word.text not in RESERVED:
+            if word.text in JOINING:
+                help = "an expression has one comparison: let a function decide, or one filter follow another"
+                return Diagnostic("syntax", f"`{word.text}` joins no comparisons", word.span, help)
             rate = re.match(r"/s\b", text[word.start + len(word.text) :])
             help = _of_bits(number.text, word.text + (rate[0] if rate else "")) or unit_help(word.text)
             return Diagnostic("unknown-unit", f"`{word.text}` is no unit", word.span, help)
