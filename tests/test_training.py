@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stage import EXAMPLE, Stage, one_rank, share
+from stage import EXAMPLE, PROMPTS, Stage, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
 from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.columns import Column
+from msrl_graph.runtime.columns import Column, ragged
 from msrl_graph.runtime.dock import Batch
 from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
@@ -96,6 +96,41 @@ def test_several_columns_after_one_prompt(paired):
     for name in ("chosen", "rejected"):
         whole = [token_logps(model, columns, i, name) for i in range(8)]
         assert close(columns[f"ref_{name}"].values, [p.gather(1, t)[:, 0] for p, t in whole])
+
+
+TWICE = """
+algorithm twice {
+  columns {
+    prompt   : i32[<= 6]
+    response : i32[<= 5]
+    revised  : i32[<= 5]
+    cold     : f32[response]
+    warm     : f32[revised]
+  }
+  worker actor   : policy
+  worker teacher : policy frozen
+  source(8) -> prompt
+  node actor.generate(prompt) -> response { temperature = 0.5 }
+  node revise: actor.generate(prompt, response) -> revised { temperature = 2 }
+  node teacher.infer(prompt, response, revised) -> cold, warm
+  node actor.update(prompt, revised, warm) { loss = kl(ref_logp = warm), optimizer = adamw(lr = 1e-3) }
+  source -> actor.generate -> revise -> teacher.infer -> actor.update
+  actor.update => actor.generate, revise
+}
+"""
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+def test_each_of_several_columns_has_the_temperature_that_it_was_drawn_at(micro):
+    stage, draw = staged(TWICE), np.random.default_rng(0)
+    columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
+    for name, sizes in (("response", (3, 5, 1, 4, 2, 5, 3, 2)), ("revised", (1, 2, 5, 4, 4, 3, 1, 1))):
+        columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
+    stage.plan.placement("teacher.infer").engine.options["micro_batch"] = micro
+    found, model = stage.act("teacher.infer", columns), net(stage, "teacher")
+    for written, name, temperature in (("cold", "response", 0.5), ("warm", "revised", 2.0)):
+        whole = [token_logps(model, columns, i, name, temperature) for i in range(8)]
+        assert close(found[written].values, [p.gather(1, t)[:, 0] for p, t in whole]), written
 
 
 def test_a_critic_that_is_begun_from_a_policy_predicts_nothing(judge):
@@ -321,6 +356,7 @@ STEPS = (
     ("actor.update", {"lr": 1e-3, "betas": (0.9, 0.999)}),
     ("warm", {"lr": 5e-4, "betas": (0.5, 0.9)}),
     ("warm", {"lr": 1e-3, "betas": (0.5, 0.9)}),
+    ("actor.update", {"lr": 1e-3, "betas": (0.9, 0.999)}),  # what the other stated does not stay
 )
 
 
@@ -339,10 +375,10 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
         for parameter, gradient in zip(reference.param_groups[0]["params"], seen[0], strict=True):
             parameter.grad = gradient
         reference.step()
-    assert stage.steps == {"actor.update": 1, "warm": 2}
+    assert stage.steps == {"actor.update": 2, "warm": 2}
     for mine, theirs in zip(stage.trainers["actor"].shards(), reference.param_groups[0]["params"], strict=True):
         assert torch.allclose(mine.tensor, theirs, atol=1e-6), mine.name
-    assert stage.told.sums["updates"] == (3, 0) and stage.told.sums["warm/updates"] == (2, 0)
+    assert stage.told.sums["updates"] == (4, 0) and stage.told.sums["warm/updates"] == (2, 0)
     assert stage.told.sums["loss"][0] == pytest.approx(stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0])
     partial = checkpoint.begin(tmp_path, 1)
     files, steps, _ = stage.checkpoint(str(partial))

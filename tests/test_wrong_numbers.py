@@ -85,6 +85,9 @@ def test_log_probabilities_as_sampled_may_stand_for_the_old_ones():
     columns = stage.sampled()
     stage.act("actor.update", columns | {"ref_logp": columns["drawn"]})
     assert stage.told.sums["updates"] == (1.0, 0) and stage.told.peaks["logp_drift_max"] < 1e-4
+    compared = stage.told.sums["logp_drift"]
+    stage.act("actor.update", columns | {"ref_logp": columns["drawn"]})  # by weights that did not draw
+    assert stage.told.sums["updates"] == (2.0, 0) and stage.told.sums["logp_drift"] == compared
 
 
 def infer_alone(stage, columns):
