@@ -185,6 +185,7 @@ class Flow:
         self.taken = {(n, g): 0 for n, r in self.readers.items() for g in range(r.groups)}
         self.ended = dict.fromkeys(self.taken, 0)
         self.handed = {n: [] for n in self.readers}  # shares
+        self.parts = {n: {} for n in self.readers}  # by round: its shares
         self.rounds = 0
 
     def key(self, row, of):
@@ -257,6 +258,7 @@ class Flow:
                 self.hear(*self.news.pop(self.random.randrange(len(self.news))))
             elif acts:
                 name, group, share = self.random.choice(acts)
+                self.parts[name].setdefault(self.taken[name, group], []).append(share)
                 self.taken[name, group] += 1
                 self.ended[name, group] += share.last
                 self.work(name, share)
@@ -289,6 +291,13 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
             assert [len(list(g)) for _, g in itertools.groupby(above)] == [n for n in s.sizes if n]
             units = {u for u, n in zip(s.units, s.sizes, strict=True) if n}
             assert len(units) == sum(1 for _ in itertools.groupby(above))
+        for parts in flow.parts[node].values():  # what each share tells of its round: rows and tokens of all groups
+            rows, elements = np.concatenate([s.rows for s in parts]), {}
+            for column, of, writer in reader.reads:
+                above = flow.numbers.above(rows, reader.rows, of)
+                elements[column] = len(rows) if writer == "source" else int((above % 5 + 1).sum())
+            told = (max(len(s.rows) for s in parts), len(rows), elements)
+            assert len(parts) == reader.groups and all((s.most, s.round_units, s.elements) == told for s in parts), node
     assert all(c.missing(flow.task.key).startswith("nothing") for c in flow.controllers.values() if not c.reader.loops)
 
 
