@@ -75,6 +75,11 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5))
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
     assert {int(t[0]) for t in drawn} == set(nucleus)
+    # Both: the nucleus is one of what the k likeliest are together.
+    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8))
+    both = [t for i, t in enumerate(order[:3]) if share[order[:i]].sum() < 0.8 * share[order[:3]].sum()]
+    assert {int(t[0]) for t in drawn} == set(both) < set(order[:3])
+    assert share[both].sum() < 0.8, "of all tokens it would be larger"
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
