@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
 from . import codes
@@ -36,6 +37,12 @@ class Span:
     column: int
     end_line: int
     end_column: int
+
+    @property
+    def place(self) -> str:
+        """Where it is, for running text."""
+        name = PurePath(self.file).name
+        return f"line {self.line} of {name}" if name else f"line {self.line}"
 
     def to(self, other: Span) -> Span:
         """From the start of this span to the end of `other`."""

@@ -72,6 +72,9 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
         # Of each prompt's five responses the best and the worst, and of those as many as there are, some again.
         assert sum(one["host_pairs_times"]) == 16 == sum(n or 0 for n in one["host_filter_times"])
         assert max(n or 0 for n in one["host_filter_times"]) > 1
+        line = metrics(place.folder / "four")[iteration]
+        assert line["kept/host.pairs"] == line["distinct/host.pairs"] == 16 / 40 and line["kept/host.filter"] == 1
+        assert line["distinct/host.filter"] == sum(n is not None and n > 0 for n in one["host_filter_times"]) / 16
     lines, resumed = told(place.folder / "one"), told(place.folder / "resumed")
     assert resumed == lines and len({line["kl_coef"] for line in lines}) == 3
     assert lines[0]["kl_coef"] == 0.05 and lines[0]["rows"] == 16 * 3 and lines[0]["updates"] == 2 + 4

@@ -195,7 +195,7 @@ def test_the_row_of_a_group_that_holds_no_number_is_named(tmp_path):
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
-    with pytest.raises(RunError, match=r"mine\.py \(line 0 of the program\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
+    with pytest.raises(RunError, match=r"mine\.py \(line 0\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
         call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))
 
 

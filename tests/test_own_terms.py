@@ -55,8 +55,11 @@ def test_a_term_tells_figures_under_its_name(tmp_path):
     [
         ("return -logp.mean()", "`f` returned a tensor of the shape (), where one of the shape (N,) belongs, a number a token"),
         ("return 1.0", "`f` returned float 1.0, where one of the shape (N,) belongs, a number a token"),
-        ("return advantage.nothing", "failed on iteration 3: AttributeError: 'Tensor' object has no attribute 'nothing', at FILE:2"),
-        ("return -advantage * logp.detach()", "the loss of `actor.update` (line 28) has no gradient: nothing in it depends on the weights"),
+        (
+            "return advantage.nothing",
+            "(line 29 of grpo.rlg) failed on iteration 3: AttributeError: 'Tensor' object has no attribute 'nothing', at FILE:2",
+        ),
+        ("return -logp.detach()", "the loss of `actor.update` (line 28 of grpo.rlg) has no gradient: nothing in it depends on the weights"),
     ],
 )
 def test_what_is_no_loss_is_told(tmp_path, body, told):

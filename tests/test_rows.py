@@ -77,7 +77,7 @@ def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
 
 def test_what_a_recording_does_not_hold(tmp_path):
     path = written(tmp_path)
-    with pytest.raises(RunError, match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23\) is to take from it"):
+    with pytest.raises(RunError, match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23 of grpo.rlg\) is to take from it"):
         replayed(tmp_path, [6, 7, 8, 9], [PROMPTS[3], PROMPTS[0]])
     with pytest.raises(RunError, match=r"^row 2 of .*000000.parquet is a response to another prompt than this run's"):
         replayed(tmp_path, [0, 1, 2, 3], [PROMPTS[0], PROMPTS[2]])

@@ -120,8 +120,9 @@ def test_weights_that_did_not_arrive_whole_are_seen_as_drift():
     with pytest.raises(RunError) as error:
         stage.act("actor.infer", stage.sampled())
     told = str(error.value)
-    assert told.startswith("`actor.infer` (line 24) on ") and " of iteration 3: the log-probabilities of `response` are not those" in told
-    assert "that `actor.generate` (line 23) drew it with: off by " in told and "where rounding makes at most 0.001" in told, told
+    assert told.startswith("`actor.infer` (line 24 of grpo.rlg) on ") and "where rounding makes at most 0.001" in told, told
+    assert " of iteration 3: the log-probabilities of `response` are not those that `actor.generate` (line 23 of grpo.rlg) drew it" in told
+    assert " with: off by " in told
 
 
 @pytest.mark.parametrize("changes", [(), NO_INFER], ids=["infer", "update"])
@@ -139,7 +140,7 @@ def test_under_skip_the_step_with_drift_is_left_out(changes):
     assert same(before, stage.whole())
     assert stage.told.sums["skipped"] == (1.0, 0) and stage.told.sums["updates"] == (1.0, 0)
     assert stage.told.sums["wrong/drift"][0] >= 1
-    lines = [f"`{n}` (line {stage.plan.graph.node(n).span.line})" for n in ("actor.update" if changes else "actor.infer", "actor.update")]
+    lines = [f"`{n}` ({stage.plan.graph.node(n).span.place})" for n in ("actor.update" if changes else "actor.infer", "actor.update")]
     assert [r.split(" on ")[0] for r in stage.told.remarks] == lines
 
 
@@ -148,9 +149,10 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
     logp = Column(np.full(6, -1.0, np.float32), columns.offsets)
     stage = Stage(one_rank())
     node, rows = stage.plan.graph.node("actor.generate"), np.arange(10, 14)
-    with pytest.raises(RunError, match=r"^`actor.generate` \(line 23\) on rows 11, 13 of iteration 0: it drew the token 16, outside"):
+    what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
+    with pytest.raises(RunError, match=what):
         stage.watch.response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
-    when = r"^`actor.generate` \(line 23\) on row 12 of the evaluation of held_out after 40 iterations: the response is empty$"
+    when = r"^`actor.generate` \(line 23 of grpo.rlg\) on row 12 of the evaluation of held_out after 40 iterations: the response is empty$"
     with pytest.raises(RunError, match=when):
         stage.watch.response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
@@ -173,7 +175,7 @@ def test_under_skip_a_row_with_an_unknown_token_is_fed_to_nobody_and_its_step_is
     stage.act("actor.update", columns | {"response": bad, "old_logp": expected, "ref_logp": expected})
     assert same(before, stage.whole()) and stage.told.sums["skipped"] == (1.0, 0)
     assert stage.told.remarks == [
-        "`actor.update` (line 28) on 8 rows (0, 1, 2, 3, 4, ...) of iteration 3: the gradient of their mini-batch of 8 rows "
+        "`actor.update` (line 28 of grpo.rlg) on 8 rows (0, 1, 2, 3, 4, ...) of iteration 3: the gradient of their mini-batch of 8 rows "
         "has the norm nan; the step is left out"
     ]
 
@@ -220,9 +222,9 @@ def test_what_has_no_beginning_is_fed_to_nobody(changes):
     columns = stage.sampled()
     bare = ragged([columns["prompt"][i] if i != 3 else np.zeros(0) for i in range(8)], np.int32)
     what = "what its model reads first holds no token, from which nothing can be predicted"
-    with pytest.raises(RunError, match=rf"^`actor.infer` \(line 24\) on row 3 of iteration 3: {what}$"):
+    with pytest.raises(RunError, match=rf"^`actor.infer` \(line 24 of grpo.rlg\) on row 3 of iteration 3: {what}$"):
         stage.act("actor.infer", columns | {"prompt": bare})
-    with pytest.raises(RunError, match=rf"^`actor.generate` \(line 23\) on row 3 of iteration 3: {what}$"):
+    with pytest.raises(RunError, match=rf"^`actor.generate` \(line 23 of grpo.rlg\) on row 3 of iteration 3: {what}$"):
         stage.act("actor.generate", {"prompt": bare})
 
 
@@ -233,7 +235,7 @@ def test_a_loss_that_is_not_finite_is_told_with_its_row():
     far = replace(old, values=old.values.copy())
     far.values[far.offsets[5]] = -200.0  # finite, but the ratio overflows
     columns["advantage"].values[:] = -1.0
-    with pytest.raises(RunError, match=r"^`actor.update` \(line 28\) on row 5 of iteration 3: a token's loss is inf$"):
+    with pytest.raises(RunError, match=r"^`actor.update` \(line 28 of grpo.rlg\) on row 5 of iteration 3: a token's loss is inf$"):
         stage.act("actor.update", columns | {"old_logp": far, "ref_logp": old})
 
 
@@ -305,7 +307,7 @@ def test_a_run_ends_at_the_first_wrong_number(place):
     place.write(*ONE_RANK, ("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert (code, out) == (3, ""), err
-    told = "error[run-failed]: `host.reward` (line 26) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan for `reward`"
+    told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan"
     assert err == told + "; the files of the run so far are in a\n"
     assert metrics(place.folder / "a") == []
     place.assert_clean()
@@ -321,7 +323,7 @@ def test_a_run_goes_on_without_the_step_and_says_so(place):
         assert line["skipped"] == 1 and line["updates"] == 0 and line["wrong/result"] == 1
         assert "loss" not in line and "grad_norm" not in line and not [k for k in line if k.startswith("wrong/") and k != "wrong/result"]
         assert line["reward"] == pytest.approx((0.375 * 32 - 0.25) / 31)  # row 5 does not count
-        assert err.count(f"`host.reward` (line 26) on row 5 of iteration {i}: it returned nan for `reward`") == 1
+        assert err.count(f"`host.reward` (line 26 of p.rlg) on row 5 of iteration {i}: it returned nan for `reward`") == 1
         assert err.count(f"of iteration {i}: the gradient of their mini-batch of 32 rows has the norm nan; the step is left out") == 1
     after, before = (load_file(f / "model.safetensors") for f in (place.folder / "a" / "weights" / "actor", EXAMPLE / "model"))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -338,7 +340,7 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
     place.write(*ONE_RANK)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 3
-    told = "error[run-failed]: `actor.generate` (line 23) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
+    told = "error[run-failed]: `actor.generate` (line 23 of p.rlg) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
     told += "after 0 iterations: it drew a token with the log-probability nan"
     assert err == told + "; the files of the run so far are in a\n"
     place.assert_clean()

@@ -215,7 +215,7 @@ def weigher(source: Node) -> Callable[[Mapping[str, Array], Mapping[str, float]]
         except Exception as error:
             raise RunError(blame(source, error, "the states that `weights` reads")) from error
         if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
-            what = f"`weights` of the source (line {source.span.line}) returned {brief(result)}"
+            what = f"`weights` of the source ({source.span.place}) returned {brief(result)}"
             raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")
         return found
 

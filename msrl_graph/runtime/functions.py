@@ -148,6 +148,8 @@ class FunctionHost:
     def _kept(self, function: Function, task: Task, numbers: Array, verdicts: Column, report: Report) -> None:
         """Counts what a filter lets pass."""
         report.count(f"kept/{function.node.name}", float(verdicts.values.sum()), len(verdicts))
+        if "select" in function.node.attributes:
+            report.count(f"distinct/{function.node.name}", float((verdicts.values > 0).sum()), len(verdicts))
         if self.refilling is not None and function.sieve == self.refilling:
             reader = self.readers[function.node.name]
             prompts = reader.numbers(task).above(numbers[verdicts.values > 0], reader.rows, 0)

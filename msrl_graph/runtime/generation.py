@@ -102,7 +102,7 @@ class Generation(Engines):
         going = responses.told(np.arange(len(rows)), first := tokens.encode(said))
         if len(full := np.setdiff1d(np.arange(len(rows)), going)):
             what = f"what the environment says first takes {len(first[full[0]])} tokens, and a response holds {sampling.max_tokens}"
-            raise RunError(f"`{node.name}` (line {node.span.line}) on row {rows[full[0]]} of iteration {task.number}: {what}")
+            raise RunError(f"`{node.name}` ({node.span.place}) on row {rows[full[0]]} of iteration {task.number}: {what}")
         for turn in range(1, turns + 1):
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
             drawn = self.generators[node.name].generate(before, rows[going], sampling, responses.lengths[going])

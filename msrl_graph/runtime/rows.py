@@ -140,7 +140,7 @@ class Recording:
         number = found["row"].values
         place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
         if len(missing := rows[number[place] != rows]):
-            raise RunError(f"{path} holds no row {missing[0]}, which `{node.name}` (line {node.span.line}) is to take from it")
+            raise RunError(f"{path} holds no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it")
         for i, row in enumerate(place):
             if not np.array_equal(np.concatenate([found[c][row] for c in node.reads]), prompts[i // fan]):
                 what = f"row {rows[i]} of {path} is a response to another prompt than this run's"

@@ -62,7 +62,7 @@ class Training(Engines):
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         if not batch.share.round_units:
             if self.local == 0:
-                report.remarks.append(f"`{node.name}` (line {node.span.line}) has no rows in iteration {task.number}: it takes no step")
+                report.remarks.append(f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step")
             return {}
         trainer, seen = self.trainers[node.worker], self._given(node, task, batch)
         known = seen.strange
@@ -179,7 +179,7 @@ class Training(Engines):
         except Exception as error:
             raise RunError(blame(node, error, f"iteration {task.number}")) from error
         if not found.loss.requires_grad:
-            raise RunError(f"the loss of `{node.name}` (line {node.span.line}) has no gradient: nothing in it depends on the weights")
+            raise RunError(f"the loss of `{node.name}` ({node.span.place}) has no gradient: nothing in it depends on the weights")
         return found
 
     def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:

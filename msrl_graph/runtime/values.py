@@ -23,6 +23,8 @@ from .report import RunError
 from .tokens import Tokens
 from .wrong import vocabulary
 
+CALLS = ("call", "keep", "select", "weights", "environment", "loss")  # attributes that name what is called
+
 
 class BadResult(ValueError):
     """A function returned what its columns cannot hold."""
@@ -103,14 +105,17 @@ def imported(path: str, call: Expr) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{path} (line {call.span.line} of the program) cannot be imported: {type(error).__name__}: {error}"
+        what = f"{path} ({call.span.place}) cannot be imported: {type(error).__name__}: {error}"
         raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
     return module
 
 
 def blame(node: Node, error: BaseException, where: str) -> str:
     """What is told where a node's Python fails."""
-    what = f"`{node.name}` (line {node.span.line}) failed on {where}: {type(error).__name__}: {error}"
+    # Of a node that extends another one's the call may stand elsewhere.
+    calls = [node.attributes[key].span for key in CALLS if key in node.attributes]
+    place = next((span.place for span in calls if span.line), node.span.place)
+    what = f"`{node.name}` ({place}) failed on {where}: {type(error).__name__}: {error}"
     # The user's own frame is the last one: where a debugger would stop. What it returned, or has not, has no frame.
     frames = traceback.extract_tb(error.__traceback__)
     return what if isinstance(error, BadResult) or not frames else f"{what}, at {frames[-1].filename}:{frames[-1].lineno}"
@@ -120,4 +125,5 @@ def brief(value: Any) -> str:
     """A value in few words."""
     if hasattr(value, "__len__") and not isinstance(value, str) and getattr(value, "ndim", None) != 0:
         return f"{type(value).__name__} of {len(value)}"
-    return "None" if value is None else f"{type(value).__name__} {value!r:.40}"
+    plain = value.item() if isinstance(value, np.generic) else value
+    return "None" if value is None else f"{type(value).__name__} {plain!r:.40}"

@@ -146,7 +146,7 @@ class Watch:
         far = far[np.argsort(-by_row[far], kind="stable")]
         writer = self.graph.writer(self.comparison.response)
         what = (
-            f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` (line {writer.span.line}) drew it "
+            f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` ({writer.span.place}) drew it "
             f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where rounding makes at most "
             f"{self.comparison.tolerance:.3g}"
         )
@@ -157,7 +157,7 @@ class Watch:
 
 def _message(node: Node, task: Task, rows: Array, what: str) -> str:
     when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
-    return f"`{node.name}` (line {node.span.line}) on {listed(rows)} of {when}: {what}"
+    return f"`{node.name}` ({node.span.place}) on {listed(rows)} of {when}: {what}"
 
 
 def not_finite(column: Column) -> Array:
