@@ -5,7 +5,7 @@ Invariant: nothing is resolved or evaluated here; every part has its span.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, TypeVar
 
@@ -330,6 +330,18 @@ def moved(part: T, place: Callable[[Span], Span]) -> T:
 
     moved: T = walk(part)
     return moved
+
+
+def words(part: Any) -> Iterator[str]:
+    """The bare words of the expressions in a part."""
+    if isinstance(part, NameExpr):
+        yield part.text
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from words(item)
+    elif is_dataclass(part) and not isinstance(part, Span):
+        for field in fields(part):
+            yield from words(getattr(part, field.name))
 
 
 def same(a: File, b: File) -> bool:

@@ -22,7 +22,7 @@ from .calls import Library
 from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
 from .derive import derive
 from .expressions import Problems, mistake
-from .params import Override
+from .params import Override, unused
 from .parse import parse_set
 
 T = TypeVar("T")
@@ -109,6 +109,7 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         before = len(problems.found)
         lowering = lower_algorithm(whole, overrides, context.library, folder, problems)
         problems.found[before:] = [_turned(missed(d, dropped), overrides) for d in problems.found[before:]]
+        problems.found += unused(whole, overrides)
     lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
     cluster: Cluster | None = None
     deployed: Deploy | None = None

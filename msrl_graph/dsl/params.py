@@ -6,10 +6,10 @@ expression is wrong has None, so that nothing that uses it is blamed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..diagnostics import nearest
+from ..diagnostics import Diagnostic, nearest
 from ..graph import Expr
 from . import ast
 from .expressions import Names, Problems, evaluate, mistake
@@ -50,7 +50,7 @@ def evaluate_params(
         value = None
         with problems.catching():
             exprs = [defaults[name], *([given[name]] if name in given else [])]
-            for other in (word for expr in exprs for word in _bare_words(expr)):
+            for other in (word for expr in exprs for word in ast.words(expr)):
                 if other in defaults:
                     resolve(other)
             default, *rest = (_plain(evaluate(expr, Names(values, others)), name) for expr in exprs)
@@ -66,23 +66,30 @@ def evaluate_params(
     return {name: values[name] for name in defaults}
 
 
+def unused(algorithm: ast.Algorithm, overrides: Sequence[Override]) -> list[Diagnostic]:
+    """Params that are set and that no statement names, by way of other params either: nothing changes."""
+    params = {s.name.text: s.value for s in algorithm.body if isinstance(s, ast.Param)}
+    used: set[str] = set()
+    left = {word for s in algorithm.body if not isinstance(s, ast.Param) for word in ast.words(s)}
+    while left:
+        used |= left
+        left = {word for name in left & params.keys() for word in ast.words(params[name])} - used
+    return [
+        Diagnostic(
+            "unused-param",
+            f"`{o.name.text}` is set, and nothing in `{algorithm.name.text}` uses it: that changes nothing",
+            o.name.span,
+            "leave it out, or name the param where it belongs",
+            "warning",
+        )
+        for o in overrides
+        if o.name.text in params.keys() - used
+    ]
+
+
 def _plain(value: Expr, name: str) -> Expr:
     if value.kind == "quantity":
         raise mistake("bad-unit", f"the param `{name}` is a plain number, and this has a unit", value.span)
     if value.kind == "list":
         raise mistake("bad-value", f"the param `{name}` is a number, a string, true or false, and this is a list", value.span)
     return value
-
-
-def _bare_words(expr: ast.Expr) -> Iterator[str]:
-    match expr:
-        case ast.NameExpr():
-            yield expr.text
-        case ast.Binary():
-            yield from _bare_words(expr.left)
-            yield from _bare_words(expr.right)
-        case ast.Neg():
-            yield from _bare_words(expr.operand)
-        case ast.List():
-            for item in expr.items:
-                yield from _bare_words(item)
