@@ -20,13 +20,16 @@ TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]
 
 
-def written(folder, iteration=0, responses=RESPONSES):
+TEXT = ("prompt    : i32[<= 6]", "prompt    : text")
+
+
+def written(folder, iteration=0, responses=RESPONSES, changes=()):
     """A file of four prompts with two responses each."""
-    plan = one_rank()
+    plan = one_rank(*changes)
     logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
     prompts, all_rows = np.arange(4), np.arange(8)
     columns = {
-        "prompt": ragged(PROMPTS, np.int32),
+        "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS]) if changes else ragged(PROMPTS, np.int32),
         "answer": texts(["21", "ä", "", "1"]),
         "response": ragged(responses, np.int32),
         "reward": Column(np.arange(8, dtype=np.float32) / 2),
@@ -38,10 +41,11 @@ def written(folder, iteration=0, responses=RESPONSES):
     return path
 
 
-def replayed(folder, numbers, prompts=None, iteration=0):
-    node = one_rank().graph.node("actor.generate")
+def replayed(folder, numbers, prompts=None, iteration=0, changes=()):
+    plan = one_rank(*changes)
+    node = plan.graph.node("actor.generate")
     prompts = [PROMPTS[n // 2] for n in numbers[::2]] if prompts is None else prompts
-    return rows.Recording(folder).responses(node, ("response", "response.logp"), iteration, prompts, np.array(numbers), 2)
+    return rows.Recording(plan, folder).responses(node, ("response", "response.logp"), iteration, prompts, np.array(numbers), 2)
 
 
 def test_a_file_holds_every_column_by_response(tmp_path):
@@ -63,6 +67,14 @@ def test_an_iteration_of_which_no_prompt_was_left(tmp_path):
     rows.write(path, one_rank(), {"prompt": (np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
     table = parquet.read_table(path)
     assert table.num_rows == 0 and {"row", "prompt_row", "prompt", "prompt_text"} == {*table.column_names}
+
+
+def test_a_prompt_of_text_is_compared_by_its_tokens(tmp_path):
+    written(tmp_path, changes=[TEXT])
+    tokens, _ = replayed(tmp_path, [6, 7, 2, 3], changes=[TEXT])
+    assert [t.tolist() for t in tokens] == [RESPONSES[r].tolist() for r in (6, 7, 2, 3)]
+    with pytest.raises(RunError, match="is a response to another prompt"):
+        replayed(tmp_path, [2, 3], [PROMPTS[0]], changes=[TEXT])
 
 
 def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):

@@ -11,10 +11,11 @@ from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
 from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.columns import Column, ragged
+from msrl_graph.runtime.columns import Column, ragged, texts
 from msrl_graph.runtime.dock import Batch
 from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.tokens import Tokens
 from msrl_graph.runtime.training import due
 from msrl_graph.runtime.weights import lacking
 
@@ -88,6 +89,17 @@ def test_what_scoring_models_infer(rolled, judge):
     assert stage.told.sums["score"] == (pytest.approx(float(columns["score"].values.sum())), 8)
     critic = net(stage, "critic", "ForSequenceClassification")
     assert close(columns["value"].values, [values(critic, columns, i) for i in range(8)])
+
+
+def test_a_prompt_of_text_is_the_tokens_that_it_makes(rolled, judge):
+    _, columns = rolled
+    words = texts(Tokens(str(EXAMPLE / "model")).decode(columns["prompt"][i] for i in range(8)))
+    found = []
+    for prompt, changes in ((columns["prompt"], []), (words, [("prompt    : i32[<= 6]", "prompt    : text")])):
+        stage = staged(ROLLOUT, *changes, judge=judge)
+        made = [stage.act(name, columns | {"prompt": prompt}) for name in ("teacher.infer", "critic.infer", "judge.infer", "actor.update")]
+        found.append([*(c.values for some in made for c in some.values()), *(s.tensor.numpy() for s in stage.trainers["actor"].shards())])
+    assert all(map(np.array_equal, *found)) and len(found[0]) > 5
 
 
 def test_several_columns_after_one_prompt(paired):

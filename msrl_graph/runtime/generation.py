@@ -24,7 +24,7 @@ from .packing import distinct, kept
 from .readers import Task
 from .report import Report, RunError
 from .rows import Recording
-from .tokens import Tokens
+from .tokens import Tokens, tokenised
 from .turns import Responses
 
 
@@ -46,7 +46,7 @@ class Generation(Engines):
 
     def replay(self, folder: str) -> None:
         """Takes the responses of training from a recorded run from now on."""
-        self.recording = Recording(Path(folder))
+        self.recording = Recording(self.plan, Path(folder))
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
         if not len(batch.rows):  # a last chunk smaller than the groups are many
@@ -134,12 +134,8 @@ class Generation(Engines):
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
         """What is generated after: the tokens of the columns that the node reads, text by the tokenizer of its model."""
-        parts = []
-        for name in sequences(self.plan.graph, node).context:
-            column = batch.columns[name]
-            if self.plan.graph.column(name).element == "text":
-                column = Tokens(self.plan.model(node.name).path).read(column)
-            parts.append(column)
+        columns = tokenised(self.plan, node, batch.columns)
+        parts = [columns[c] for c in sequences(self.plan.graph, node).context]
         return [np.concatenate([c[i] for c in parts]) for i in range(len(batch.rows))]
 
     def _evaluation(self, node: Node, task: Task) -> Evaluation | None:

@@ -17,10 +17,10 @@ from ..paths import is_folder
 from ..plan import Plan
 from ..rowsets import VERDICT, chain, rowsets
 from ..sequences import is_tokens
-from .columns import Array, Column, offsets_of
+from .columns import Array, Column, offsets_of, texts
 from .readers import Task, readers
 from .report import RunError
-from .tokens import of_column
+from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
@@ -123,8 +123,8 @@ def _arrow(column: Column, place: Array, there: Array, text: bool) -> Any:
 class Recording:
     """The responses of a run that was recorded into `folder`; those of one iteration at a time are in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
         self._read: tuple[Path | None, str, dict[str, Column]] = (None, "", {})
 
     def responses(
@@ -135,7 +135,7 @@ class Recording:
         path = file(self.folder, iteration)
         names = ("row", *node.reads, *map(_shown, columns))
         if self._read[:2] != (path, node.name):
-            self._read = (path, node.name, _load(path, names))
+            self._read = (path, node.name, tokenised(self.plan, node, _load(path, names)))
         found = self._read[2]
         number = found["row"].values
         place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
@@ -167,6 +167,10 @@ def _load(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
 
 
 def _column(array: Any) -> Column:
+    import pyarrow as pa
+
+    if pa.types.is_large_string(array.type):
+        return texts(array.to_pylist())
     if not hasattr(array, "offsets"):
         return Column(array.to_numpy())
     return Column(array.values.to_numpy(), array.offsets.to_numpy().astype(np.int64))

@@ -7,15 +7,16 @@ template writes is all that is added. The same text gives the same tokens in eve
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..graph import Node
 from ..plan import Plan
-from ..sequences import speaker
+from ..sequences import sequences, speaker
 from .columns import Array, Column, ragged
 
 Messages = list[dict[str, Any]]
@@ -100,6 +101,13 @@ class Tokens:
         except Exception as error:  # a template is a program, which may raise anything
             raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
         return text
+
+
+def tokenised(plan: Plan, node: Node, columns: Mapping[str, Column]) -> dict[str, Column]:
+    """The columns of some rows, those of text that the node's model reads as its tokens. Raises BadMessages."""
+    read = sequences(plan.graph, node)
+    names = [c for c in (*read.context, *read.scored) if c in columns and plan.graph.column(c).element == "text"]
+    return {**columns, **{c: Tokens(plan.model(node.name).path).read(columns[c]) for c in names}}
 
 
 def of_column(plan: Plan, column: str) -> Tokens:

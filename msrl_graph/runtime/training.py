@@ -7,6 +7,7 @@ engine, ranks without rows too.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from .engines import Engines, adamw
 from .packing import Given, flat, given
 from .readers import Task
 from .report import Report, RunError
+from .tokens import tokenised
 from .values import blame
 
 Sum = tuple[str, float, float]  # name, total, weight
@@ -129,6 +131,7 @@ class Training(Engines):
     def _given(self, node: Node, task: Task, batch: Batch) -> Given:
         compared = self.watch.comparison
         like = {compared.column: compared.response} if compared else {}
+        batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
         found = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
         self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
         return found
@@ -185,7 +188,7 @@ class Training(Engines):
     def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:
         """Tokens that enter the loss, over all ranks."""
         target = next(iter(seen.scored))
-        if target not in seen.masks:
+        if target not in seen.masks and self.plan.graph.column(target).element != "text":
             return batch.share.elements[target]
         count = torch.tensor(int(seen.lengths[target].sum()))
         placement = self.plan.placement(node.name)
