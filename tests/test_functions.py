@@ -165,6 +165,7 @@ def test_an_option_that_is_a_call_is_what_that_gives():
         ("return 1.0", ("reward", "kind"), "row", "it returned float 1.0, where a tuple of 2 belongs: reward, kind"),
         ("return 1 / 0", ("reward",), "row", "ZeroDivisionError: division by zero, at {path}:2"),
         ("return answer['x']", ("reward",), "row", "TypeError"),
+        ("raise SystemExit(2)", ("reward",), "row", "SystemExit: 2, at {path}:2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writes, per, message):
@@ -237,6 +238,10 @@ def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
         ("select: [0.5]", "prompt", "it returned list of 1: [0.5], where places from 0 to 1 belong"),
         ("select: [True, False]", "prompt", "where places from 0 to 1 belong"),
         ("select: None", "prompt", "it returned None, where places from 0 to 1 belong"),
+        ("select: 1", "prompt", "it returned int 1, where places from 0 to 1 belong"),
+        ("select: score.argmax()", "prompt", "it returned int64 "),
+        ("select: [[0], [0, 1]]", "prompt", "it returned list of 2, where places from 0 to 1 belong"),
+        ("keep: [[0], [0, 1]]", "prompt", "it returned list of 2, where 2 truth values belong"),
     ],
 )
 def test_a_verdict_that_is_none_is_told(tmp_path, body, per, message):

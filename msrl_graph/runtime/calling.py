@@ -112,7 +112,7 @@ class Function:
                         where = where if one else f"{self.scope} {unit}, row {row}"
                         made[name][0].append(int(row))
                         made[name][1].append(self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at))))
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
                 raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
         if self.sieve is not None:
             return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
@@ -156,12 +156,14 @@ class Function:
     def _times(self, result: Any, size: int) -> Array:
         """How often each row of a unit goes on."""
         if "keep" in self.node.attributes:
-            truths = np.asarray(result)
+            truths = _array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
                 raise BadResult(f"it returned {brief(result)}, where {belongs}")
             return truths.reshape(-1).astype(np.int32)
-        places = np.asarray(np.zeros(0, np.int64) if result is not None and len(result) == 0 else result)
+        places = _array(result)
+        if places.shape == (0,):
+            places = places.astype(np.int64)
         if places.ndim != 1 or places.dtype.kind not in "iu" or (len(places) and not 0 <= places.min() <= places.max() < size):
             shown = f"{brief(result)}: {result!r:.60}" if places.ndim else brief(result)
             raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
@@ -199,6 +201,14 @@ class Function:
         if number.ndim or (self.returned.stops and not np.isfinite(number)):
             raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
+
+
+def _array(result: Any) -> Array:
+    """What numpy makes of a result, whatever it is."""
+    try:
+        return np.asarray(result)
+    except ValueError:  # lists of unlike lengths
+        return np.asarray(None)
 
 
 def weigher(source: Node) -> Callable[[Mapping[str, Array], Mapping[str, float]], Array]:

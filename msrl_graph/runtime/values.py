@@ -103,7 +103,7 @@ def imported(path: str, call: Expr) -> Any:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{path} ({call.span.place}) cannot be imported: {type(error).__name__}: {error}"
         raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
