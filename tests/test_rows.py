@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from place import SMALL, TRAINED, metrics
 from pyarrow import parquet
-from stage import EXAMPLE, PROMPTS, one_rank
+from stage import EXAMPLE, PROMPTS, Stage, one_rank
 from tokenizers import Tokenizer
 
 from msrl_graph.cli import run_main
@@ -75,6 +75,24 @@ def test_a_prompt_of_text_is_compared_by_its_tokens(tmp_path):
     assert [t.tolist() for t in tokens] == [RESPONSES[r].tolist() for r in (6, 7, 2, 3)]
     with pytest.raises(RunError, match="is a response to another prompt"):
         replayed(tmp_path, [2, 3], [PROMPTS[0]], changes=[TEXT])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_later_generation_is_not_taken_from_a_recording(tmp_path):
+    node = "  node judge.generate(prompt, response) -> verdict { samples = 1 }\n  actor.generate -> judge.generate\n"
+    changes = [
+        ("    reward    : f32\n", "    reward    : f32\n    verdict   : i32[<= 4]\n"),
+        ("  worker host ", "  worker judge     : policy frozen\n  worker host "),
+        ("  source -> actor.generate\n", f"{node}  source -> actor.generate\n"),
+    ]
+    stage = Stage(one_rank(*changes))
+    written(tmp_path, 3)
+    columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2)), "response": ragged(RESPONSES, np.int32)}
+    drawn = stage.act("judge.generate", columns)["verdict"].values
+    stage.replay(str(tmp_path))
+    assert np.array_equal(stage.act("judge.generate", columns)["verdict"].values, drawn)
+    replayed = stage.act("actor.generate", {"prompt": ragged(PROMPTS, np.int32)})["response"]
+    assert [replayed[i].tolist() for i in range(8)] == [r.tolist() for r in RESPONSES]
 
 
 def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
