@@ -203,7 +203,10 @@ def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[
     pairs = {(c.element, c.dims) for c in best}
     paired = len(best) == len(pairs) == 2 * len({d for _, d in pairs}) and {e for e, _ in pairs} == {"f32", "i32"}
     alone = len({c.dims[0].like for c in one}) == len(one)
-    if not columns or len(one) + len(best) < len(columns) or not alone or (best and not paired):
+    if len(best) == len(columns) == 2 and {c.element for c in best} == {"f32", "i32"} and len({c.dims[1] for c in best}) == 2:
+        what = " and ".join(f"{c.dims[1].size} as `{c.name}`" for c in best)
+        wrong(node, f"writes the best of each token, {what}", "declare the ids with the same number as their log-probabilities")
+    elif not columns or len(one) + len(best) < len(columns) or not alone or (best and not paired):
         help = "declare it as `f32[response]`, and read `response`; the k best as `f32[response, k]` with their ids, `i32[response, k]`"
         wrong(node, "writes one number for each token of a column that it reads, or the k best of each", help)
 

@@ -128,10 +128,19 @@ class _Deploy:
                 known = [n for n in self.data if n != "source"]
                 help = nearest(name, known) or f'add `data {name} = "file.jsonl"`'
                 self.problems.tell("unknown-name", f"no data are called `{name}`", evaluation.span, help)
+        self._warn_of_idle_updates()
         name = (self.deploy.alias or self.deploy.algorithm).text
         evaluations = tuple(self.evaluations.values())
         lowered = Deploy(name, self.models, self.data, self.layouts, self.chosen, self.dock, self.reshard, evaluations, self.run, span)
         return lowered, self.graph
+
+    def _warn_of_idle_updates(self) -> None:
+        """Updates that begin when the run has ended. A run of one iteration, which none states, is there to be planned."""
+        for node in self.graph.verb("update"):
+            if (after := int(node.number("after", 0))) >= self.run.iterations > 1:
+                message = f"`{node.name}` takes no step: it runs after {after:,} iterations, and the run has {self.run.iterations:,}"
+                at, help = node.attributes["after"].span, "let it begin earlier, or run for longer"
+                self.problems.tell("bad-value", message, at if at.line else node.span, help, "warning")
 
     def _statement(self, statement: ast.DeployStatement, model: str | None) -> None:
         match statement:
