@@ -22,6 +22,7 @@ that returns `Rows` gives one number a row, others one a token.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -115,7 +116,7 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
         columns=tuple(p.arg for p in columns),
         # Python gives what stands before `*columns` by order, so none of it can be missing.
         optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
-        text=frozenset(p.arg for p in columns if isinstance(p.annotation, ast.Name) and p.annotation.id == "str"),
+        text=frozenset(p.arg for p in (*columns, *([a.vararg] if a.vararg else [])) if _is_text(p.annotation)),
         options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg != "rng"),
         scope=_scope(item),
         rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)) and not any(p.arg == "rng" for p in columns),
@@ -150,6 +151,12 @@ def _names(annotation: ast.expr | None) -> set[str]:
     """The names in an annotation, quoted ones too."""
     parts = [*ast.walk(annotation)] if annotation else []
     return {n for p in parts if isinstance(n := getattr(p, "id", getattr(p, "value", None)), str)}
+
+
+def _is_text(annotation: ast.expr | None) -> bool:
+    """Whether it is text, or several of it: `str`, `list[str]`, `"Sequence[str]"`, `str | None`."""
+    names = {word for name in _names(annotation) for word in re.findall(r"\w+", name)}
+    return "str" in names and not names & {"dict", "Mapping"}
 
 
 def _words(annotation: ast.expr | None) -> tuple[str, ...]:

@@ -104,6 +104,15 @@ def test_a_group_function_sees_its_group(tmp_path):
     assert list(call(tmp_path, source, ("reward",), "batch")["reward"].values) == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
+@pytest.mark.parametrize("kind", ["str", "list[str]", '"Sequence[str]"', "typing.Iterable[str] | None"])
+def test_a_group_function_sees_texts_however_it_asks(tmp_path, kind):
+    source = f"import typing\nfrom collections.abc import Sequence\n\ndef f(response: {kind}, answer: {kind}):\n"
+    source += "    return [len(a + r) for a, r in zip(answer, response)], ['/'.join(response)] * 2\n"
+    out = call(tmp_path, source, ("reward", "kind"), "prompt")
+    assert list(out["reward"].values) == [3, 2, 1, 4]
+    assert [out["kind"].text(i) for i in range(4)] == ["ab/c", "ab/c", "/def", "/def"]
+
+
 def test_ids_where_no_text_is_asked_for_and_values_a_token(tmp_path):
     out = call(tmp_path, "def f(response):\n    return response * 2.0\n", ("advantage",))
     assert list(out["advantage"].values) == [2.0 * ord(c) for c in "abcdef"]
@@ -127,6 +136,8 @@ def test_options_renamed_columns_and_a_generator_keyed_by_unit(tmp_path):
 
 
 def test_all_columns_that_are_left_in_their_order(tmp_path):
+    texts = call(tmp_path, "def f(*rest: str):\n    return rest[1] + rest[0]\n", ("kind",))["kind"]
+    assert [texts.text(i) for i in range(4)] == ["abx", "cx", "y", "defy"]
     source = "def f(score, *rest, rng, scale=2):\n    return score * scale + len(rest[0]) * 10 + len(rest[1]) * 100\n"
     source += "def g(*rest, rng):\n    return float(len(rest)) + float(rest[2]) * 10\n"
     assert list(call(tmp_path, source, ("reward",))["reward"].values) == [212, 114, 16, 318]

@@ -64,13 +64,14 @@ class Function:
             call = node.attributes[key]
             self.call, self.signature = called(call, "function")
             self.options, renamed = _options(call), call.columns()
-            # Parameter -> column or state, for the parameters whose column the node reads.
+            # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
-            self.columns = {p: renamed.get(p, p) for p in self.signature.columns if renamed.get(p, p) in known}
-            taken = self.columns.values()
-            written = {c.name: c.element for c in plan.graph.columns if c.element == "i32"}
-            self.tokens = {c: of_column(plan, c) for p, c in self.columns.items() if p in self.signature.text and c in written}
-            self.rest = [c for c in node.reads if c not in taken] if self.signature.rest else []
+            self.bound = [(p, renamed.get(p, p)) for p in self.signature.columns if renamed.get(p, p) in known]
+            if self.signature.rest:
+                taken = {c for _, c in self.bound}
+                self.bound += [(self.signature.rest, c) for c in node.reads if c not in taken]
+            ids = {c.name for c in plan.graph.columns if c.element == "i32" and c.dims}
+            self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in self.signature.text and c in ids}
 
     def spoilt(self, batch: Batch) -> Array:
         """The rows whose result may be wrong because something that the function saw was."""
@@ -124,10 +125,9 @@ class Function:
         options = dict(self.options)
         if self.signature.rng:
             options["rng"] = noise.generator(self.seed, task.number, zlib.crc32(self.node.name.encode()), unit)
-        bound = [*self.columns.items(), *((self.signature.rest, c) for c in self.rest)]
-        values = [(p, self._argument(batch, task, c, rows, p)) for p, c in bound]
+        values = [(p, self._argument(batch, task, c, rows, p)) for p, c in self.bound]
         # What comes before `*columns` is given by order, as Python wants it.
-        return self.call(*(v for _, v in values), **options) if self.rest else self.call(**dict(values), **options)
+        return self.call(*(v for _, v in values), **options) if self.signature.rest else self.call(**dict(values), **options)
 
     def _argument(self, batch: Batch, task: Task, name: str, rows: slice, parameter: str) -> Any:
         """The argument for a row, or for the rows of a unit: an array of scalars, or a list. A state is one number where there is one."""
@@ -142,7 +142,7 @@ class Function:
             return column.values[rows]
         text = parameter in self.signature.text
 
-        tokens = self.tokens[name] if text and kind.element not in ("text", "json") else None
+        tokens = self.tokens.get(name) if text else None
         found = [seen(column, kind.element, r, text, tokens) for r in range(rows.start, rows.stop)]
         return found if grouped else found[0]
 
