@@ -10,7 +10,7 @@ PROGRAM ?= grpo
 NAMES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves test lint chaos invariance bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves test lint chaos invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -80,6 +80,10 @@ bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
 # What no layout, dock or order changes: the same numbers but for rounding, about 10 minutes.
 invariance: $(VENV)/ready
 	$(BIN)/python bench/invariance.py
+
+# Every program of tests/programs, two iterations of each, about 5 minutes.
+programs: $(VENV)/ready
+	$(BIN)/python bench/programs.py
 
 # The figures of the MindSpeed RL paper beside the planner's, some minutes.
 paper: $(VENV)/ready

@@ -1,0 +1,133 @@
+"""Runs the algorithms of tests/programs for two iterations each, with small models on two devices of this machine.
+
+A program there says what is computed and leaves sizes, models and data to a deploy; here that is the arithmetic example's model as policy,
+teacher and judge, PPO's reward model, and their data. Ends with one line of JSON, and with status 1 where a run failed, took no optimizer
+step in an iteration, or told a figure that is no finite number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from msrl_graph import Fault, compile
+from msrl_graph.runtime import supervisor
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = ROOT / "tests" / "programs"
+ARITHMETIC, REWARD, PAIRS = (ROOT / "examples" / name for name in ("arithmetic/model", "ppo/reward_model", "dpo/train.jsonl"))
+SUMS = ROOT / "examples" / "arithmetic" / "train.jsonl"
+MODELS = {"policy": ARITHMETIC, "value": REWARD, "reward_model": REWARD, "teacher": ARITHMETIC, "judge": ARITHMETIC}
+SMALL = {"prompts": 4, "group": 4, "prompt_len": 8, "response_len": 6}
+FEW = {"prompts": 64, "prompt_len": 8, "response_len": 6}
+ANSWERED = {"prompt": "prompt", "answer": "answer"}
+# What the file itself states large, and no param changes.
+DISTIL = """
+algorithm small extends on_policy_distillation {
+  columns { prompt : i32[<= 8]  response : i32[<= 6]  top_ids : i32[response, 8]  top_logp : f32[response, 8] }
+  source(8) -> prompt
+}"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the folder, and what a deploy of an algorithm in it says."""
+
+    program: str
+    algorithm: str
+    sets: dict[str, int] = field(default_factory=lambda: SMALL)
+    data: Path | str = SUMS
+    fields: dict[str, str] = field(default_factory=lambda: ANSWERED)
+    models: tuple[str, ...] = ("policy",)
+    more: str = ""
+
+
+PPO = ("policy", "value", "reward_model")
+ASKED = {"prompt": "prompt"}
+CASES = (
+    Case("agent", "agent", {**SMALL, "turns": 3, "response_len": 100}, "tasks.jsonl", {**ASKED, "task": "task"}),
+    Case("async", "async_grpo"),
+    Case("curriculum", "curriculum"),
+    Case("dapo", "dapo", {**SMALL, "buffer": 2}),
+    Case("distil", "small", {}, SUMS, ASKED, ("policy", "teacher"), DISTIL),
+    Case("dpo", "dpo", {"pairs": 4}, PAIRS, {c: c for c in ("prompt", "chosen", "rejected")}),
+    Case("judge", "grpo_judge", SMALL, SUMS, ANSWERED, ("policy", "judge")),
+    Case("pf_ppo", "pf_ppo", FEW, SUMS, ASKED, PPO),
+    Case("pf_ppo", "pf_ppo_pow", FEW, SUMS, ASKED, PPO),
+    Case("ppo", "ppo", {**FEW, "prompts": 256}, SUMS, ASKED, PPO),
+    Case("rft", "rejection"),
+    Case("two_deploys", "grpo"),
+    *(Case("variants", name) for name in ("rloo", "dr_grpo", "gspo", "reinforce_pp")),
+)
+
+
+def text(case: Case) -> str:
+    """The program with a deploy of its own."""
+    lines = [f'import "{PROGRAMS / case.program}.rlg"', case.more, 'cluster here { device = "cpu", devices_per_node = 2 }']
+    lines += [f"deploy {case.algorithm} on here as small {{", *(f"  set {name} = {value}" for name, value in case.sets.items())]
+    lines += [f'  model {name} = "{MODELS[name]}"' for name in case.models]
+    fields = ", ".join(f'{column} = "{name}"' for column, name in case.fields.items())
+    return "\n".join([*lines, f'  data source = "{case.data}" {{ {fields} }}', "  run { iterations = 2, seed = 0, save = 1 }", "}"])
+
+
+def wrong(lines: list[dict[str, Any]]) -> str:
+    """What is wrong with the metrics of a run; nothing where all is well."""
+    for line in lines:
+        strange = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        if strange or not line["updates"]:
+            return f"iteration {line['iteration']}: {', '.join(strange) or 'no step'}"
+    return "" if len(lines) == 2 else f"{len(lines)} iterations"
+
+
+def execute(case: Case, folder: Path) -> dict[str, Any]:
+    """Compiles and runs one; its figures, and what was `wrong`."""
+    out, program = folder / case.algorithm, folder / f"{case.algorithm}.rlg"
+    program.write_text(text(case))
+    begin = time.monotonic()
+    try:
+        plan = compile(program, deploy="small")
+        with (folder / f"{case.algorithm}.log").open("w") as log:
+            supervisor.run(plan, out, stderr=log)
+    except (Fault, supervisor.RunFailed) as error:
+        return {"seconds": round(time.monotonic() - begin, 1), "wrong": str(error).partition("\n")[0]}
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    figures = {k: lines[-1][k] for k in ("rows", "updates", "loss", "grad_norm")}
+    return {"seconds": round(time.monotonic() - begin, 1), **figures, "wrong": wrong(lines)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", choices=[case.algorithm for case in CASES], action="append", help="one algorithm; may be repeated")
+    options = parser.parse_args()
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        tasks = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a in (12, 37, 58) for b in (9, 23)]
+        (Path(name) / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        for case in CASES:
+            if not options.only or case.algorithm in options.only:
+                found[case.algorithm] = execute(case, Path(name))
+                print(case.algorithm, found[case.algorithm], file=sys.stderr, flush=True)
+    table = Table(title="two iterations of each, figures of the second", title_justify="left", box=None)
+    for column in ("algorithm", "program", "seconds", "rows", "updates", "loss", "grad_norm", "wrong"):
+        table.add_column(column, justify="left" if column in ("algorithm", "program", "wrong") else "right")
+    programs = {case.algorithm: f"{case.program}.rlg" for case in CASES}
+    for algorithm, row in found.items():
+        told = [f"{row[k]:.4g}" if k in row else "" for k in ("seconds", "rows", "updates", "loss", "grad_norm")]
+        table.add_row(algorithm, programs[algorithm], *told, row["wrong"])
+    Console(width=120).print(table)
+    print(json.dumps(found))
+    return 1 if any(row["wrong"] for row in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
