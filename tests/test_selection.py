@@ -74,6 +74,7 @@ def test_best_random_reaches_all_others():
 def test_weights_of_resample():
     score = np.array([-3, 0, 1, 3], np.float64)
     assert list(power(k=2)(score)) == pytest.approx([1, 0, 1 / 9, 1], rel=1e-9)
+    assert list(power(k=1)(score)) == pytest.approx([1, 0, 1 / 3, 1], rel=1e-9) and list(power(k=0)(score)) == [1, 1, 1, 1]
     assert list(power(k=2)(np.array([1e200, 5e199]))) == pytest.approx([1, 0.25], rel=1e-9)
 
 
