@@ -307,7 +307,8 @@ def test_a_run_ends_at_the_first_wrong_number(place):
     place.write(*ONE_RANK, ("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert (code, out) == (3, ""), err
-    told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on the batch 0, row 5 of iteration 0: BadResult: it returned nan"
+    where = "`host.reward` (line 26 of p.rlg) failed on the batch 0, row 5 of iteration 0"
+    told = f"error[run-failed]: {where}: BadResult: it returned nan for `reward`"
     assert err == told + "; the files of the run so far are in a\n"
     assert metrics(place.folder / "a") == []
     place.assert_clean()

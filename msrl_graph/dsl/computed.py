@@ -142,7 +142,8 @@ class Keep:
         if not isinstance(expr, ast.Binary) or expr.op not in FLIPPED:
             if isinstance(expr, ast.Call) or (isinstance(expr, ast.Literal_) and expr.kind == "string"):
                 return FunctionCall(self.caller).read(key, expr, names)
-            raise mistake("bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = reward > 0.5`")
+            named = expr.text if isinstance(expr, ast.NameExpr) and expr.text not in names.params else "reward"
+            raise mistake("bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = {named} > 0.5`")
         sides = [self._is_column(side, names) for side in (expr.left, expr.right)]
         if sides.count(True) != 1:
             raise mistake("bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`")

@@ -21,7 +21,11 @@ _CALLED: dict[str, dict[str, tuple[str, ...]]] = {
         "vpp": ("virtual_pipeline", "virtual_pipeline_model_parallel_size", "interleave"),
     },
     "cluster": {"devices_per_node": ("gpus", "num_gpus", "gpus_per_node", "n_gpus_per_node"), "memory": ("vram", "hbm")},
-    "generate": {"samples": ("n", "group", "num_return_sequences", "num_generations"), "max_tokens": ("max_new_tokens",)},
+    "generate": {
+        "samples": ("n", "group", "num_return_sequences", "num_generations"),
+        "max_tokens": ("max_new_tokens",),
+        "turns": ("max_turns", "num_turns"),
+    },
     "update": {"epochs": ("ppo_epochs", "num_epochs"), "clip_grad": ("max_grad_norm", "grad_clip")},
 }
 _LOSS = "a loss has it: `loss = clip(0.2) + 0.001 * kl(low_var)`"
