@@ -53,7 +53,7 @@ deploy a on c { model policy = "tiny"
   model judge = "tiny"
   data source = "tiny.jsonl" { prompt = "problem", answer = "answer" }
   layout actor.update, actor.infer, actor.generate { dp = 2 }
-  actor.generate -> actor.infer { stream = 2 }
+  actor.generate -> actor.infer, host.reward { stream = 2 }
   run { iterations = 1 } }
 """
 SPINE = "source -> actor.generate -> host.reward, actor.infer\n"
@@ -182,6 +182,7 @@ class Flow:
         self.numbers = next(iter(self.readers.values())).numbers(self.task)
         self.news = []  # (node, column, rows, lengths)
         self.told = {n: [] for n in self.readers}
+        self.kept = {n: [] for n in self.readers}  # what was decided by arrival
         self.taken = {(n, g): 0 for n, r in self.readers.items() for g in range(r.groups)}
         self.ended = dict.fromkeys(self.taken, 0)
         self.handed = {n: [] for n in self.readers}  # shares
@@ -234,13 +235,14 @@ class Flow:
         rows, lengths = (np.array(x) for x in zip(*part, strict=True))
         self.told[node].append((column, rows, lengths, 0))
         controller = self.controllers[node]
-        if self.random.random() < 0.03 and not controller.reader.by_arrival:  # it dies, and another takes its place
+        if self.random.random() < 0.03:  # it dies, and another takes its place
             controller = self.controllers[node] = Controller(controller.reader)
             controller.open(self.task)
-            rounds = controller.restore(self.task.key, self.told[node], [])
+            rounds = controller.restore(self.task.key, self.told[node], self.kept[node])
         else:
             rounds = controller.heard(self.task.key, column, rows, lengths, 0)
         for r in rounds:
+            self.kept[node] += [r] if controller.reader.by_arrival else []
             controller.hand(self.task.key, r)
 
     def run(self):
