@@ -101,3 +101,12 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
     without = saved(Carried(planned(), 10), tmp_path, 2)
     with pytest.raises(RunError, match="holds no value of the state `rate`: it is a checkpoint of another program"):
         again.restore(without, checkpoint.manifest_of(without))
+
+
+def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
+    refilling = Carried(planned(refill=True), 10)
+    refilling.after(refilling.task(0), [report(prompts_drawn=9)])
+    path = saved(refilling, tmp_path, 1)
+    plain = Carried(planned(), 10)
+    plain.restore(path, checkpoint.manifest_of(path))
+    assert plain.known and [plain.task(i).position for i in (1, 2)] == [9, 12]

@@ -23,6 +23,7 @@ class Carried:
 
     def __init__(self, plan: Plan, rows: int) -> None:
         self.graph, self.position, self.rows = plan.graph, 0, rows
+        self.ahead = 0  # how much farther the data was read, by the program as it was before, than this one would have
         self.states: dict[str, Array] = {}
         for state in plan.graph.states:
             first = float(state.initial.literal())
@@ -33,7 +34,7 @@ class Carried:
     def task(self, number: int) -> Task:
         """Iteration `number` of training."""
         prompts = self.graph.rows[0]
-        position = number * prompts if self.known else self.position
+        position = self.ahead + number * prompts if self.known else self.position
         return Task("train", number, prompts, 0, position, self.of_run())
 
     def of_run(self) -> dict[str, float]:
@@ -66,7 +67,9 @@ class Carried:
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
-        self.position = manifest.iteration * self.graph.rows[0] if manifest.position < 0 else manifest.position
+        usual = manifest.iteration * self.graph.rows[0]
+        self.position = usual if manifest.position < 0 else manifest.position
+        self.ahead = self.position - usual
         if not self.states:
             return
         found = checkpoint.read_arrays(folder / FILE) if (folder / FILE).is_file() else {}
