@@ -1,10 +1,13 @@
 """Terms of a loss in a file beside the program: what they are computed from, and what is told where they give what is no loss."""
 
 import inspect
+import math
 import re
 
 import pytest
 from stage import Stage, one_rank, same
+from test_training import net, token_logps
+from tiny import PAIRS, built
 
 from msrl_graph import Fault, algorithms
 from msrl_graph.runtime.report import RunError
@@ -40,6 +43,30 @@ def test_a_copy_of_a_term_of_the_package_does_the_same(tmp_path):
     theirs.act("actor.update", columns)
     assert same(mine.whole(), theirs.whole())
     assert mine.told.sums["loss/kl"] == theirs.told.sums["loss/kl"]
+
+
+SIMPO = """
+def simpo(chosen: "LogProbs", rejected: "LogProbs", chosen_lengths, rejected_lengths, *, beta=2.0) -> "Rows":
+    import torch
+
+    def mean(logps, lengths):
+        return torch.stack([row.mean() for row in logps.split(lengths.tolist())])
+
+    return -torch.nn.functional.logsigmoid(beta * (mean(chosen, chosen_lengths) - mean(rejected, rejected_lengths)))
+"""
+
+
+def test_a_term_of_rows_has_the_log_probabilities_of_pairs(tmp_path):
+    (tmp_path / "mine.py").write_text(SIMPO)
+    call = f'"{tmp_path / "mine.py"}:simpo"(beta = 0.5)'
+    stage, columns = built(PAIRS, ("dpo(0.1)", call))
+    model, expected = net(stage, "actor"), []
+    for i in range(8):
+        scored = [token_logps(model, columns, i, c) for c in ("chosen", "rejected")]
+        better, worse = (float(whole.gather(1, tokens).detach().mean()) for whole, tokens in scored)
+        expected.append(math.log1p(math.exp(-0.5 * (better - worse))))
+    stage.act("actor.update", columns)
+    assert stage.told.sums["loss/simpo"] == (pytest.approx(sum(expected), rel=1e-4), 8)
 
 
 def test_a_term_tells_figures_under_its_name(tmp_path):
