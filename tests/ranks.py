@@ -10,7 +10,12 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-_teams = {}  # by size: starting ranks takes seconds, nearly all of it to import torch
+_teams = {}  # by size: starting ranks takes seconds
+# Nearly all of them to import these, which one process does for all of the ranks, before it has threads.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.models.qwen2.modeling_qwen2", "msrl_graph.runtime.worker"]
+)
 
 
 def run(world, function, *arguments):
@@ -55,12 +60,11 @@ class Team:
         self.pipes = []
 
     def start(self):
-        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
-        ends = [context.Pipe() for _ in range(self.world)]
+        ends = [_context.Pipe() for _ in range(self.world)]
         self.pipes = [ours for ours, _ in ends]
         self.processes = [
-            context.Process(target=_stay, args=(rank, self.world, self.folder.name, self.function, self.arguments, theirs), daemon=True)
+            _context.Process(target=_stay, args=(rank, self.world, self.folder.name, self.function, self.arguments, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self.processes:
