@@ -11,14 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# At once, not on demand: the function must take the name from the module that it lives in.
-from .compile import check, compile
-from .diagnostics import Fault, ProgramWarning
-from .dsl.parse import parse
-from .graph import Graph
-
 if TYPE_CHECKING:
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
+    from .diagnostics import Fault, ProgramWarning
+    from .dsl.parse import parse
+    from .graph import Graph
+    from .pipeline import check, compile
     from .runtime.supervisor import run
     from .simulation import simulate
 
@@ -38,8 +36,12 @@ __all__ = [
     "to_rlg",
 ]
 
-# Loaded on demand: torch and ray by those who train, the rest by those who use it.
+# Loaded on demand: torch and ray by those who train, the compiler by those who compile, which the processes of a run do not.
 _HOMES = {
+    **dict.fromkeys(("check", "compile"), ".pipeline"),
+    **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
+    "Graph": ".graph",
+    "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
     "run": ".runtime.supervisor",
     "simulate": ".simulation",

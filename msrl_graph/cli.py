@@ -21,7 +21,7 @@ from .cli_shared import guarded, load_plan, natural, tell
 from .diagnostics import Fault, nearest
 
 if TYPE_CHECKING:
-    from .compile import Compilation
+    from .pipeline import Compilation
     from .plan import Plan
 
 PICTURES = ("dot", "html")
@@ -76,7 +76,7 @@ def _compile(argv: Sequence[str]) -> int:
         page = _page(options.explain)
         print(codes.shown(page, *_screen(options)) if page else _unknown(options.explain), end="", file=sys.stdout if page else sys.stderr)
         return 0 if page else 2
-    from .compile import PASSES, decoded, read, translate
+    from .pipeline import PASSES, decoded, read, translate
 
     names = [p.name for p in PASSES]
     if options.list_passes:
@@ -169,7 +169,7 @@ def _unknown(name: str) -> str:
 
 
 def _simulated(result: Compilation, options: argparse.Namespace) -> str:
-    from .compile import no_deploy
+    from .pipeline import no_deploy
     from .simulation.flags import simulated
 
     if result.plan is None:
@@ -179,7 +179,7 @@ def _simulated(result: Compilation, options: argparse.Namespace) -> str:
 
 def _result(result: Compilation, options: argparse.Namespace) -> str:
     """The text of the stage that was asked for."""
-    from .compile import no_deploy
+    from .pipeline import no_deploy
 
     stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
     if stage in ("placed", "plan", "ray") and result.placed is None:
@@ -223,8 +223,8 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         return text.placed_text(result.placed, width, colour)
     assert result.plan is not None
     if options.why:
-        from .compile import unstated
         from .emit.why import why_text
+        from .pipeline import unstated
 
         other = unstated(result.plan, options.budget) if result.plan.search is None else None
         return why_text(result.plan, other, width, colour)

@@ -56,7 +56,7 @@ def _run(argv: Sequence[str]) -> int:
                 p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
             plan = load_plan(options.file)
         else:
-            from .compile import no_deploy, read, translate
+            from .pipeline import no_deploy, read, translate
 
             source = read(options.file)
             sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from .diagnostics import Diagnostic, Fault, render, render_json
 
 if TYPE_CHECKING:
-    from .compile import Source
+    from .pipeline import Source
     from .plan import Plan
 
 COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
@@ -38,7 +38,7 @@ def plan_of(data: bytes, name: str) -> Plan:
     """The plan of a JSON text; `name` is what to call it. Raises Fault: it is none, or none of this version."""
     import msgspec
 
-    from .compile import PASSES
+    from .pipeline import PASSES
     from .plan import FORMAT_VERSION, from_json
     from .references import dangling
 
@@ -69,7 +69,7 @@ def natural(text: str) -> int:
 
 def tell(diagnostics: Sequence[Diagnostic], source: Source | None, options: argparse.Namespace) -> None:
     """Diagnostics to stderr, in the order of the text."""
-    from .compile import texts
+    from .pipeline import texts
 
     found = sorted(diagnostics, key=lambda d: (d.span.file, d.span.line, d.span.column, d.code, d.message))
     if options.diagnostics == "json":

@@ -66,7 +66,7 @@ def _calibrate(path: Path) -> int:
     except ModuleNotFoundError as error:
         print(f"msrl-doctor: {error.name} is not installed; to measure: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
-    from .compile import compile
+    from .pipeline import compile
 
     # A small program whose dock is tried; nothing of it is generated or trained.
     sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cli_shared import guarded, tell
-from .compile import Source
 from .diagnostics import Diagnostic, Fault
 from .dsl.format import format
+from .pipeline import Source
 
 STDIN = "<stdin>"
 

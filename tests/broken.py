@@ -17,10 +17,10 @@ from language import PROGRAMS, TESTS
 from msrl_graph import algorithms, codes
 from msrl_graph.backends import ENGINES
 from msrl_graph.cluster import DEVICES
-from msrl_graph.compile import Compilation, Source, texts, translate
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
 from msrl_graph.dsl.attributes import TABLE
 from msrl_graph.dsl.syntax import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
+from msrl_graph.pipeline import Compilation, Source, texts, translate
 
 ROOT = TESTS.parent
 FILES = [

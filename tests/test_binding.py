@@ -9,9 +9,9 @@ from language import TESTS, diagnose, lowered
 
 from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
-from msrl_graph.compile import Source, translate
 from msrl_graph.functions import Option, signatures
 from msrl_graph.graph import Expr, Worker
+from msrl_graph.pipeline import Source, translate
 from msrl_graph.unready import unready
 
 

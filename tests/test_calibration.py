@@ -15,8 +15,8 @@ from place import Place
 from msrl_graph import calibration, compile, doctor
 from msrl_graph.calibration import CURVES, VERSION, Busy, Calibration
 from msrl_graph.cluster import DEVICES, Cluster, Figure, rate_at
-from msrl_graph.compile import read, translate
 from msrl_graph.diagnostics import Diagnostic
+from msrl_graph.pipeline import read, translate
 
 CURVE = ((1e3, 1e9), (1e6, 5e10), (1e9, 1e11))
 KINDS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast"), (1e-4, 2e9))

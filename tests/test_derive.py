@@ -150,7 +150,7 @@ def test_functions_of_a_base_lie_beside_its_file(tmp_path: Any) -> None:
     base = [r.replace("exact_match()", '"mine.py:score"') for r, _ in PIECES]
     (tmp_path / "far" / "base.rlg").write_text(written("base", base))
     (tmp_path / "own.rlg").write_text('import "far/base.rlg"\n' + written("own", [], "base"))
-    from msrl_graph.compile import read, translate
+    from msrl_graph.pipeline import read, translate
 
     graph = translate(read(tmp_path / "own.rlg"), until="graph").graph
     assert graph is not None and str(graph.node("host.reward").attributes["call"].value).endswith("far/mine.py:score")

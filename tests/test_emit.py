@@ -12,11 +12,11 @@ import page
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.compile import read, translate
 from msrl_graph.emit import json as emit_json
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import duration, graph_text, placed_text, plan_text, size
+from msrl_graph.pipeline import read, translate
 from msrl_graph.plan import Plan, from_json
 
 Golden = Callable[[str, str], None]

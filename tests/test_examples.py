@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.algorithms import FOLDER
-from msrl_graph.compile import read, translate
+from msrl_graph.pipeline import read, translate
 from msrl_graph.runtime import supervisor
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

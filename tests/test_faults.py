@@ -60,14 +60,14 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_four_kills_cost_seconds_and_no_row():
+def test_two_kills_cost_seconds_and_no_row():
     """`make chaos` in short; what is killed, and when, is drawn."""
-    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "4", "--iterations", "20"]
+    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "2", "--iterations", "12"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     wrong = {k: figures[k] for k in ("rows_lost", "rows_twice", "differing", "hangs", "leftovers")}
-    assert figures["kills"] == 4 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
+    assert figures["kills"] == 2 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
 
 
 def kill(place, name):
@@ -115,14 +115,13 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_its_run_can_go_on(place)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_asked_to_end_saves(place, number):
+def test_a_run_that_is_asked_to_end_saves(place):
     program(place, *ONE_RANK, iterations=300, save=100)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 3)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, err
+    assert process.returncode == 130, err
     assert "ending after this iteration, with a checkpoint" in err and "go on with --resume results" in err and "Traceback" not in err
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
     assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]

@@ -13,7 +13,7 @@ FLOORS = (
     ("cli_run",),
     ("cli_shared",),
     ("reference",),
-    ("compile", "runtime"),
+    ("pipeline", "runtime"),
     ("unready", "asked"),
     ("simulation", "builder"),
     ("dsl", "checks", "passes", "emit", "backends", "algorithms"),

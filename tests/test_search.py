@@ -21,7 +21,6 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.cluster import DEVICES, Cluster, Figure
-from msrl_graph.compile import PASSES, unstated
 from msrl_graph.dividing import misfits
 from msrl_graph.emit.why import why_text
 from msrl_graph.engine import EngineSpec
@@ -30,6 +29,7 @@ from msrl_graph.layout import Layout
 from msrl_graph.models import load
 from msrl_graph.passes.pools import divisions
 from msrl_graph.passes.search import Search
+from msrl_graph.pipeline import PASSES, unstated
 from msrl_graph.plan import EngineChoice, Plan, Pool
 
 PAGE = Path(__file__).parent / "programs" / "grpo_page.rlg"
