@@ -5,6 +5,7 @@ Invariant: what a term needs stands in its signature (functions.py); what an upd
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
@@ -137,16 +138,26 @@ def _without(graph: Graph, node: Node, column: str) -> str:
 
 
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates that train on what an environment wrote."""
+    """Updates that train on what an environment wrote, and functions that know of masks and take it for the policy's."""
     found = []
     for node in (n for n in graph.verb("generate") if "environment" in n.attributes):
         mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
-        for update in graph.verb("update"):
-            scored = [c for c in sequences(graph, update).scored if c in responses]
-            if not scored or any(graph.column(c).element == "bool" for c in update.reads):
+        for other in graph.nodes:
+            taken = [c for c in _unmasked(graph, other, library) if c in responses]
+            if not taken:
                 continue
-            message = f"`{update.name}` trains on all of `{scored[0]}`, and parts of it the environment of `{node.name}` wrote"
-            own = f"declare `mask : bool[{scored[0]}]`, let `{node.name}` write it beside `{scored[0]}`, and `{update.name}` read it"
-            help = f"read `{mask}` in `{update.name}`" if mask else own
-            found.append(Diagnostic("unread-mask", message, update.span, help, "warning"))
+            does = f"trains on all of `{taken[0]}`" if other.verb == "update" else f"takes all of `{taken[0]}` for the policy's"
+            message = f"`{other.name}` {does}, and parts of it the environment of `{node.name}` wrote"
+            own = f"declare `mask : bool[{taken[0]}]`, let `{node.name}` write it beside `{taken[0]}`, and `{other.name}` read it"
+            help = f"read `{mask}` in `{other.name}`" if mask else own
+            found.append(Diagnostic("unread-mask", message, other.span, help, "warning"))
     return found
+
+
+def _unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
+    """The columns of tokens that a node takes whole, where a mask could leave some out."""
+    if any(graph.column(c).element == "bool" for c in node.reads):
+        return ()
+    if node.verb == "update":
+        return sequences(graph, node).scored
+    return node.reads if any("mask" in signature.optional for _, signature in calls(node, library)) else ()
