@@ -39,7 +39,7 @@ lint: $(VENV)/ready
 # Tests that start runs are two at a time: each waits for its processes most of the time.
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
-	$(BIN)/pytest -n 2 --dist loadfile -m slow
+	$(BIN)/pytest -n 2 --dist loadgroup -m slow
 
 # Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs; 200 take about an hour.
 chaos: $(VENV)/ready

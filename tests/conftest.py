@@ -26,6 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite expected texts")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests one worker runs under `--dist loadgroup`: those that share what takes long to start; a run of its own goes anywhere."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "reference" in fixtures or "place" not in fixtures:
+            item.add_marker(pytest.mark.xdist_group("reference" if "reference" in fixtures else item.path.stem))
+
+
 @pytest.fixture
 def update(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update"))

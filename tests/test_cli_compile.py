@@ -193,12 +193,10 @@ def test_stdin_and_an_output_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_our_own_mistake_is_one_line_and_a_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    import sys
-
     def broken(*arguments: object, **more: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(sys.modules["msrl_graph.compile"], "translate", broken)
+    monkeypatch.setattr("msrl_graph.pipeline.translate", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert compile_main([str(PAGE)]) == 2
     err = capsys.readouterr().err

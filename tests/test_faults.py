@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
 @pytest.mark.timeout(600)
 def test_two_kills_cost_seconds_and_no_row():
     """`make chaos` in short; what is killed, and when, is drawn."""
-    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "2", "--iterations", "12"]
+    command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "2", "--iterations", "12", "--gap", "10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
