@@ -270,8 +270,12 @@ def lacking(graph: Graph, node: Node, signature: Signature) -> list[str]:
     kind = _kind(graph, node)
     if signature.kind != "loss" or kind not in KINDS:
         return []
-    none = ("values",) if kind == "policy" else ("logp", "entropy")
-    return [f for f in none if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
+    return [f for f in withheld(kind) if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
+
+
+def withheld(kind: str) -> tuple[str, ...]:
+    """What of that which terms may want filled the weights of a worker's kind do not give."""
+    return ("values",) if kind == "policy" else ("logp", "entropy")
 
 
 def span(call: Expr, node: Node) -> Span:

@@ -13,7 +13,7 @@ from ..functions import FILLED
 from ..graph import ELEMENTS, Expr, Graph, Node
 from ..sequences import is_tokens, of_response, sequences
 from .columns import Library
-from .scope import calls, lacking, span
+from .scope import calls, lacking, span, withheld
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -25,12 +25,11 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.verb("update"):
         kind = kinds.get(node.worker, "")
-        none = ("values",) if kind == "policy" else ("logp", "entropy")
         for call, signature in calls(node, library):
             if without := lacking(graph, node, signature):
                 what = {"values": "predictions of values", "entropy": "entropies"}.get(without[0], "log-probabilities of tokens")
                 message = f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
-                help = _others(library, none, kind != "policy")
+                help = _others(library, withheld(kind), kind != "policy")
                 found.append(Diagnostic("term-worker", message, span(call, node), help))
     return found
 

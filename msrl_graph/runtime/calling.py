@@ -141,7 +141,6 @@ class Function:
         if grouped and column.offsets is None:
             return column.values[rows]
         text = parameter in self.signature.text
-
         tokens = self.tokens.get(name) if text else None
         found = [seen(column, kind.element, r, text, tokens) for r in range(rows.start, rows.stop)]
         return found if grouped else found[0]
