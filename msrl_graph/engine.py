@@ -153,8 +153,8 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy. A response ends, too, when its text holds a
-    string of `stop`, which stays part of it."""
+    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy. A response ends with a token of `ends`, or
+    when its text holds a string of `stop`; both stay part of it."""
 
     samples: int
     max_tokens: int
@@ -163,6 +163,7 @@ class Sampling:
     top_k: int
     seed: int
     iteration: int
+    ends: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
 

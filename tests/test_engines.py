@@ -36,7 +36,7 @@ def generator():
 
 
 def sampling(**changes):
-    fields = {"samples": 1, "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "iteration": 0}
+    fields = {"samples": 1, "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "iteration": 0, "ends": (1,)}
     return Sampling(**(fields | changes))
 
 
@@ -49,12 +49,6 @@ def test_greedy_agrees_with_transformers(generator):
         out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
         assert list(tokens) == out[0, len(prompt) :].tolist()
         assert len(tokens) == 5 or tokens[-1] == 1
-
-
-def test_the_end_token_is_that_of_the_config_where_none_is_stated_for_generation(tmp_path):
-    shutil.copytree(EXAMPLE / "model", tmp_path / "model")
-    (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true}')
-    assert hf.Engine(models.load("./model", tmp_path, None, NOWHERE), Layout(), 0, None, 0).ends == [1]
 
 
 def test_draws_follow_the_distribution(generator):

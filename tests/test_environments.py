@@ -89,7 +89,7 @@ def naive(stage, path, bound=BOUND):
         ids = tokens.encode([said or ""])[0].tolist()
         mask, logps = [False] * len(ids), [None] * len(ids)
         for turn in range(TURNS):
-            sampling = Sampling(1, bound, 1.0, 1.0, 0, stage.seed, 3)
+            sampling = Sampling(1, bound, 1.0, 1.0, 0, stage.seed, 3, tokens.ends)
             begun = np.array([len(ids)])
             (new,), (logp,) = stage.generator.generate([np.array([*prompt, *ids])], np.array([row]), sampling, begun)
             ids, mask, logps = [*ids, *new.tolist()], mask + [True] * len(new), [*logps, *logp.tolist()]

@@ -92,8 +92,7 @@ class Walk(Rank):
         with memory.Peak() as peak:
             self.build()
         self.loaded = peak.peak["device"]
-        for generator in self.generators.values():
-            generator.ends = []
+        self.ends = dict.fromkeys(self.ends, ())
 
     # Stands in for the dock's client.
 

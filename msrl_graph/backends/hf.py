@@ -6,7 +6,6 @@ memory only between `allocate` and `release`; their boxes are those of layout.sh
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..architecture import Model
@@ -44,7 +43,6 @@ class Engine:
 
     def __init__(self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, micro_batch: int) -> None:
         import torch
-        from transformers import GenerationConfig
 
         self.model, self.layout, self.micro_batch = model, layout, micro_batch
         self.module = transformer.empty(model).eval().requires_grad_(False)
@@ -64,11 +62,6 @@ class Engine:
         self.group = mesh["tp"].get_group() if layout.tp > 1 else None
         if self.group is not None:
             _join(self.module, self.group, layout.coordinates(rank).tp)
-        ends = None
-        with suppress(OSError):
-            ends = GenerationConfig.from_pretrained(model.path).eos_token_id
-        ends = self.module.config.eos_token_id if ends is None else ends  # a generation_config.json may say nothing of it
-        self.ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         self.stops: dict[tuple[str, ...], Stops] = {}
 
     def allocate(self) -> list[Shard]:
@@ -131,7 +124,7 @@ class Engine:
             out[running, step] = token
             logps[running, step] = logp
             lengths[running] = step + 1
-            going = ~np.isin(token, self.ends) & (step + 1 < room[running])
+            going = ~np.isin(token, sampling.ends) & (step + 1 < room[running])
             if sampling.stop:
                 going &= ~self._stops(sampling.stop)(out[running, : step + 1])
             running, place, token = running[going], place[going], token[going]

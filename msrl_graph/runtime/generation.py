@@ -24,7 +24,7 @@ from .packing import distinct, kept
 from .readers import Task
 from .report import Report, RunError
 from .rows import Recording
-from .tokens import Tokens, tokenised
+from .tokens import Tokens, ends, tokenised
 from .turns import Responses
 
 
@@ -42,6 +42,7 @@ class Generation(Engines):
     def build(self) -> None:
         super().build()
         nodes = [self.plan.graph.node(name) for name in self.generators]
+        self.ends = {n.name: ends(self.plan.model(n.name).path) for n in nodes}
         self.environments = {n.name: Environment(n, self.plan) for n in nodes if "environment" in n.attributes}
 
     def replay(self, folder: str) -> None:
@@ -62,6 +63,7 @@ class Generation(Engines):
             top_k=int(node.number("top_k", 0)),
             seed=self.seed,
             iteration=task.number,
+            ends=self.ends[node.name],
             stop=_strings(node, "stop"),
         )
         context = self._context(node, batch)

@@ -53,7 +53,7 @@ class Tokens:
     def __init__(self, folder: str, tokenizer: Any = None) -> None:
         self.folder = folder
         self.tokenizer = tokenizer or _tokenizer(folder)
-        self.ends = _ends(folder)
+        self.ends = ends(folder)
 
     def read(self, column: Column) -> Column:
         """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of other text its own.
@@ -143,14 +143,15 @@ def _chat(folder: str) -> Any:
 
 
 @cache
-def _ends(folder: str) -> tuple[int, ...]:
+def ends(folder: str) -> tuple[int, ...]:
+    """The tokens that end a response of the model in a folder, as its files name them; first the one of its tokenizer."""
     stated = [_config(folder, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
     found: int | list[int] = next((e for e in stated if e is not None), [])
-    ends = found if isinstance(found, list) else [found]
+    named = found if isinstance(found, list) else [found]
     name = _config(folder, "tokenizer_config.json").get("eos_token")
-    own = _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name) if name and len(ends) > 1 else None
+    own = _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name) if name and len(named) > 1 else None
     # Of several, the tokenizer's own is the one that ends a turn.
-    return tuple(sorted(ends, key=lambda end: end != own))
+    return tuple(sorted(named, key=lambda end: end != own))
 
 
 def _config(folder: str, name: str) -> dict[str, Any]:
