@@ -332,16 +332,20 @@ def moved(part: T, place: Callable[[Span], Span]) -> T:
     return moved
 
 
+_WORDLESS = frozenset({Span, Name, Ref, Literal_, str, bool, int, float, type(None)})
+
+
 def words(part: Any) -> Iterator[str]:
-    """The bare words of the expressions in a part."""
-    if isinstance(part, NameExpr):
-        yield part.text
-    elif isinstance(part, tuple):
-        for item in part:
-            yield from words(item)
-    elif is_dataclass(part) and not isinstance(part, Span):
-        for field in fields(part):
-            yield from words(getattr(part, field.name))
+    """The bare words of the expressions in a part, in their order."""
+    left = [part]  # a large program has a million parts: no call for each
+    while left:
+        value = left.pop()
+        if isinstance(value, NameExpr):
+            yield value.text
+        elif isinstance(value, tuple):
+            left.extend(reversed(value))
+        elif type(value) not in _WORDLESS:
+            left.extend(reversed(vars(value).values()))
 
 
 def same(a: File, b: File) -> bool:

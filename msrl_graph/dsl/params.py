@@ -69,11 +69,19 @@ def evaluate_params(
 def unused(algorithm: ast.Algorithm, overrides: Sequence[Override]) -> list[Diagnostic]:
     """Params that are set and that no statement names, by way of other params either: nothing changes."""
     params = {s.name.text: s.value for s in algorithm.body if isinstance(s, ast.Param)}
+    wanted = {o.name.text for o in overrides} & params.keys()
     used: set[str] = set()
-    left = {word for s in algorithm.body if not isinstance(s, ast.Param) for word in ast.words(s)}
-    while left:
-        used |= left
-        left = {word for name in left & params.keys() for word in ast.words(params[name])} - used
+
+    def use(word: str) -> None:
+        if word in params and word not in used:
+            used.add(word)
+            for other in ast.words(params[word]):
+                use(other)
+
+    for word in (word for s in algorithm.body if not isinstance(s, ast.Param) for word in ast.words(s)):
+        if wanted <= used:  # mostly long before the end
+            return []
+        use(word)
     return [
         Diagnostic(
             "unused-param",
@@ -83,7 +91,7 @@ def unused(algorithm: ast.Algorithm, overrides: Sequence[Override]) -> list[Diag
             "warning",
         )
         for o in overrides
-        if o.name.text in params.keys() - used
+        if o.name.text in wanted - used
     ]
 
 
