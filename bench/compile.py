@@ -1,12 +1,12 @@
 """How long compiling takes: of the page's program beside the imports that it needs, of large programs beside networkx, and of the page's
 program for 10,000 devices.
 
-Usage: python bench/compile.py [--runs N] [--rounds N] [--shape NAME]. What is compared is interleaved, and medians are told. Start: whole
+Usage: python bench/compile.py [--runs N] [--rounds N] [--shape NAME]. What is compared is interleaved. Start: medians of whole
 processes of `msrl-compile --check` and of `import lark, networkx`. Large programs: the page's with 100, 1,000 and 10,000 more nodes
-that are functions, step by step in this process, with empty caches, in seconds of the processor. networkx: the same graph, as
-`Graph.to_networkx()` makes it, sorted by dependency, ties by name; `bare` is a DiGraph of the same names and edges without data, sorted in
-any such order. The collector of cycles rests in both, as it does in every compile. The last line is one JSON object; the bars stand in
-`BARS`.
+that are functions, step by step in this process, with empty caches, in seconds of the processor, the least of all runs: what else the
+machine does can only add to them. networkx: the same graph, as `Graph.to_networkx()` makes it, sorted by dependency, ties by name; `bare`
+is a DiGraph of the same names and edges without data, sorted in any such order. The collector of cycles rests in both, as it does in
+every compile. The last line is one JSON object; the bars stand in `BARS`.
 """
 
 from __future__ import annotations
@@ -166,15 +166,14 @@ def starts(runs: int) -> tuple[dict[str, float], float]:
 
 def table(shape: str, rounds: list[dict[int, dict[str, float]]]) -> dict[str, float]:
     """Prints milliseconds by step and size, and how each grows; returns the headline figures of a shape."""
-    median = {n: {s: statistics.median(r[n][s] for r in rounds) for s in rounds[0][n]} for n in SIZES}
-    growth = {s: [median[b][s] / median[a][s] for a, b in pairwise(SIZES)] for s in median[SIZES[0]]}
+    took = {n: {s: min(r[n][s] for r in rounds) for s in rounds[0][n]} for n in SIZES}
+    growth = {s: [took[b][s] / took[a][s] for a, b in pairwise(SIZES)] for s in took[SIZES[0]]}
     print(f"\n{shape:<16}" + "".join(f"{n:>9,}" for n in SIZES) + "   ms; times of the size before")
     for step, ratios in growth.items():
-        print(f"{step:<16}" + "".join(f"{median[n][step] * 1e3:9.1f}" for n in SIZES) + "   " + "".join(f"{r:7.1f}" for r in ratios))
-    last = median[SIZES[-1]]
+        print(f"{step:<16}" + "".join(f"{took[n][step] * 1e3:9.1f}" for n in SIZES) + "   " + "".join(f"{r:7.1f}" for r in ratios))
+    last = took[SIZES[-1]]
     worst = max((s for s in growth if not s.startswith("networkx")), key=lambda s: growth[s][-1])
-    largest = [r[SIZES[-1]] for r in rounds]
-    beside, bare = (statistics.median(r["all but parse"] / r[n] for r in largest) for n in ("networkx", "networkx, bare"))
+    beside, bare = (last["all but parse"] / last[n] for n in ("networkx", "networkx, bare"))
     print(f"all but parse, in times of networkx: {beside:.1f}; of a bare DiGraph: {bare:.1f}; the step that grows most: {worst}")
     return {
         "growth": round(max(max(r) for s, r in growth.items() if not s.startswith("networkx")), 1),
@@ -188,7 +187,7 @@ def table(shape: str, rounds: list[dict[int, dict[str, float]]]) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=15, help="of each process, after one that warms the caches")
-    parser.add_argument("--rounds", type=int, default=3, help="of the large programs")
+    parser.add_argument("--rounds", type=int, default=5, help="of the large programs")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="of the large programs, else all")
     options = parser.parse_args()
     start, ratio = starts(max(11, options.runs))
