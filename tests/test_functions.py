@@ -1,6 +1,8 @@
 """Function nodes: what they see, and what is said when they return what their columns cannot hold."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from msrl_graph.graph import Column, Dim, Expr, Graph, Node, State, Worker
 from msrl_graph.plan import Deploy, Plan, Run
 from msrl_graph.rowsets import rowsets
 from msrl_graph.runtime import columns, folder, tokens
+from msrl_graph.runtime.blame import shown
 from msrl_graph.runtime.calling import Function, _options
 from msrl_graph.runtime.dock import Batch, Share
 from msrl_graph.runtime.readers import Reader, Task
@@ -195,7 +198,7 @@ def test_a_reward_that_is_no_number_ends_the_run_at_its_row(tmp_path, bad, rewar
     with pytest.raises(RunError) as error:
         call(tmp_path, source, ("reward",))
     got = "nan" if reward.startswith("weighted") else bad  # 0 times an infinite number
-    assert str(error.value) == f"{message}{got} for `reward`"
+    assert str(error.value) == f"{message}{got} for `reward`\n  score: 3.0"
 
 
 def test_the_row_of_a_group_that_holds_no_number_is_named(tmp_path):
@@ -203,7 +206,59 @@ def test_the_row_of_a_group_that_holds_no_number_is_named(tmp_path):
     message = "`host.mine` (line 0) failed on prompt 1, row 3 of iteration 7: BadResult: it returned inf for `reward`"
     with pytest.raises(RunError) as error:
         call(tmp_path, source, ("reward",), "prompt")
-    assert str(error.value) == message
+    assert str(error.value) == f"{message}\n  score: float32 of 2: [3., 4.]"
+
+
+NESTED = """import json
+
+def parse(text):
+    return json.loads(text)["score"]
+
+def f(response: str, answer, score):
+    return parse(response + "{" + answer * 100)
+"""
+
+
+def test_an_error_is_told_with_how_the_users_code_got_there_and_the_row(tmp_path):
+    with pytest.raises(RunError) as error:
+        call(tmp_path, NESTED, ("reward",))
+    path = tmp_path / "mine.py"
+    assert str(error.value).splitlines() == [
+        f"`host.mine` (line 0) failed on row 0 of iteration 7: JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {path}:4",
+        f'  {path}:7 in f: return parse(response + "{{" + answer * 100)',
+        f'  {path}:4 in parse: return json.loads(text)["score"]',
+        "  response: 'ab'",
+        "  answer: 'x'",
+        "  score: 1.0",
+    ]
+
+
+def test_a_message_stays_short_and_the_log_has_all_of_it(tmp_path):
+    source = "def f(response, answer):\n    return f([answer[0] * 900], answer) if len(response) > 1 else deep(response, 50)\n"
+    source += "def deep(texts, more):\n    if more:\n        return deep(texts, more - 1)\n    raise ValueError('first\\nsecond')\n"
+    log = tmp_path / "logs" / "functions-of-host-0.log"
+    script = f"""
+from pathlib import Path
+from test_functions import call
+from msrl_graph.runtime import log
+log.divert({str(log)!r}, "functions of host 0")
+try:
+    call(Path({str(tmp_path)!r}), {source!r}, ("reward",), "prompt")
+except Exception as error:
+    Path({str(tmp_path / "told")!r}).write_text(str(error))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told[0].endswith(f"ValueError: first …, at {tmp_path / 'mine.py'}:6")
+    assert told[5] == "  … 45 more" and len(told) == 1 + 9 + 3
+    assert told[-2:] == ["  answer: list of 2, the first is 'x'", "  all of it is in logs/functions-of-host-0.log"]
+    logged = log.read_text()
+    assert "second" in logged and "answer: ['x', 'x']" in logged and "test_functions.py" not in told
+
+
+def test_a_long_text_is_cut(tmp_path):
+    assert shown("é\x1b" + "a" * 300) == "'é\\x1b" + "a" * 198 + "'… (302 characters)"
+    assert shown(np.zeros((2, 3), np.int32)) == "int32 of 2x3: [[0, 0, 0], [0, 0, 0]]"
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):

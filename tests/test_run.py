@@ -224,7 +224,9 @@ def test_a_function_that_fails_is_named_with_its_line(place):
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3
     assert "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row " in err, err
-    assert "ZeroDivisionError" in err and "mine.py:6" in err, err
+    assert "ZeroDivisionError" in err and "mine.py:6" in err and "\n  response: '" in err, err
+    logged = (place.folder / "results" / "logs" / err.split("all of it is in logs/")[1].split()[0]).read_text()
+    assert "Traceback (most recent call last)" in logged and "ZeroDivisionError" in logged
     place.assert_clean()
 
 

@@ -19,12 +19,13 @@ from .. import algorithms, noise
 from ..graph import Expr, Node
 from ..plan import Plan
 from ..rowsets import Sieve, rowsets
+from .blame import BadResult, blame
 from .columns import Array, Column
 from .dock import Batch
 from .readers import Reader, Task
 from .report import RunError
 from .tokens import of_column
-from .values import BadResult, Returned, blame, brief, called, seen
+from .values import Returned, brief, called, seen
 from .wrong import not_finite
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -93,9 +94,9 @@ class Function:
         start = 0
         for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
             rows = slice(start, start := start + int(size))
-            where = f"{self.scope} {unit}"
+            where, given = f"{self.scope} {unit}", self._given(batch, task, rows)
             try:
-                result = self._called(batch, task, int(unit), rows)
+                result = self._called(given, task, int(unit))
                 if self.sieve is not None:
                     times.append(self._times(result, int(size)))
                     continue
@@ -114,20 +115,23 @@ class Function:
                         made[name][0].append(int(row))
                         made[name][1].append(self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at))))
             except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
-                raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
+                raise RunError(blame(self.node, error, f"{where} of iteration {task.number}", given)) from error
         if self.sieve is not None:
             return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
         columns = {name: (np.asarray(made[name][0], np.int64), self.returned.column(name, made[name][1])) for name in self.node.writes}
         return Results(columns, {name: made[name] for name in self.node.sets})
 
-    def _called(self, batch: Batch, task: Task, unit: int, rows: slice) -> Any:
+    def _given(self, batch: Batch, task: Task, rows: slice) -> list[tuple[str, Any]]:
+        """The arguments for the rows of a unit, each with its parameter; those of `*columns` with their column."""
+        return [(c if p == self.signature.rest else p, self._argument(batch, task, c, rows, p)) for p, c in self.bound]
+
+    def _called(self, given: list[tuple[str, Any]], task: Task, unit: int) -> Any:
         """What the function returns for a unit."""
         options = dict(self.options)
         if self.signature.rng:
             options["rng"] = noise.generator(self.seed, task.number, zlib.crc32(self.node.name.encode()), unit)
-        values = [(p, self._argument(batch, task, c, rows, p)) for p, c in self.bound]
         # What comes before `*columns` is given by order, as Python wants it.
-        return self.call(*(v for _, v in values), **options) if self.signature.rest else self.call(**dict(values), **options)
+        return self.call(*(v for _, v in given), **options) if self.signature.rest else self.call(**dict(given), **options)
 
     def _argument(self, batch: Batch, task: Task, name: str, rows: slice, parameter: str) -> Any:
         """The argument for a row, or for the rows of a unit: an array of scalars, or a list. A state is one number where there is one."""
@@ -222,7 +226,7 @@ def weigher(source: Node) -> Callable[[Mapping[str, Array], Mapping[str, float]]
             result = call(**{p: states[renamed.get(p, p)] for p in signature.columns if renamed.get(p, p) in states}, **options)
             found = np.asarray(result, np.float64)
         except Exception as error:
-            raise RunError(blame(source, error, "the states that `weights` reads")) from error
+            raise RunError(blame(source, error, "the states that `weights` reads", states.items())) from error
         if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
             what = f"`weights` of the source ({source.span.place}) returned {brief(result)}"
             raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")

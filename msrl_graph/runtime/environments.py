@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,14 +22,16 @@ from ..graph import Node
 from ..plan import Plan
 from ..sequences import is_tokens, of_response
 from . import wrong
+from .blame import BadResult, blame
 from .columns import Array, Column
 from .dock import Batch
 from .readers import Task
 from .report import RunError
 from .tokens import of_column
-from .values import BadResult, Returned, blame, brief, imported, seen
+from .values import Returned, brief, imported, seen
 
 T = TypeVar("T")
+Given = Callable[[int], Mapping[str, Any]]  # what the user's code was given for a row
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
 
 
@@ -66,12 +68,12 @@ class Episodes:
 
     def reset(self) -> list[str]:
         """What the environment says first in each row."""
-        return self._ask(self._reset, range(len(self.rows)), "the beginning")
+        return self._ask(self._reset, self._given, range(len(self.rows)), "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[str, bool]]:
         """What the environment says to what the policy wrote in these rows in a turn, the first is 1, and whether that ends the episode."""
         told = dict(zip(positions.tolist(), texts, strict=True))
-        return self._ask(lambda i: self._step(i, told[i]), told, f"turn {turn}")
+        return self._ask(lambda i: self._step(i, told[i]), lambda i: {"text": told[i]}, told, f"turn {turn}")
 
     def columns(self, lengths: dict[str, Array]) -> dict[str, Column]:
         """The other columns that the node writes, of all rows; `lengths` are those of what the generation wrote."""
@@ -87,13 +89,17 @@ class Episodes:
             found[name] = environment.returned.column(name, values)
         return found
 
-    def _reset(self, position: int) -> str:
-        environment = self.environment
-        row, given = position // self.fan, {}
+    def _given(self, position: int) -> dict[str, Any]:
+        """What `reset` is given of the columns."""
+        environment, row, given = self.environment, position // self.fan, {}
         for name in environment.reads:
             text = name in environment.signature.text
             element = environment.graph.column(name).element
             given[name] = seen(self.batch.columns[name], element, row, text, environment.tokens.get(name))
+        return given
+
+    def _reset(self, position: int) -> str:
+        environment, given = self.environment, self._given(position)
         if environment.signature.rng:
             node = zlib.crc32(environment.node.name.encode())
             given["rng"] = noise.generator(environment.seed, self.iteration, node, int(self.rows[position]))
@@ -111,8 +117,8 @@ class Episodes:
         self.values[position] = tuple(values)
         return _said(said), bool(over)
 
-    def _ask(self, call: Callable[[int], T], positions: Iterable[int], when: str) -> list[T]:
-        """What a call gives for each of these rows; the first that fails, or takes longer than it may, ends the run."""
+    def _ask(self, call: Callable[[int], T], given: Given, positions: Iterable[int], when: str) -> list[T]:
+        """What a call gives for each of these rows, with what they are `given`; the first that fails, or takes too long, ends the run."""
         began: dict[int, float] = {}
         spent: dict[int, float] = {}
 
@@ -125,24 +131,24 @@ class Episodes:
 
         futures = {i: self.environment.threads.submit(ask, i) for i in positions}
         try:
-            return [self._answer(i, future, began, spent, when) for i, future in futures.items()]
+            return [self._answer(i, future, began, spent, given, when) for i, future in futures.items()]
         except RunError:
             for future in futures.values():
                 future.cancel()  # those that no thread has begun
             raise
 
-    def _answer(self, position: int, future: Future[T], began: dict[int, float], spent: dict[int, float], when: str) -> T:
+    def _answer(self, position: int, future: Future[T], began: dict[int, float], spent: dict[int, float], given: Given, when: str) -> T:
         limit, row = self.environment.timeout, int(self.rows[position])
         while not future.done() and (left := began.get(position, time.monotonic()) + limit - time.monotonic()) > 0:
             wait([future], None if limit == math.inf else left)
         if not future.done() or spent[position] > limit:
-            raise RunError(self._blame(TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), row, when))
+            raise RunError(self._blame(TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), row, when, given(position)))
         if (error := future.exception()) is not None:
-            raise RunError(self._blame(error, row, when)) from error
+            raise RunError(self._blame(error, row, when, given(position))) from error
         return future.result()
 
-    def _blame(self, error: BaseException, row: int, when: str) -> str:
-        return blame(self.environment.node, error, f"row {row}, {when} of iteration {self.iteration}")
+    def _blame(self, error: BaseException, row: int, when: str, given: Mapping[str, Any] | None = None) -> str:
+        return blame(self.environment.node, error, f"row {row}, {when} of iteration {self.iteration}", (given or {}).items())
 
 
 def _said(value: Any) -> str:

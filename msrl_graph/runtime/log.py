@@ -37,10 +37,12 @@ class Lines(io.TextIOBase):
 
 
 _here: list[Lines] = []
+_file = ""
 
 
 def divert(path: str, process: str) -> None:
     """Sends all that this process prints to a file, instead of where Ray puts it."""
+    global _file
     with suppress(OSError):  # a full disk, or a host that does not see the folder: Ray's own files remain
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with Path(path).open("ab") as file:
@@ -48,9 +50,21 @@ def divert(path: str, process: str) -> None:
             os.dup2(file.fileno(), 2)
         _here[:] = [Lines(1, process), Lines(2, process)]
         sys.stdout, sys.stderr = _here
+        _file = Path(path).name
 
 
 def at(node: str) -> None:
     """The lines to come are of this node-state."""
     for lines in _here:
         lines.node = node
+
+
+def file() -> str:
+    """The name of this process's file; empty where it has none."""
+    return _file
+
+
+def whole(*text: str) -> None:
+    """Keeps in this process's file what a message has no room for."""
+    if _file:
+        print("\n".join(part.rstrip("\n") for part in text), file=sys.stderr, flush=True)

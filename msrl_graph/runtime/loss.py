@@ -16,7 +16,8 @@ import torch
 
 from ..functions import Signature
 from ..graph import Expr, Node
-from .values import BadResult, brief, called
+from .blame import BadResult
+from .values import brief, called
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 

@@ -19,6 +19,7 @@ from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
 from . import loss, wrong
+from .blame import blame
 from .columns import Array, Column, offsets_of
 from .dock import Batch
 from .engines import Engines, adamw
@@ -26,7 +27,6 @@ from .packing import Given, flat, given
 from .readers import Task
 from .report import Report, RunError
 from .tokens import tokenised
-from .values import blame
 
 Sum = tuple[str, float, float]  # name, total, weight
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ import numpy as np
 
 from .. import algorithms
 from ..functions import Kind, Signature, loss_terms, signatures
-from ..graph import Expr, Node
+from ..graph import Expr
 from ..plan import Plan
+from .blame import BadResult, reason, steps
 from .columns import DTYPES, Array, Column, ragged, texts
 from .report import RunError
 from .tokens import Tokens
 from .wrong import vocabulary
-
-CALLS = ("call", "keep", "select", "weights", "environment", "loss")  # attributes that name what is called
-
-
-class BadResult(ValueError):
-    """A function returned what its columns cannot hold."""
 
 
 class Returned:
@@ -104,21 +98,9 @@ def imported(path: str, call: Expr) -> Any:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = f"{path} ({call.span.place}) cannot be imported: {type(error).__name__}: {error}"
-        raise RunError(f"{what}, at {frame.filename}:{frame.lineno}") from error
+        what = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
+        raise RunError("\n  ".join([what, *steps(error)])) from error
     return module
-
-
-def blame(node: Node, error: BaseException, where: str) -> str:
-    """What is told where a node's Python fails."""
-    # Of a node that extends another one's the call may stand elsewhere.
-    calls = [node.attributes[key].span for key in CALLS if key in node.attributes]
-    place = next((span.place for span in calls if span.line), node.span.place)
-    what = f"`{node.name}` ({place}) failed on {where}: {type(error).__name__}: {error}"
-    # The user's own frame is the last one: where a debugger would stop. What it returned, or has not, has no frame.
-    frames = traceback.extract_tb(error.__traceback__)
-    return what if isinstance(error, BadResult) or not frames else f"{what}, at {frames[-1].filename}:{frames[-1].lineno}"
 
 
 def brief(value: Any) -> str:
