@@ -116,6 +116,32 @@ EQUAL = (
     ("\\boxed{\\sqrt{2}\\cdot 10^{-5}}", "\\frac{10^{-5}\\cdot 2}{\\sqrt2}"),
     ("\\boxed{\\emptyset}", "\\emptyset"),
     ("\\boxed{\\infty}", "\\infty"),
+    ("<think>six times seven</think> <answer>42</answer>", "42"),
+    ("<answer>1/2</answer>", "0.5"),
+    ("<answer>1/2</answer>", "<answer>0.5</answer>"),
+    ("<Answer>\n x = 5 \n</Answer>", "5"),
+    ("<answer>$x^2+1$</answer>", "1+x^2"),
+    ("<answer>\\[x^2+1\\]</answer>", "1+x^2"),
+    ("<answer>\\boxed{42}</answer>", "42"),
+    ("<answer>#### 42</answer>", "42"),
+    ("#### <answer>42</answer>", "42"),
+    ("\\boxed{\\boxed{5}}", "5"),
+    ("<answer>The answer is 42.</answer>", "42"),
+    ("<answer>She has 42 eggs.</answer>", "42"),
+    ("<answer>No solution.</answer>", "no solution"),
+    ("<answer>(B)</answer>", "B"),
+    ("<answer>41</answer> no: <answer>42</answer>", "42"),
+    ("<answer>41</answer> no: \\boxed{42}", "42"),
+    ("\\boxed{41} no: <answer>42</answer>", "42"),
+    ("The answer is 7. Wait, the answer is 8.", "8"),
+    ("**Answer: 7** or rather **Answer: 8**", "8"),
+    ("The answer is $2x$. Wait, the answer is $3x$.", "3x"),
+    ("#### 1/2 #### x/2", "x/2"),
+    ("The answer is 8. I hope this answer is correct.", "8"),
+    ("The answer is correct.", "correct"),
+    ("<think>The answer is 7?</think> 8", "8"),
+    ("<think>The answer is 7.</think>", "7"),
+    ("<think>\\boxed{7}</think> That is all.", "7"),
 )
 UNEQUAL = (
     (r"\boxed{2^{5000}}", r"4^{2501}"),
@@ -172,6 +198,15 @@ UNEQUAL = (
     ("\\boxed{x \\neq 5}", "x=5"),
     ("\\boxed{1}", "1,2"),
     ("\\boxed{5\\frac12}", "5"),
+    ("The answer is 7. Wait, the answer is 8.", "7"),
+    ("#### 41 #### 42", "41"),
+    ("<think>\\boxed{41}</think><answer>42</answer>", "41"),
+    ("<answer>41</answer> no: <answer>42</answer>", "41"),
+    ("<answer>2 or 3</answer>", "2"),
+    ("<answer></answer>", "42"),
+    ("<answer>4", "4"),  # cut off
+    ("<think>The answer is 7?</think> 8", "7"),
+    ("<think>\\boxed{7}</think> The answer is $x^2$.", "7"),
 )
 
 
@@ -284,12 +319,14 @@ def test_a_decimal_is_its_value_in_any_spelling(value, spelling):
 
 def test_patterns_are_linear_in_a_hostile_response():
     pieces = ("$", "x ", "the answer ", "1 ", r"\boxed{", "}", "{", "#", "#### \n", "answer" + " " * 50, "1,", r"\frac", "answer is ")
-    for piece in pieces:
-        text = piece * (200_000 // len(piece))
+    pieces += ("<answer>", "</answer>", "the answer is correct. ", "<answer>aa ", "a" * 99, "####", "</think>")
+    texts = [piece * (200_000 // len(piece)) for piece in pieces]
+    texts += [o * (200_000 // len(o + c)) + c * (200_000 // len(o + c)) for o, c in ((r"\boxed{", "}"), ("<answer>", "</answer>"))]
+    for text in texts:
         since = time.process_time()
         found = answers.given(text)
         answers.same(found, answers.gold(text))
-        assert time.process_time() - since < 2, piece
+        assert time.process_time() - since < 2, text[:20]
 
 
 def judges():

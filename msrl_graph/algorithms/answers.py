@@ -7,16 +7,23 @@ the text, since responses are long and whoever writes them is being trained on w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
 LONGEST = 200  # characters of a number with its unit, or of words
 TAIL = 4000  # characters at the end of a response that marks no answer, where others look for it
+NESTED = 4  # marks in marks
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
-_HASHES = re.compile(r"####[ \t]*([^\n]*)")
-_SAID = re.compile(r"\banswer(?:\s+\w+){0,6}?[\s*]*(?:\bis\b|\bare\b|[:=])[\s:*]*([^\n]*)", re.IGNORECASE)
+_BRACES = re.compile(r"(?P<open>\\(?:boxed|fbox)\s*\{|\{)|(?P<close>\})|\\.", re.DOTALL)
+_TAGS = re.compile(r"(?P<open><answer>)|(?P<close></answer>)", re.IGNORECASE)
+_HASHES = re.compile(r"####[ \t]*((?:(?!####)[^\n])*)")
+_THOUGHT = "</think>"
+_SAID = re.compile(r"\banswer(?:\s+\w+){0,6}?[\s*]*(?:\bis\b|\bare\b|[:=])[\s:*]*", re.IGNORECASE)
+# "I hope this answer is correct" tells of no answer what it is.
+_REMARKS = frozenset(("correct", "incorrect", "right", "wrong", "reasonable", "valid", "consistent", "plausible", "final"))
+_PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 _SENTENCE = re.compile(r"[.;](?:\s|$)")
 # Of several, math-verify would take one.
 _SEVERAL = re.compile(r"(?:either |between |from )?-?[\d.]+%?(?:(?:,? (?:or|and|to) |, ?)-?[\d.]+%?)+")
@@ -72,7 +79,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a text answers: `text` is LaTeX or plain. Unless it is `marked`, by `\boxed{}` or `####`, the answer is somewhere in it."""
+    """What a text answers: `text` is LaTeX or plain. Unless it is `marked`, the answer is somewhere in it."""
 
     text: str
     marked: bool
@@ -82,23 +89,15 @@ class Answer:
 
 def gold(text: str) -> Answer:
     """The answer of a data file's field: all of it, or what it marks."""
-    marked = _marked(text)
-    return _answer(text if marked is None else marked)
+    return _in_marks(text) or _answer(text)
 
 
 def given(text: str) -> Answer:
-    """The answer of a response: what it marks last, else what stands behind the last "answer is", else all of it."""
-    marked = _marked(text)
-    if marked is not None:
-        return _answer(marked)
-    said = [m[1] for m in _SAID.finditer(text)][-1:]
-    for part in (*(_SENTENCE.split(s, maxsplit=1)[0] for s in said), *said, text):
-        found, words = number(part), _words(part)
-        if found or words:
-            return Answer(text[-TAIL:], False, found, words)
-        if len(part) <= LONGEST and _SEVERAL.fullmatch(tidy(part)):
-            return _answer(part)
-    return Answer(text[-TAIL:].translate(_CHARACTERS), False)
+    """The answer of a response: what it marks last, else what stands behind the last "answer is", else all of it. Where something stands
+    behind the last `</think>`, what stands before that counts only if it is marked, and nothing behind says an answer."""
+    behind = text.rpartition(_THOUGHT)[2]
+    behind = behind if behind.strip() else text
+    return _in_marks(behind) or _said(behind) or _in_marks(text) or _anywhere(behind)
 
 
 def same(response: Answer, answer: Answer) -> bool | None:
@@ -145,20 +144,63 @@ def tidy(text: str) -> str:
     return _BETWEEN.sub("", _CURRENCY.sub("", text.translate(_CHARACTERS))).strip().lstrip("*: ").rstrip("*.,;: ").removesuffix("\\")
 
 
-def _marked(text: str) -> str | None:
-    """What stands in the last whole box or behind the last four hashes, whichever comes later; None without either."""
+def _in_marks(text: str) -> Answer | None:
+    """The answer in the last whole box, between the last `<answer>` and `</answer>` or behind the last four hashes, whichever comes last;
+    marks may stand in marks. Tags may hold sentences."""
+    inner, tags = None, False
+    for _ in range(NESTED):
+        boxed, tagged = _last(_BRACES.finditer(text)), _last(_TAGS.finditer(text))
+        marks = [(span[1], span, span is tagged) for span in (boxed, tagged) if span]
+        if hashes := [*_HASHES.finditer(text)][-1:]:
+            marks.append((hashes[0].start(), hashes[0].span(1), False))
+        if not marks:
+            break
+        _, span, tags = max(marks)
+        text = inner = text[slice(*span)]
+    if inner is None or not tags:
+        return None if inner is None else _answer(inner)
+    found = _answer(inner)
+    if found.number or found.words:
+        return found
+    return _said(inner) or (_anywhere(inner) if _PROSE.search(_TEXT.sub("", inner)) else found)
+
+
+def _last(tokens: Iterable[re.Match[str]]) -> tuple[int, int] | None:
+    """What the last mark holds that is closed, by tokens that open something, a mark or not, or close what was opened last."""
     opened: list[tuple[int, bool]] = []
-    box: tuple[int, int] | None = None
-    for found in _BOX.finditer(text):
-        if found[0].endswith("{") and not found[0].startswith("\\{"):
+    last: tuple[int, int] | None = None
+    for found in tokens:
+        if found["open"]:
             opened.append((found.end(), len(found[0]) > 1))
-        elif found[0] == "}" and opened:
-            start, boxed = opened.pop()
-            box = (start, found.start()) if boxed else box
-    hashes = [*_HASHES.finditer(text)][-1:]
-    if hashes and (not box or hashes[0].start() > box[1]):
-        return hashes[0][1]
-    return text[slice(*box)] if box else None
+        elif found["close"] and opened:
+            start, mark = opened.pop()
+            last = (start, found.start()) if mark else last
+    return last
+
+
+def _said(text: str) -> Answer | None:
+    """The answer behind the last "answer is" which does not tell what that answer is worth."""
+    said, end = [*_SAID.finditer(text)], len(text)
+    for m in reversed(said):
+        part, end = text[m.end() : end].partition("\n")[0], m.start()
+        for piece in (_SENTENCE.split(part, maxsplit=1)[0], part):
+            found, words = number(piece), _words(piece)
+            if words in _REMARKS and m is not said[0]:
+                break
+            if found or words:
+                return Answer(text[-TAIL:], False, found, words)
+            if len(piece) <= LONGEST and _SEVERAL.fullmatch(tidy(piece)):
+                return _answer(piece)
+        else:
+            break
+    return Answer(text[-TAIL:].translate(_CHARACTERS), False) if said else None
+
+
+def _anywhere(text: str) -> Answer:
+    """The answer of a text that marks none: all of it, or somewhere in it."""
+    if len(text) <= LONGEST and _SEVERAL.fullmatch(tidy(text)):
+        return _answer(text)
+    return Answer(text[-TAIL:].translate(_CHARACTERS), False, number(text), _words(text))
 
 
 def _answer(text: str) -> Answer:
