@@ -28,11 +28,11 @@ def math_verify(response: str, answer: str, prompt: str = "", *, timeout: Positi
     r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
     The response's answer is what stands in its last `\boxed{}` or `<answer>…</answer>` or behind its last `####`, else behind its last
-    "answer is", else the last expression of its last 4,000 characters. What stands behind `</think>` goes before. `answer` is LaTeX or plain, or a whole solution that marks its answer so, as GSM8K's.
-    Numbers and words are compared here, all else by the library math-verify. Units and currencies are not compared; 50% equals 50 and
-    0.5; decimals are equal to six places, as 1/3 and 0.333333. An answer on which math-verify takes more than `timeout` seconds (of a
-    processor, a busy machine changes no score), or more than a gibibyte, counts 0; of time the run's log tells. RuntimeError where the
-    library cannot be started.
+    "answer is", else the last expression of its last 4,000 characters. What stands behind `</think>` goes before. `answer` is LaTeX or
+    plain, or a whole solution that marks its answer so, as GSM8K's. Numbers and words are compared here, all else by the library
+    math-verify. Units and currencies are not compared; 50% equals 50 and 0.5; decimals are equal to six places, as 1/3 and 0.333333. An
+    answer on which math-verify takes more than `timeout` seconds (of a processor, a busy machine changes no score), or more than a
+    gibibyte, counts 0; of time the run's log tells. RuntimeError where the library cannot be started.
     """
     from . import answers, judge
 
