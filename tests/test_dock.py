@@ -1,6 +1,7 @@
 """The dock: any order of arrival, each unit once, the same mini-batches, and words for what is missing."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,8 +23,10 @@ def reader(fan=4, **changes):
 
 def opened(r, prompts, iteration=0):
     controller = Controller(r)
-    controller.open(Task("train", iteration, prompts))
-    return controller, f"train/{iteration}"
+    task = Task("train", iteration, prompts)
+    for round in controller.open(task):
+        controller.hand(task.key, round)
+    return controller, task.key
 
 
 def arrivals(prompts, fan, random, warehouses=1):
@@ -136,10 +139,10 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
     lost = data.draw(st.booleans(), label="lost: it dies between hearing and handing")
     for at, (column, row, w) in enumerate([*cells, cells[0]]):
         if at == death:
-            heir, _ = opened(r, prompts, 4)
+            heir = Controller(r)
             known = [w.known(key) for w in warehouses]
             rounds = known[0][1].get("n", [])
-            for round in heir.restore(key, [x for k, _ in known for x in k], rounds):
+            for round in heir.restore(Task("train", 4, prompts), [x for k, _ in known for x in k], rounds):
                 if r.by_arrival:
                     warehouses[0].keep(key, "n", [round])
                 heir.hand(key, round)
@@ -182,6 +185,19 @@ def test_a_whole_batch_is_one_unit_for_one_group():
     assert sorted(len(s.units) for _, s in found) == [0, 1]
     share = next(s for _, s in found if len(s.units))
     assert {c: len(w) for c, w in share.where.items()} == {"prompt": 3, "response": 6, "reward": 6}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_reads_nothing_but_a_state_is_handed_its_rows_as_the_iteration_begins(dies):
+    for chunk in (0, 2):
+        controller, key = opened(reader(reads=(), rows=0, unit=0, whole=chunk == 0, chunk=chunk, prompts="prompt"), 3)
+        if dies:
+            controller = Controller(controller.reader)
+            for round in controller.restore(Task("train", 0, 3), [], []):
+                controller.hand(key, round)
+        shares = [s for _, s in Taker(controller).all(key)]
+        assert sorted(np.concatenate([s.rows for s in shares])) == [0, 1, 2]
+        assert sum(s.last for s in shares) == 2 and controller.missing(key) == "nothing: all its rows are there"
 
 
 def test_what_is_missing_is_named():

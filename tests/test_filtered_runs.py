@@ -36,6 +36,9 @@ REFILLED = """
 import dapo
 algorithm mine extends dapo {
   node host.reward(response, answer) -> score { call = REWARD }
+  state iterations : f32 = 0
+  node host.count(iterations) -> iterations { call = "count.py:count", per = batch }
+  host.reward -> host.count
 }
 cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
 deploy mine on laptop {
@@ -82,10 +85,12 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
 
 
 def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(place):
+    (place.folder / "count.py").write_text("def count(iterations):\n    return iterations + 1\n")
     (place.folder / "p.rlg").write_text(REFILLED.replace("REWARD", "exact_match()"))
     ran(place, "--out", "one", "--record")
     for iteration, line in enumerate(metrics(place.folder / "one")):
         rows = rows_of(place.folder / "one", iteration).to_pydict()
+        assert line["iterations"] == iteration  # counted by a node that reads nothing but its state
         assert line["prompts_drawn"] == 8 * (1 + line["refills"]) == len(rows["row"]) / 4
         mixed = [p for p in range(int(line["prompts_drawn"])) if 0 < sum(rows["score"][4 * p : 4 * p + 4]) < 4]
         assert line["prompts_kept"] == len(mixed) >= 8 and line["rows"] == 32

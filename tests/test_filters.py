@@ -178,7 +178,7 @@ class Flow:
         self.readers = {r.node: r for r in readers(plan)}
         self.controllers = {n: Controller(r) for n, r in self.readers.items()}
         for c in self.controllers.values():
-            c.open(self.task)
+            assert not c.open(self.task)  # all of them read rows
         self.numbers = next(iter(self.readers.values())).numbers(self.task)
         self.news = []  # (node, column, rows, lengths)
         self.told = {n: [] for n in self.readers}
@@ -237,8 +237,7 @@ class Flow:
         controller = self.controllers[node]
         if self.random.random() < 0.03:  # it dies, and another takes its place
             controller = self.controllers[node] = Controller(controller.reader)
-            controller.open(self.task)
-            rounds = controller.restore(self.task.key, self.told[node], self.kept[node])
+            rounds = controller.restore(self.task, self.told[node], self.kept[node])
         else:
             rounds = controller.heard(self.task.key, column, rows, lengths, 0)
         for r in rounds:

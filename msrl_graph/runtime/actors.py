@@ -104,8 +104,7 @@ class ControllerHost:
                 for key, (task, _, kept) in known[self.near].items():
                     found = [segment for books in known.values() if key in books for segment in books[key][1]]
                     for node, controller in self.controllers.items():
-                        controller.open(task)
-                        await self._hand(key, node, controller.restore(key, found, kept.get(node, [])))
+                        await self._hand(key, node, controller.restore(task, found, kept.get(node, [])))
                 self.stale = False
 
     async def _hand(self, key: str, node: str, rounds: list[Round]) -> None:
@@ -119,9 +118,10 @@ class ControllerHost:
 
     async def open(self, task: Task) -> None:
         await self._ready()
-        for controller in self.controllers.values():
-            if task.key not in controller.books:
-                controller.open(task)
+        async with self.order:
+            for node, controller in self.controllers.items():
+                if task.key not in controller.books:
+                    await self._hand(task.key, node, controller.open(task))
 
     async def close(self, key: str) -> None:
         await self._ready()

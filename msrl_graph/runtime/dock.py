@@ -84,8 +84,12 @@ class Controller:
         self.reader = reader
         self.books: dict[str, Book] = {}
 
-    def open(self, task: Task) -> None:
-        """Begins an iteration."""
+    def open(self, task: Task) -> list[Round]:
+        """Begins an iteration. What that decides, as `heard` tells it: a node that reads nothing but states waits for no row."""
+        self._begin(task)
+        return self._deal(self.books[task.key])
+
+    def _begin(self, task: Task) -> None:
         reader, numbers = self.reader, self.reader.numbers(task)
         self.books[task.key] = Book(
             task=task,
@@ -108,10 +112,11 @@ class Controller:
         self._note(book, column, rows, lengths, warehouse)
         return self._deal(book)
 
-    def restore(self, key: str, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
-        """Takes the place of a controller that had heard of `found` (column, rows, lengths, warehouse) and decided `rounds` (those that
-        were kept), in an iteration just opened. What else is decided now, as `heard` tells it."""
-        book = self.books[key]
+    def restore(self, task: Task, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
+        """Takes the place of a controller that had opened the iteration, heard of `found` (column, rows, lengths, warehouse) and decided
+        `rounds` (those that were kept). What else is decided now, as `heard` tells it."""
+        self._begin(task)
+        key, book = task.key, self.books[task.key]
         for column, rows, lengths, warehouse in found:
             if column in book.where:
                 self._note(book, column, rows, lengths, warehouse)

@@ -40,7 +40,8 @@ class Task:
 class Reader:
     """What a controller needs to know of its node-state. `reads` are (column, set of rows, writer); `rows` and `unit` are the sets of its
     rows and units, `passed` the filters before it. Of the graph's filter that refills, if there is one: itself, the filters before it, and
-    whether the node comes before it, or is it."""
+    whether the node comes before it, or is it. `prompts` is a column of the source: a node that works round by round and reads nothing but
+    states hears of it that a round has begun."""
 
     node: str
     reads: tuple[tuple[str, int, str], ...]
@@ -59,6 +60,7 @@ class Reader:
     refilling: Sieve | None = None
     before_refill: tuple[Sieve, ...] = ()
     loops: bool = False
+    prompts: str = ""
 
     @property
     def by_arrival(self) -> bool:
@@ -70,7 +72,8 @@ class Reader:
     def hears(self) -> dict[str, int]:
         """The columns whose rows concern the node, verdicts too, and the set that they are of."""
         verdicts = (*self.passed, *([self.refilling] if self.refilling else []), *self.before_refill)
-        return {c: rows for c, rows, _ in self.reads} | {s.column: s.rows for s in verdicts}
+        begun = {self.prompts: 0} if self.loops and not self.reads else {}
+        return begun | {c: rows for c, rows, _ in self.reads} | {s.column: s.rows for s in verdicts}
 
     def numbers(self, task: Task) -> Numbers:
         """How the rows of a task are numbered."""
@@ -108,6 +111,7 @@ def readers(plan: Plan) -> list[Reader]:
                 refilling=refilling,
                 before_refill=rows.passed[refilling.node] if refilling else (),
                 loops=node.name in repeated,
+                prompts=graph.node("source").writes[0],
             )
         )
     return found
