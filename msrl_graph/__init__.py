@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .dsl.parse import parse
     from .graph import Graph
     from .pipeline import check, compile
-    from .runtime.supervisor import run
+    from .runtime.entry import run
     from .simulation import simulate
 
 __all__ = [
@@ -43,7 +43,7 @@ _HOMES = {
     "Graph": ".graph",
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
-    "run": ".runtime.supervisor",
+    "run": ".runtime.entry",
     "simulate": ".simulation",
 }
 

@@ -24,7 +24,8 @@ def run_main(argv: Sequence[str] | None = None) -> int:
     return guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
 
 
-def _run(argv: Sequence[str]) -> int:
+def parser() -> argparse.ArgumentParser:
+    """What msrl-run takes; `run` of the Python API takes the same by keyword."""
     p = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
@@ -46,6 +47,11 @@ def _run(argv: Sequence[str]) -> int:
     p.add_argument("--measure-memory", action="store_true", help="measure what a rank's tensors take, at each instruction of an iteration")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
+    return p
+
+
+def _run(argv: Sequence[str]) -> int:
+    p = parser()
     options = p.parse_args(argv)
     if any("=" not in s for s in options.sets):
         p.error("`--set` takes PARAM=VALUE")

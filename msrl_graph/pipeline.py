@@ -204,7 +204,7 @@ def compile(
     result = _told(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
         fault = no_deploy()
-        fault.text = "\n".join(_rendered(None, fault.diagnostics))
+        fault.text = "\n".join(rendered(None, fault.diagnostics))
         raise fault
     return result.plan
 
@@ -225,14 +225,14 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
         source = read(program, options.pop("text", None))
         result = translate(source, **options)
     except Fault as fault:
-        fault.text = "\n".join(_rendered(source, fault.diagnostics))
+        fault.text = "\n".join(rendered(source, fault.diagnostics))
         raise
-    for note in _rendered(source, result.warnings):
+    for note in rendered(source, result.warnings):
         warnings.warn(note, ProgramWarning, stacklevel=4)
     return result
 
 
-def _rendered(source: Source | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
+def rendered(source: Source | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
     known = texts(source, diagnostics)
     return [render(d, known) for d in diagnostics]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +17,9 @@ from place import ONE_RANK, THRICE, TRAINED, Place
 
 # What is planned for this machine must not depend on what somebody measured of it.
 os.environ["MSRL_HERE"] = ""
+# Functions that are kept by value, too, lie in a folder of the tests.
+os.environ["XDG_CACHE_HOME"] = _CACHE = tempfile.mkdtemp(prefix="msrl-tests-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 GOLDEN = Path(__file__).parent / "golden"
 # How long an example takes says something of the machine, nothing of the code.

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from types import CodeType
 from typing import NoReturn, SupportsIndex, TypeVar
 
 from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
@@ -22,7 +21,7 @@ from ..dsl import ast
 from ..dsl.attributes import TABLE, String
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax import RESERVED
-from ..paths import is_file
+from . import shipped
 from .callsite import Part, Site, caller
 
 Value = bool | SupportsIndex | float | str | Callable[..., object] | Sequence["Value"]
@@ -180,12 +179,21 @@ class Arguments:
 
     def _function(self, function: Callable[..., object], span: Span) -> str:
         """`file.py:name`, relative to the Python file where the call stands."""
-        code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", "")
-        found = isinstance(code, CodeType) and isinstance(name, str) and name.isidentifier() and is_file(Path(code.co_filename))
-        if not isinstance(code, CodeType) or not found:
-            help = "processes of the run find it by its file and its name: define it by `def` at the top level of a file"
-            self.fail(f"`{_named(function)}` is not a top-level function of a file", span, help, "unknown-function")
-        path, folder = Path(code.co_filename).resolve(), Path(span.file).resolve().parent
+        if (found := shipped.home(function)) is None:
+            if not isinstance(function, shipped.Given):
+                self.fail(
+                    f"`{_named(function)}` is no function that is written in Python",
+                    span,
+                    "wrap it in one, or in a lambda",
+                    "unknown-function",
+                )
+            try:
+                found = shipped.ship(function)
+            except (TypeError, ValueError, OSError) as error:
+                help = "define it by `def` at the top level of a file; what it needs, it can open or import there"
+                what = f"`{_named(function)}` stands at the top level of no file, and cannot be kept by its value: {error}"
+                self.fail(what, span, help, "unknown-function")
+        (path, name), folder = found, Path(span.file).resolve().parent
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: Part, read: Callable[[str, str], T]) -> T:

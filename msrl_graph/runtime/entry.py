@@ -1,0 +1,135 @@
+"""`run`, as Python calls it: what msrl-run takes as flags, by keyword.
+
+Invariant: what is asked for in the wrong kind is a Fault, as all else that can be known before a process is started; so is a script that
+its own processes would start again.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO, NoReturn
+
+from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
+from ..graph import Expr
+from ..paths import is_file
+from ..plan import Plan
+from . import supervisor
+from .processes import MARK
+from .supervisor import Options, Outcome
+
+HELP = 'put what starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
+
+
+@public
+def run(
+    plan: Plan,
+    out: Path | str | None = None,
+    *,
+    resume: Path | str | None = None,
+    record: bool = False,
+    replay: Path | str | None = None,
+    iterations: int | None = None,
+    seed: int | None = None,
+    dry_run: bool = False,
+    verbose: bool = False,
+    measure_memory: bool = False,
+    stderr: IO[str] | None = None,
+) -> Outcome:
+    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
+    runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
+
+    `iterations` and `seed` take the place of the plan's. `record` writes the rows of each iteration; `replay` is the folder of a run that
+    did, whose responses are taken in place of generated ones. `dry_run` checks all that can be checked, prints what would run and starts
+    nothing. `verbose` shows what the processes print, `measure_memory` what a rank's tensors take. What is told on the way goes to
+    `stderr` (default: the process's own).
+
+    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
+    often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    """
+    try:
+        stated = _checked(plan, {"iterations": iterations, "seed": seed}, {"out": out, "resume": resume, "replay": replay})
+        _guarded(plan, sys._getframe(1))
+        known = plan.deploy.run
+        asked = replace(known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed))
+        plan = replace(plan, deploy=replace(plan.deploy, run=asked))
+        options = Options(measure_memory, verbose, record, str(replay or ""))
+        if not dry_run:
+            return supervisor.run(plan, out, str(resume or ""), options, stderr)
+        made = supervisor.prepare(plan, out, str(resume or ""), options)
+        print("\n".join(made.lines()))
+        return Outcome(made.folder, {})
+    except Fault as fault:
+        from ..pipeline import rendered
+
+        fault.text = "\n".join(rendered(None, fault.diagnostics))
+        raise
+
+
+def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
+    """The numbers that are stated."""
+    if not isinstance(plan, Plan):
+        _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
+    for name, folder in folders.items():
+        if not isinstance(folder, str | os.PathLike | None):
+            _refuse(f"`{name}` is a folder, a str or a Path, not {kind_of(folder)}")
+    found: dict[str, int] = {}
+    for name, value in numbers.items():
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
+            found[name] = value
+        elif value is not None:
+            _refuse(f"`{name}` is a whole number from 0 to 2^53, not {value if isinstance(value, int) else kind_of(value)}")
+    return found
+
+
+def _guarded(plan: Plan, frame: FrameType | None) -> None:
+    """Refuses a run that its own processes would start again: they load functions by running the file that these stand in."""
+    if os.environ.get(MARK):
+        _refuse("a process of a run, which loads its functions, would start a run", HELP, "unguarded-run")
+    loaded = _loaded(plan)
+    while frame is not None:
+        path, line = frame.f_code.co_filename, frame.f_lineno
+        if frame.f_code.co_name == "<module>" and (names := loaded.get(os.path.realpath(path))) and is_file(Path(path)):
+            source = Path(path).read_text(encoding="utf-8-sig")
+            if not _only_as_main(source, line):
+                text = source.splitlines()[line - 1]
+                span = Span(path, line, len(text) - len(text.lstrip()) + 1, line, len(text.rstrip()) + 1)
+                found = ", ".join(f"`{name}`" for name in sorted(names))
+                _refuse(f"the processes of the run load {found} from this file, and would each start a run", HELP, "unguarded-run", span)
+        frame = frame.f_back
+
+
+def _loaded(plan: Plan) -> dict[str, set[str]]:
+    """By file, as the system knows it, the names that the run's processes load from it."""
+    found: dict[str, set[str]] = {}
+
+    def look(expr: Expr) -> None:
+        path, colon, name = str(expr.value).rpartition(":")
+        if expr.kind == "call" and colon:
+            found.setdefault(os.path.realpath(path), set()).add(name)
+        for argument in expr.args:
+            look(argument)
+
+    for node in plan.graph.nodes:
+        for expr in node.attributes.values():
+            look(expr)
+    return found
+
+
+def _only_as_main(source: str, line: int) -> bool:
+    """Whether a line stands under an `if` that asks for `__name__`."""
+    guards = [item for item in ast.parse(source).body if isinstance(item, ast.If)]
+    asks = [g for g in guards if any(isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(g.test))]
+    return any(g.body[0].lineno <= line <= (g.body[-1].end_lineno or 0) for g in asks)
+
+
+def _refuse(message: str, help: str = "", code: str = "bad-value", span: Span = NOWHERE) -> NoReturn:
+    raise Fault(Diagnostic(code, message, span, help))
+
+
+__all__ = ["run"]
