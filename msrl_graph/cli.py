@@ -124,7 +124,8 @@ def _compile(argv: Sequence[str]) -> int:
         source = read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
-        result = translate(source, deploy=options.deploy, model=options.model, sets=sets, until=until, after=after)
+        asked = {"deploy": options.deploy, "model": options.model, "sets": sets, "budget": options.budget}
+        result = translate(source, until=until, after=after, **asked)
         output = "" if options.check else _simulated(result, options) if options.simulate else _result(result, options)
     except Fault as fault:
         tell(fault.diagnostics, source, options)

@@ -270,9 +270,11 @@ def test_where_no_near_layout_fits_the_search_is_asked(tmp_path: Path, capsys: C
     assert compile_main([str(program), "--check"]) == 0
 
 
-def test_why_and_budget(capsys: Capture) -> None:
-    assert compile_main(["grpo", "--model", "tiny", "--why", "--budget", "10"]) == 0
-    assert "optimal in the plan's own model" in capsys.readouterr().out
+def test_why_and_budget(capsys: Capture, tmp_path: Path) -> None:
+    (open_ := tmp_path / "open.rlg").write_text("\n".join(x for x in PAGE.read_text(encoding="utf-8").split("\n") if "layout " not in x))
+    for budget, told in (([], "is optimal"), (["--budget", "60"], "is optimal"), (["--budget", "0"], "the budget of 0 s ended it at")):
+        assert compile_main([str(open_), "--why", *budget]) == 0
+        assert told in capsys.readouterr().out
     assert compile_main([str(PAGE), "--why"]) == 0
     assert "the file states every layout" in capsys.readouterr().out
     for arguments in (["--why", "--format", "json"], ["--why", "--check"], ["--budget", "soon"]):

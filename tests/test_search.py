@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -266,3 +267,41 @@ def test_staleness_parts_what_the_file_leaves_open() -> None:
     edges = tuple(replace(e, attributes={"staleness": Expr("number", 1)}) if e.kind == "reshard" else e for e in graph.edges)
     plan = passed(replace(page.start(layouts={}), graph=replace(graph, edges=edges)))
     assert plan.placement("actor.generate").pool != plan.placement("actor.update").pool
+
+
+def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
+    """A program of tests/programs with staleness, on a cluster of hosts with 8 devices, its pools stated so or not at all."""
+    text = (PAGE.parent / f"{program}.rlg").read_text(encoding="utf-8").split("cluster ")[0]
+    text = re.sub(r"actor.update => actor.generate( \{.*\})?", "actor.update => actor.generate { staleness = 1 }", text)
+    models = ["policy", *(["value", "reward_model"] if program == "ppo" else [])]
+    deploy = [*(f'model {m} = "llama3-8b"' for m in models), parting, "run { iterations = 1 }"]
+    data = 'data source = "rows.jsonl" { prompt = "p"' + (" }" if program == "ppo" else ', answer = "a" }')
+    cluster = f'cluster pod {{ device = "{device}", nodes = {hosts}, devices_per_node = 8 }}'
+    name = "ppo" if program == "ppo" else "async_grpo"
+    body = "\n  ".join(filter(None, [data, *deploy]))
+    return compile(f"{program}.rlg", text=f"{text}\n{cluster}\ndeploy {name} on pod {{\n  {body}\n}}\n")
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize(
+    ("program", "partings"),
+    [
+        ("async", ["actor.generate, actor.update", "actor.generate, reference.infer, actor.update"]),
+        ("ppo", ["actor.generate, actor.update", "critic.update, actor.update"]),
+    ],
+)
+def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:
+    """And what the checks refuse, states that take turns on the same devices, is not looked at, so none of the effort goes there."""
+    open_ = parted(program, "h100", 4, "").search
+    assert open_ is not None and open_.optimal and open_.evaluated < 40 and not any(r.wrong for r in open_.runners)
+    for parting in partings:
+        stated = parted(program, "h100", 4, f"apart {parting}").search
+        assert stated is not None and open_.seconds <= stated.seconds * (1 + 1e-9), parting
+
+
+def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msrl_graph.passes.search.EFFORT", 1.0)
+    plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=6))
+    short, long = passed(plan).search, passed(plan, budget=300.0).search
+    assert short is not None and short.ended == "the search's limit" and not short.optimal
+    assert long is not None and not long.ended and long.optimal

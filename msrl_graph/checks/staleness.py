@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
 from ..graph import Edge, Graph, Node
+from ..passes.pools import idle_staleness
 from ..plan import Plan
 from ..sequences import of_response
 from .columns import Library
@@ -53,11 +54,10 @@ def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
 def check(plan: Plan) -> list[Diagnostic]:
     """Staleness between states that take turns on the same devices: one never runs while the other does."""
     found = []
-    for edge in plan.graph.reshards():
-        if edge.staleness and plan.placement(edge.src).pool == plan.placement(edge.dst).pool:
-            message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: `staleness` gains nothing"
-            help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
-            found.append(Diagnostic("shared-staleness", message, _span(edge), help))
+    for edge in idle_staleness(plan.graph, lambda node: plan.placement(node).pool):
+        message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: `staleness` gains nothing"
+        help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
+        found.append(Diagnostic("shared-staleness", message, _span(edge), help))
     return found
 
 

@@ -6,11 +6,11 @@ not suffice, a pool lies beyond the cluster's last device: checks/layout.py tell
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, combinations, product
 
-from ..graph import Node
+from ..graph import Edge, Graph, Node
 from ..plan import Plan, Pool
 from ..stretch import device_range, meet, runs
 
@@ -47,9 +47,21 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
     return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
 
 
-def divisions(plan: Plan) -> Iterator[Division]:
-    """The division that the deploy states, or all states together; then what else it leaves open. Where it says nothing of pools:
-    generations apart, states that nothing updates apart, or both. Pools take whole hosts where there are enough."""
+def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
+    """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
+    return [e for e in graph.reshards() if e.staleness and pool_of(e.src) == pool_of(e.dst)]
+
+
+def divisions(plan: Plan) -> list[Division]:
+    """The division that the deploy states, or all states together, and what else it leaves open; but where some let `staleness` gain
+    something, those alone: the checks refuse the others. Never empty."""
+    every = list(_every(plan))
+    return [d for d in every if not idle_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name)] or every[:1]  # type: ignore[misc]
+
+
+def _every(plan: Plan) -> Iterator[Division]:
+    """Where the deploy says nothing of pools: all states together, generations apart, states that nothing updates apart, or both. Pools
+    take whole hosts where there are enough."""
     yield (first := divide(plan))
     seen = {_sizes(first)}
     for groups in [()] if plan.deploy.pools else _groups(plan):
@@ -68,19 +80,24 @@ def _sizes(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
-    """Which states might be apart from which, where the deploy says nothing: none whose layout it states."""
-    states, graph = states_of(plan), plan.graph
+    """Which states might be apart from which, where the deploy says nothing: none whose layout it states. Generations are one block,
+    states that nothing updates another, and each worker that is updated one: in two pools in every way, or generations and frozen states
+    each apart from what is updated."""
+    states = states_of(plan)
     if plan.deploy.layouts:
         return []
-    updated = {n.worker for n in graph.verb("update")}
+    updated = dict.fromkeys(n.worker for n in states if n.verb == "update")
     generate = [n.name for n in states if n.verb == "generate"]
     frozen = [n.name for n in states if n.worker not in updated and n.verb != "generate"]
-    found = []
-    for some in ([generate], [frozen], [generate, frozen], [[*generate, *frozen]]):
-        parted = [tuple(g) for g in some if g]
+    trained = [[n.name for n in states if n.worker == w and n.verb != "generate"] for w in updated]
+    blocks = [b for b in (generate, frozen, *trained) if b]
+    apart = [[[*chain(*some)]] for size in range(1, len(blocks)) for some in combinations(blocks, size)]
+    found: list[tuple[tuple[str, ...], ...]] = []
+    for some in [*apart, *([[generate, frozen]] if generate and frozen else [])]:
+        parted = [tuple(n.name for n in states if n.name in group) for group in some]
         rest = tuple(n.name for n in states if not any(n.name in g for g in parted))
         split = any(0 < len({*g} & {*t}) < len(t) for g in parted for t in plan.deploy.together)
-        if len(parted) == len(some) and rest and not split and (rest, *parted) not in found:
+        if rest and not split and not any({rest, *parted} == {*f} for f in found):
             found.append((rest, *parted))
     return found
 

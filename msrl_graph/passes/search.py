@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import NamedTuple
 
 from ..engine import EngineSpec
@@ -52,7 +51,7 @@ class Search:
 
     def __call__(self, plan: Plan) -> Plan:
         place = Place(self.engines, self.defaults)
-        some = list(islice(divisions(plan), 2))
+        some = divisions(plan)
         if len(some) == 1 and not any(is_open(plan, o) for o in owners(plan, some[0])):
             return place(plan)
         return _Run(self, place, plan).best()
@@ -195,17 +194,19 @@ class _Run:
         return replace(self.place(self.plan, self._decision(space, at, _why(record))), search=record)
 
     def _late(self) -> bool:
-        return self.search.budget is not None and bool(self.found) and time.monotonic() - self.began >= self.search.budget
+        """Whether a budget is over; until something is found, the search goes on to its limit."""
+        over = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
+        return over and (bool(self.found) or self.spent >= EFFORT)
 
     def _enough(self) -> str:
-        """What ends the search before all is known."""
-        if self._late():
-            return f"the budget of {self.search.budget:g} s"
+        """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or longer."""
+        if self.search.budget is not None:
+            return f"the budget of {self.search.budget:g} s" if self._late() else ""
         return "the search's limit" if self.spent >= EFFORT else ""
 
     def _more(self, heap: list[_Item], ended: str) -> None:
         """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then runners-up."""
-        if ended and not self.search.budget:
+        if ended and self.search.budget is None:
             for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
                 if not self.found or item.bound < self.found[0][0]:
                     self._evaluate(item.space, item.at)
