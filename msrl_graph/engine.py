@@ -6,7 +6,7 @@ Invariant: torch-free; the runtime half of an engine stands in the same file of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from .layout import Box, Layout, Side
@@ -153,18 +153,23 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; temperature 0 is greedy. A response ends with a token of `ends`, or
-    when its text holds a string of `stop`; both stay part of it."""
+    """How a generator draws: `seed` and `iteration` key the noise; `temperature`, one for all or one a response, is greedy where it is 0.
+    A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay part of it."""
 
     samples: int
     max_tokens: int
-    temperature: float
+    temperature: float | NDArray[np.float32]
     top_p: float
     top_k: int
     seed: int
     iteration: int
     ends: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+
+    def of(self, responses: Any) -> Sampling:
+        """How some of the responses are drawn, by their places."""
+        one = isinstance(self.temperature, float | int)
+        return self if one else replace(self, temperature=self.temperature[responses])  # type: ignore[index]
 
 
 class Trainer(Protocol):

@@ -62,13 +62,14 @@ class EngineChoice:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th iteration (0: never)."""
+    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th iteration (0: never).
+    Generations that read prompts draw `samples` responses (0: as many as each does in training) at a `temperature` (None: its own)."""
 
     data: str
     every: int
     report: tuple[str, ...]
     samples: int
-    temperature: float
+    temperature: float | None
     label: str = ""  # what a person calls the first of the reported figures
     span: Span = NOWHERE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .graph import Graph, Node, Worker
+from .graph import Expr, Graph, Node, Worker
 
 # Tokens of a text that nothing is known of.
 TEXT_TOKENS = 1024
@@ -53,6 +53,23 @@ def of_response(graph: Graph, node: Node, element: str) -> str:
     responses = [c for c in node.writes if is_tokens(graph, c)]
     columns = (c for c in map(graph.column, node.writes) if c.element == element)
     return next((c.name for c in columns if [d.like for d in c.dims] == responses[:1]), "")
+
+
+def temperature(graph: Graph, column: str) -> Expr:
+    """What the tokens of a column were drawn at: a number, or the column or state that holds each row's; 1 where they were not drawn."""
+    drawn = (n.attributes["temperature"] for n in graph.writers.get(column, ()) if n.verb == "generate" and "temperature" in n.attributes)
+    return next(drawn, Expr("number", 1.0))
+
+
+def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
+    """The columns and states that say at which temperatures a state draws, or a policy scores what was drawn."""
+    if node.verb == "generate":
+        found = [node.attributes[key] for key in ("temperature",) if key in node.attributes]
+    elif node.verb in ("infer", "update") and graph.worker(node.worker).kind == "policy":
+        found = [temperature(graph, c) for c in sequences(graph, node).scored]
+    else:
+        found = []
+    return tuple(e for e in found if e.kind in ("column", "state"))
 
 
 def speaker(graph: Graph) -> Worker | None:

@@ -49,7 +49,7 @@ class Stage(Rank):
             transformer.fill(plan.model(name), generator.allocate())
             self.generator = generator
 
-    def act(self, name, columns, rows=None):
+    def act(self, name, columns, rows=None, task="train"):
         """What a node-state writes, handed these columns."""
         node = self.plan.graph.node(name)
         columns = {c: columns[c] for c in (*node.reads, *node.states, "response.logp") if c in columns}
@@ -57,7 +57,7 @@ class Stage(Rank):
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
-        written = getattr(self, f"_{node.verb}")(node, Task("train", 3, 4, 2), batch, self.told)
+        written = getattr(self, f"_{node.verb}")(node, Task(task, 3, 4, 2), batch, self.told)
         return {c: column.take(np.argsort(numbers)) for c, (numbers, column) in written.items()}
 
     def sampled(self):

@@ -377,7 +377,7 @@ def test_a_plan_that_cannot_be_read(name: str, capsys: Capture) -> None:
 
 MISTAKES = {
     "a param": ("param kl_coef      = 0.001", "param kl_coef = 1 / 0", "division-by-zero"),
-    "a temperature": ("temperature = 1.0", "temperature = 0", "bad-value"),
+    "a temperature": ("temperature = 1.0", "temperature = -1", "bad-value"),
     "an attribute": ("samples = group", "samplse = group", "unknown-attribute"),
     "a function": ("math_verify()", "math_verfy()", "unknown-function"),
     "an optimizer's option": ("lr = 1e-6", "lr = 1 GB", "bad-unit"),

@@ -93,6 +93,18 @@ def test_at_temperature_0_a_token_is_sure(generator):
     assert not np.concatenate(logps).any()
 
 
+def test_each_response_has_its_own_temperature(generator):
+    """A row draws what it would draw among rows of one temperature, those at 0 the likeliest tokens."""
+    heat = np.array([0, 1, 2, 0.5, 0, 1], np.float32)
+    mixed, logps = generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat))
+    for value in np.unique(heat):
+        alone, expected = generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value)))
+        for i in np.flatnonzero(heat == value):
+            assert list(mixed[i]) == list(alone[i])
+            assert np.allclose(logps[i], expected[i], atol=1e-6)
+    assert len({tuple(t) for t in mixed}) > 3
+
+
 def transformer_logits(prompt, temperature):
     from transformers import AutoModelForCausalLM
 

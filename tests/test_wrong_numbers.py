@@ -55,7 +55,6 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
     apart = compile(EXAMPLE / "grpo.rlg", text=text.replace("  layout actor.generate { tp = 2 }\n", ""))
     assert len(apart.pools) == 2 and wrong.comparison(apart) == wrong.comparison(plan)
     assert wrong.comparison(one_rank(*NO_INFER)).node == "actor.update"
-    assert wrong.comparison(one_rank(("temperature = 1.0", "temperature = 0.5"))).tolerance == 2e-3
     half = one_rank(("run {", "engine actor.generate = hf { dtype = bf16 }\n  run {"))
     assert wrong.comparison(half).tolerance == 0.1
 
@@ -123,6 +122,17 @@ def test_weights_that_did_not_arrive_whole_are_seen_as_drift():
     assert told.startswith("`actor.infer` (line 24 of grpo.rlg) on ") and "where rounding makes at most 0.001" in told, told
     assert " of iteration 3: the log-probabilities of `response` are not those that `actor.generate` (line 23 of grpo.rlg) drew it" in told
     assert " with: off by " in told
+
+
+def test_temperatures_below_1_stretch_what_rounding_makes():
+    stage = Stage(one_rank(("temperature = 1.0", "temperature = 0.25")))
+    columns = stage.sampled()
+    columns["response.logp"] = Column(columns["response.logp"].values + np.float32(3e-3), columns["response.logp"].offsets)
+    stage.act("actor.infer", columns)
+    assert not stage.told.remarks
+    columns["response.logp"] = Column(columns["response.logp"].values + np.float32(2e-3), columns["response.logp"].offsets)
+    with pytest.raises(RunError, match=r"where rounding makes at most 0\.004$"):
+        stage.act("actor.infer", columns)
 
 
 @pytest.mark.parametrize("changes", [(), NO_INFER], ids=["infer", "update"])

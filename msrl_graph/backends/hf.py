@@ -87,7 +87,7 @@ class Engine:
         with torch.inference_mode():
             for i in range(0, len(prompts), wave):
                 some = slice(i * each, (i + wave) * each)
-                drawn = self._wave(prompts[i : i + wave], rows[some], begun[some], sampling)
+                drawn = self._wave(prompts[i : i + wave], rows[some], begun[some], sampling.of(some))
                 tokens += drawn[0]
                 logps += drawn[1]
         return tokens, logps
@@ -120,7 +120,7 @@ class Engine:
         # Where in the batch each running row is.
         place = np.repeat(np.searchsorted(first, [alike[p.tobytes()] for p in given]), len(rows) // len(given))
         for step in range(room.max()):
-            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], begun[running] + step, sampling)
+            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], begun[running] + step, sampling.of(running))
             out[running, step] = token
             logps[running, step] = logp
             lengths[running] = step + 1
@@ -175,11 +175,16 @@ class Engine:
 
         from .. import noise
 
-        if sampling.temperature == 0:
-            token = logits.argmax(-1)
+        heat = torch.as_tensor(sampling.temperature, dtype=torch.float32).reshape(-1, 1)
+        cold = heat == 0
+        token = logits.argmax(-1)
+        if cold.all():
             whole = (logits - logits.amax(-1, keepdim=True)).exp()
         else:
-            whole = share = (logits / sampling.temperature).double().softmax(-1)
+            if cold.any():  # of these rows one token is certain
+                certain = torch.full_like(logits, -torch.inf).scatter_(-1, token[:, None], 0.0)
+                logits, heat = logits.where(~cold, certain), heat.where(~cold, 1.0)
+            whole = share = (logits / heat).double().softmax(-1)
             if sampling.top_k:
                 floor = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
                 share = share.masked_fill(logits < floor, 0.0)

@@ -11,7 +11,7 @@ from functools import partial
 from ..diagnostics import Diagnostic
 from ..dropped import Dropped, missed
 from ..graph import Graph
-from . import columns, edges, filters, levels, liveness, scope, staleness, states, terms
+from . import columns, edges, filters, levels, liveness, scope, staleness, states, temperature, terms
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -47,6 +47,9 @@ CHECKS: tuple[Check, ...] = (
     scope.written,
     scope.results,
     scope.too_long,
+    temperature.one_number,
+    temperature.greedy,
+    temperature.equal,
     scope.own_metric,
     staleness.unread_logp,
     states.unread,

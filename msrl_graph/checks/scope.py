@@ -14,7 +14,7 @@ from ..diagnostics import NOWHERE, Diagnostic, Span
 from ..functions import Signature
 from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..plan import METRICS, reported
-from ..sequences import is_tokens, sequences
+from ..sequences import is_tokens, sequences, tempered
 from .columns import Library
 
 
@@ -177,8 +177,9 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
     """A model reads tokens, or text; an update reads, too, what its terms need of each token that it reads, or of each row."""
     tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
     for column in map(graph.column, node.reads):
-        environment = "environment" in node.attributes and column.element == "json"
-        if node.verb != "update" and column.name not in tokens and not environment:
+        beside = "environment" in node.attributes and column.element == "json"
+        beside = beside or any((e.kind, e.value) == ("column", column.name) for e in tempered(graph, node))
+        if node.verb != "update" and column.name not in tokens and not beside:
             wrong(node, f"reads `{column.name}`, which is neither tokens nor text", "a model reads columns as `i32[<= 1024]`, and `text`")
         elif node.verb == "update" and column.dims and (like := column.dims[0].like) and like not in tokens:
             tokens.add(like)  # told once

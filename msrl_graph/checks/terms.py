@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..diagnostics import Diagnostic
 from ..functions import FILLED
 from ..graph import ELEMENTS, Expr, Graph, Node
-from ..sequences import is_tokens, of_response, sequences
+from ..sequences import is_tokens, of_response, sequences, tempered
 from .columns import Library
 from .scope import calls, lacking, span, withheld
 from .staleness import sampled
@@ -106,7 +106,7 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
         for call, signature in calls(node, library):
             used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
         read = sequences(graph, node)
-        used |= {*read.context, *read.scored}
+        used |= {*read.context, *read.scored, *(str(e.value) for e in tempered(graph, node))}
         idle = [c for c in node.reads if c not in used and graph.column(c).element != "bool"]
         # One of them may be what says which tokens are scored.
         idle = [c for c in idle if sequences(graph, replace(node, reads=tuple(r for r in node.reads if r != c))) == read]

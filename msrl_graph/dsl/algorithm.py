@@ -15,6 +15,7 @@ from typing import TypeVar
 from ..diagnostics import Fault, Span, nearest
 from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
+from ..sequences import tempered
 from . import ast
 from .attributes import COUNT, TABLE, read, shown
 from .calls import Caller, Folder, Library
@@ -393,7 +394,7 @@ class _Algorithm:
         found = levels(count, (self.nodes[n] for n in order), self.columns)
         if max(found.rows) > MOST_ROWS:
             self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)
-        return Graph(
+        graph = Graph(
             name=self.algorithm.name.text,
             params={k: v.value for k, v in self.params.items() if v is not None},
             columns=tuple(replace(c, level=found.of.get(c.name, 0)) for c in self.columns.values()),
@@ -405,6 +406,16 @@ class _Algorithm:
             states=tuple(self.states.values()),
             under=tuple(found.under),
         )
+        return replace(graph, nodes=tuple(_tempered(graph, n) for n in graph.nodes))
+
+
+def _tempered(graph: Graph, node: Node) -> Node:
+    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on them."""
+    if node.verb == "source":
+        return node
+    reads = dict.fromkeys((*node.reads, *(str(e.value) for e in tempered(graph, node) if e.kind == "column")))
+    states = dict.fromkeys((*node.states, *(str(e.value) for e in tempered(graph, node) if e.kind == "state")))
+    return replace(node, reads=tuple(reads), states=tuple(states))
 
 
 def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:

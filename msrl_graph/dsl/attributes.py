@@ -184,7 +184,6 @@ TABLE: dict[str, dict[str, Type]] = {
     "source": {},
     "generate": {
         "samples": COUNT,
-        "temperature": Number(0, above=True),
         "top_p": Number(0, 1, above=True),
         "top_k": COUNT,
         "stop": String(several=True),

@@ -83,12 +83,25 @@ class Environment:
         return call
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """A number of 0 or more, or a column or state that the node reads."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.NameExpr) or expr.text in names.params or expr.text not in self.caller.columns:
+            return Number(0).read(key, expr, names)
+        found = self.caller.column(expr, key)
+        return replace(found, kind="state") if expr.text in self.caller.states else found
+
+
 def types(statement: str, caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[str, Type]:
     """The attributes of a source or a node by its verb (a function's is `function`): those of the table, and those that need the node."""
     call = FunctionCall(caller)
     own: dict[str, dict[str, Type]] = {
         "source": {"weights": call},
-        "generate": {"environment": Environment(caller)},
+        "generate": {"environment": Environment(caller), "temperature": Temperature(caller)},
         "update": {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()},
         "function": {"call": call, "keep": Keep(caller), "select": call, "per": Per(columns, above)},
     }

@@ -306,15 +306,12 @@ class _Deploy:
             report.append(str(word.value))
         if not any(a.key.text == "report" for a in statement.attrs):
             raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, "add `report = reward`")
-        # What is not stated is as in training.
-        generate = next((n for n in self.graph.nodes if n.verb == "generate"), None)
-        samples, temperature = (generate.number("samples", 1), generate.number("temperature", 1.0)) if generate else (1, 1.0)
         self.evaluations[name] = Evaluation(
             data=name,
             every=_int(attributes, "every", 0),
             report=tuple(report),
-            samples=_int(attributes, "samples", int(samples)),
-            temperature=float(attributes["temperature"].value or 0) if "temperature" in attributes else temperature,
+            samples=_int(attributes, "samples", 0),
+            temperature=float(attributes["temperature"].value or 0) if "temperature" in attributes else None,
             label=str(attributes["label"].value) if "label" in attributes else "",
             span=statement.data.span,
         )

@@ -29,6 +29,7 @@ _BY_ATTRIBUTE = {
     computed.FunctionCall: 'a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`',
     computed.Keep: "a comparison of a column or state with a number, or a call",
     computed.Per: "`row`, `batch` or a column",
+    computed.Temperature: "a number of 0 or more, or a column or state that the node reads",
     computed.Environment: '`"file.py:Class"`',
     computed.Loss: "an expression of loss terms",
     computed.Optimizer: "a call of an optimizer",

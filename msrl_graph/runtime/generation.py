@@ -14,7 +14,7 @@ from ..engine import Sampling
 from ..graph import Node
 from ..plan import Evaluation, Plan
 from ..rowsets import rowsets
-from ..sequences import of_response, sequences
+from ..sequences import of_response, sequences, tempered
 from . import wrong
 from .columns import Array, Column, ragged
 from .dock import Batch
@@ -54,11 +54,12 @@ class Generation(Engines):
             return {}
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
         evaluation = self._evaluation(node, task)
+        samples = (evaluation.samples if evaluation else 0) or int(node.number("samples", 1))
         response, as_drawn = wrong.drawn(graph, node)
         sampling = Sampling(
-            samples=evaluation.samples if evaluation else int(node.number("samples", 1)),
+            samples=samples,
             max_tokens=int(node.number("max_tokens", graph.bound(response))),
-            temperature=evaluation.temperature if evaluation else node.number("temperature", 1.0),
+            temperature=self._temperature(node, task, batch, evaluation, samples),
             top_p=node.number("top_p", 1.0),
             top_k=int(node.number("top_k", 0)),
             seed=self.seed,
@@ -107,7 +108,7 @@ class Generation(Engines):
             raise RunError(f"`{node.name}` ({node.span.place}) on row {rows[full[0]]} of iteration {task.number}: {what}")
         for turn in range(1, turns + 1):
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
-            drawn = self.generators[node.name].generate(before, rows[going], sampling, responses.lengths[going])
+            drawn = self.generators[node.name].generate(before, rows[going], sampling.of(going), responses.lengths[going])
             responses.drawn(going, *drawn)
             answers += len(going)
             with report.phase("environment"):
@@ -133,6 +134,16 @@ class Generation(Engines):
             if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
                 report.count(name, float(finite.sum()), len(finite))
         return values
+
+    def _temperature(self, node: Node, task: Task, batch: Batch, evaluation: Evaluation | None, samples: int) -> float | Array:
+        """What a generation draws at: as an evaluation says, else as the node does, a number or one for each of the responses."""
+        if evaluation and evaluation.temperature is not None:
+            return evaluation.temperature
+        if not (of := tempered(self.plan.graph, node)):
+            return node.number("temperature", 1.0)
+        found: Array = batch.columns[str(of[0].value)].values.astype(np.float32)
+        self.watch.temperature(node, task, batch.rows, str(of[0].value), found)
+        return np.repeat(found, samples)
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
         """What is generated after: the tokens of the columns that the node reads, text by the tokenizer of its model."""

@@ -18,6 +18,7 @@ from .. import graph as ir
 from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
+from ..sequences import temperature
 from . import loss, wrong
 from .blame import blame
 from .columns import Array, Column, offsets_of
@@ -145,16 +146,21 @@ class Training(Engines):
 
     def _forward(self, node: Node, seen: Given, rows: Array, **asked: Any) -> Outputs:
         """One pass over the sequences of the rows at these positions."""
-        temperatures = [self._temperature(c) for c in seen.scored] or [1.0]
-        temperature: float | torch.Tensor = temperatures[0]
-        if len({*temperatures}) > 1:
-            tokens = torch.tensor([int(n[rows].sum()) for n in seen.lengths.values()])
-            temperature = torch.tensor(temperatures).repeat_interleave(tokens)[:, None]
-        return self.trainers[node.worker].forward(seen.pack(rows), Asked(temperature, **asked))
+        stated = [temperature(self.plan.graph, c) for c in seen.scored]
+        heat: float | torch.Tensor = 1.0
+        if len({*stated}) == 1 and stated[0].kind == "number":
+            heat = float(stated[0].literal())
+        elif stated:
+            each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()]
+            heat = torch.from_numpy(np.concatenate(each))[:, None]
+        return self.trainers[node.worker].forward(seen.pack(rows), Asked(heat, **asked))
 
-    def _temperature(self, target: str) -> float:
-        writer = self.plan.graph.writer(target)
-        return writer.number("temperature", 1.0) if writer.verb == "generate" else 1.0
+    def _heat(self, seen: Given, target: str, rows: Array) -> Array:
+        """The temperature that the tokens of a column were drawn at, of each row."""
+        stated = temperature(self.plan.graph, target)
+        if stated.kind == "number":
+            return np.full(len(rows), stated.literal(), np.float32)
+        return seen.columns[str(stated.value)].values[rows].astype(np.float32)
 
     def _computed(self, node: Node, seen: Given, rows: Array) -> tuple[loss.Inputs, Outputs]:
         """What the terms of an update are computed from, and of the forward pass, apart from its graph, what is looked at."""
@@ -198,15 +204,17 @@ class Training(Engines):
 
     # What is looked at.
 
-    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> Column | None:
+    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> wrong.Drawn | None:
         """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none once a step has
         changed the weights."""
         compared = self.watch.comparison
         if compared is None or compared.node != node.name or self.stepped:
             return None
-        return seen.columns[compared.column].take(order) if compared.response == _of(column, seen) and len(column.dims) == 1 else None
+        if compared.response != _of(column, seen) or len(column.dims) != 1:
+            return None
+        return wrong.Drawn(seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64))
 
-    def _look(self, node: Node, task: Task, report: Report, rows: Array, made: Column, as_drawn: Column | None, known: Array) -> Array:
+    def _look(self, node: Node, task: Task, report: Report, rows: Array, made: Column, as_drawn: wrong.Drawn | None, known: Array) -> Array:
         """The rows that are `known` to be wrong, or hold what is."""
         if self.plan.model(node.name).scores:
             return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)

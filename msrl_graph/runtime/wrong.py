@@ -15,7 +15,7 @@ import numpy as np
 from ..graph import Graph, Node
 from ..passes.holdings import dtype
 from ..plan import Plan
-from ..sequences import is_tokens, of_response, sequences
+from ..sequences import is_tokens, models, of_response, sequences, tempered
 from .columns import Array, Column
 from .report import Report, RunError
 
@@ -39,6 +39,14 @@ class Comparison:
     response: str
     tolerance: float
     turns: bool = False
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The log-probabilities of some rows' tokens as they were drawn, and the temperature that each row was drawn at."""
+
+    logp: Column
+    heat: Array
 
 
 def drawn(graph: Graph, node: Node) -> tuple[str, str]:
@@ -65,9 +73,7 @@ def comparison(plan: Plan) -> Comparison | None:
             gives = state.verb == "update" or any([d.like for d in graph.column(c).dims] == [response] for c in state.writes)
             if state.worker == worker and state.verb != "generate" and gives and (*read.context, *read.scored) == fed:
                 kinds = {dtype(plan, node.name), dtype(plan, state.name)}
-                # Temperatures below 1 stretch the errors of logits.
-                tolerance = max(TOLERANCE[k] for k in kinds) / min(1.0, node.number("temperature", 1.0))
-                return Comparison(state.name, column, response, tolerance, "environment" in node.attributes)
+                return Comparison(state.name, column, response, max(TOLERANCE[k] for k in kinds), "environment" in node.attributes)
     return None
 
 
@@ -100,6 +106,17 @@ class Watch:
         if len(bare := rows[lengths == 0]):
             raise RunError(_message(node, task, bare, "what its model reads first holds no token, from which nothing can be predicted"))
 
+    def temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
+        """Ends the run where a response would be drawn at no temperature, or at 0 where a policy scores it, which no `on_nan` helps."""
+        response, _ = drawn(self.graph, node)
+        scores = [n.name for n in models(self.graph) if n.verb != "generate" and response in sequences(self.graph, n).scored]
+        scores = [name for name in scores if tempered(self.graph, self.graph.node(name))]
+        bad = ~np.isfinite(values) | (values < 0) | ((values == 0) & bool(scores))
+        if bad.any():
+            wanted = f"a number above 0 belongs, since `{scores[0]}` scores `{response}`" if scores else "a number of 0 or more belongs"
+            what = f"the temperature `{name}` is {values[bad][0]:g}, where {wanted}"
+            raise RunError(_message(node, task, rows[bad], what))
+
     def finite(
         self, node: Node, task: Task, report: Report, reason: str, what: str, rows: Array, column: Column, known: Array | None = None
     ) -> Array:
@@ -111,7 +128,7 @@ class Watch:
             self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
         return bad | known
 
-    def logp(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Column | None, known: Array) -> Array:
+    def logp(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Drawn | None, known: Array) -> Array:
         """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its own temperature)."""
         known = self.finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
         return known if as_drawn is None or task.name != "train" else self.drift(node, task, report, rows, logp, as_drawn, known)
@@ -127,9 +144,10 @@ class Watch:
             self.tell(node, task, report, "empty", rows[new], "the response is empty")
         self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
 
-    def drift(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Column, known: Array) -> Array:
+    def drift(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, found: Drawn, known: Array) -> Array:
         """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or are too far off."""
         assert self.comparison is not None
+        as_drawn = found.logp
         written = ~np.isnan(as_drawn.values) if self.comparison.turns else np.ones(len(as_drawn.values), bool)
         known = known | _any(as_drawn, written & ~np.isfinite(as_drawn.values))
         row = np.repeat(np.arange(len(rows)), logp.lengths)
@@ -139,16 +157,17 @@ class Watch:
             return known
         report.count("logp_drift", float(off.sum()), len(off))
         report.peak("logp_drift_max", float(off.max()))
-        if off.mean() <= self.comparison.tolerance:
+        tolerance = self.comparison.tolerance / np.minimum(1.0, found.heat)  # temperatures below 1 stretch the errors of logits
+        if off.mean() <= tolerance[row].mean():
             return known
         by_row = np.bincount(row, off, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
-        far = np.flatnonzero(by_row > self.comparison.tolerance)
+        far = np.flatnonzero(by_row > tolerance)
         far = far[np.argsort(-by_row[far], kind="stable")]
         writer = self.graph.writer(self.comparison.response)
         what = (
             f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` ({writer.span.place}) drew it "
             f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where rounding makes at most "
-            f"{self.comparison.tolerance:.3g}"
+            f"{tolerance[far[0]]:.3g}"
         )
         self.tell(node, task, report, "drift", rows[far], what)
         known[far] = True
