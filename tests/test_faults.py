@@ -90,14 +90,27 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
 
 
 @pytest.mark.slow
-def test_what_dies_again_and_again_ends_the_run_with_its_name(place):
+def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     place.function("os.kill(os.getpid(), 9)")
-    program(place, *ONE_RANK, MINE, restarts=1)
+    program(place, *ONE_RANK, MINE)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3, err
-    # The second one may have been heard of last when it wrote the prompts again.
-    assert re.search(r"functions of host 0 died in (source|host\.reward) in held_out/0; starting anew from the beginning", err), err
-    assert "error[run-failed]: functions of host 0 died" in err and "(started anew 1 times already)" in err, err
+    assert err.count("functions of host 0 died in host.reward in held_out/0; started again") == 2 and "starting anew" not in err, err
+    told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row 0 of iteration 0: ProcessDied: "
+    assert f"{told}its process died in it 2 times without a word" in err and "\n  response: '" in err and "\n  answer: '" in err, err
+    place.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_function_that_ends_its_process_ends_the_run_at_once_with_its_line(place):
+    place.function("if time.time() and answer.startswith('4'):\n        os.abort()\n    return 0.0")
+    program(place, *ONE_RANK, MINE, evaluated=False, iterations=100)
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
+    assert code == 3 and err.count("started again") == 1 and "starting anew" not in err, err
+    found = re.search(r"`host.reward` \(line 26 of p.rlg\) failed on row \d+ of iteration \d+: ProcessDied: (.*?); the files", err)
+    assert found and found[1] == f"it ended its process: Aborted, at {place.folder}/mine.py:7", err
+    assert "\n  answer: '4" in err and "/ray/" not in err, err
+    assert "Fatal Python error: Aborted" in (place.folder / "results" / "logs" / "functions-of-host-0.log").read_text()
     place.assert_clean()
 
 

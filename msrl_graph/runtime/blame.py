@@ -17,13 +17,14 @@ import numpy as np
 
 from ..graph import Node
 from . import log
+from .note import ProcessDied
 
 CALLS = ("call", "keep", "select", "weights", "environment", "loss")  # attributes that name what is called
 MOST = 200  # characters of a value that the message shows
 FRAMES = 8  # that the message shows, of a recursion the first and the last
 LOGGED = 1_000_000  # characters of a value that the log holds
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_HERE, _OURS = (str(folder) + os.sep for folder in Path(__file__).parents[:2])
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -82,7 +83,11 @@ def cut(text: str, most: int) -> str:
 
 def _own(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code; where there are none, the last of all: a function of the package fails."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    found: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, ProcessDied):  # from where the process began: what is of interest begins with what this folder called
+        here = [i for i, f in enumerate(error.frames) if f.filename.startswith(_HERE)]
+        found = error.frames[here[-1] if here else 0 :]
+    frames = [f for f in found if not f.filename.startswith("<frozen ")]
     theirs = [f for f in frames if not f.filename.startswith(_OURS)]
     return [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs[-1:] or frames[-1:]
 

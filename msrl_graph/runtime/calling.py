@@ -22,6 +22,7 @@ from ..rowsets import Sieve, rowsets
 from .blame import BadResult, blame
 from .columns import Array, Column
 from .dock import Batch
+from .note import Note
 from .readers import Reader, Task
 from .report import RunError
 from .tokens import of_column
@@ -48,10 +49,10 @@ class Results:
 
 
 class Function:
-    """A function node of a plan. `reader` is what the dock knows of it."""
+    """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in."""
 
-    def __init__(self, node: Node, plan: Plan, reader: Reader) -> None:
-        self.node, self.graph, self.reader = node, plan.graph, reader
+    def __init__(self, node: Node, plan: Plan, reader: Reader, note: Note | None = None) -> None:
+        self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or Note()
         self.seed = plan.deploy.run.seed
         self.returned = Returned(plan, node.writes)
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
@@ -96,7 +97,8 @@ class Function:
             rows = slice(start, start := start + int(size))
             where, given = f"{self.scope} {unit}", self._given(batch, task, rows)
             try:
-                result = self._called(given, task, int(unit))
+                with self.note.at(f"{self.node.name}: {where} of {task.key}"):
+                    result = self._called(given, task, int(unit))
                 if self.sieve is not None:
                     times.append(self._times(result, int(size)))
                     continue

@@ -8,30 +8,36 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import ray
 
-from ..graph import State
+from ..graph import Node, State
 from ..plan import from_json
 from . import log, rows
 from .actors import Client, settle
+from .blame import blame
 from .calling import Function, weigher
 from .columns import Array, Column
 from .data import Dataset
+from .note import Note, ProcessDied
 from .readers import Task, home, readers
-from .report import Report
+from .report import Report, RunError
 from .wrong import Watch
 
 
 @ray.remote(num_cpus=0)
 class FunctionHost:
-    """The function nodes of one host; host 0 also runs the source."""
+    """The function nodes of one host; host 0 also runs the source. `again`: in the place of a process that died."""
 
-    def __init__(self, plan: bytes, host: int, folder: str, logs: str, controllers: dict[str, str], warehouses: list[str]) -> None:
+    def __init__(
+        self, plan: bytes, host: int, folder: str, logs: str, controllers: dict[str, str], warehouses: list[str], again: bool
+    ) -> None:
         settle(folder, logs, f"functions of host {host}")
+        self.note = Note(Path(folder or logs) / f"functions-of-host-{host}.note", again)
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
         self.readers = {r.node: r for r in readers(self.plan)}
@@ -47,9 +53,14 @@ class FunctionHost:
         self.watch = Watch(plan)
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
-        self.weigh = weigher(source) if "weights" in source.attributes else None
-        nodes = [n for n in plan.graph.nodes if plan.placement(n.name).pool == "functions" and n.verb != "source"]
-        self.functions = {n.name: Function(n, plan, self.readers[n.name]) for n in nodes}
+        with self._noted(source, "its import"):
+            self.weigh = weigher(source) if "weights" in source.attributes else None
+        functions = {}
+        for node in plan.graph.nodes:
+            if plan.placement(node.name).pool == "functions" and node.verb != "source":
+                with self._noted(node, "its import"):
+                    functions[node.name] = Function(node, plan, self.readers[node.name], self.note)
+        self.functions = functions
         left_out = {
             name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}" for name, d in self.data.items() if d.too_long
         }
@@ -100,7 +111,9 @@ class FunctionHost:
         if not task.trains:
             chosen = np.arange(len(dataset))
         elif self.weigh is not None:
-            chosen = dataset.drawn(self.weigh(tables, task.states), task.number, first, task.prompts)
+            with self._noted(self.plan.graph.node("source"), f"the states that `weights` reads in {task.key}"):
+                weights = self.weigh(tables, task.states)
+            chosen = dataset.drawn(weights, task.number, first, task.prompts)
         else:
             chosen = dataset.indices(task.position + first, task.prompts)
         columns = dataset.take(chosen)
@@ -117,6 +130,15 @@ class FunctionHost:
         """The states of each prompt that some node reads."""
         read = {s for n in self.plan.graph.nodes for s in n.states if n.verb != "source"}
         return [s for s in self.plan.graph.states if s.per and s.name in read]
+
+    @contextmanager
+    def _noted(self, node: Node, where: str) -> Iterator[None]:
+        """While a user's code runs that is not called for rows."""
+        try:
+            with self.note.at(f"{node.name}: {where}"):
+                yield
+        except ProcessDied as died:
+            raise RunError(blame(node, died, where)) from died
 
     def _function(self, function: Function, task: Task, report: Report) -> None:
         node, last = function.node, False

@@ -1,7 +1,7 @@
 """The processes of a run on Ray: asked for, started together, ended by their ids.
 
-Invariant: nothing is started before the resources are known to be there. Controllers and function hosts that die are started again by
-Ray, `run { restarts }` times each; whoever else dies ends the attempt. What is left of a pool on this machine, the supervisor ends.
+Invariant: nothing is started before the resources are known to be there. Controllers that die are started again by Ray, function hosts by
+hosts.py, `run { restarts }` times each; whoever else dies ends the attempt. What is left of a pool on this machine, the supervisor ends.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import psutil
 from ..diagnostics import Diagnostic, Fault
 from ..emit.text import many
 from ..plan import Plan
+from .hosts import Call, FunctionHosts
 from .processes import alive
 from .readers import home, readers
 
@@ -36,11 +37,11 @@ class Pool:
     def __init__(self, plan: Plan, folder: str, logs: str) -> None:
         self.plan, self.folder, self.logs = plan, folder, logs
         self.ranks: list[Any] = []
-        self.functions: list[Any] = []
+        self.functions: FunctionHosts | None = None
         self.warehouses: list[Any] = []
         self.boards: list[Any] = []
         self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
-        self.started: list[Any] = []
+        self.started: list[Call] = []  # the function hosts' answers to `start`
         self.group: Any = None
         self.attached = bool(os.environ.get("RAY_ADDRESS"))
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
@@ -75,21 +76,19 @@ class Pool:
 
         from . import actors, functions
 
-        def on(host: int) -> Any:
-            return OnHost(self.group, placement_group_bundle_index=host)
-
         # What may be started again is told its partners by name.
         found = readers(plan)
         hosts = {c.node: c.host for c in plan.docks.controllers}
         stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
         boards = {h: f"controllers of host {h}" for h in sorted(set(hosts.values()))}
         controllers = {node: boards[h] for node, h in hosts.items()}
-        again = {"max_restarts": plan.deploy.run.restarts, "max_task_retries": plan.deploy.run.restarts}
+        restarts = plan.deploy.run.restarts
 
-        def start(kind: Any, name: str, host: int, *arguments: Any, **options: Any) -> Any:
-            actor = kind.options(name=name, scheduling_strategy=OnHost(self.group, placement_group_bundle_index=host), **options)
+        def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:
+            placed = OnHost(self.group, placement_group_bundle_index=host)
+            actor = kind.options(**{"name": called, "scheduling_strategy": placed, **options})
             handle = actor.remote(*arguments)
-            self.names[handle._actor_id.hex()] = name
+            self.names[handle._actor_id.hex()] = called
             return handle
 
         self.warehouses = [
@@ -104,7 +103,8 @@ class Pool:
                 plan.docks.deadline,
                 stores[home(plan, h, 0)],
                 stores,
-                **again,
+                max_restarts=restarts,
+                max_task_retries=restarts,
             )
             for h, name in boards.items()
         ]
@@ -117,11 +117,17 @@ class Pool:
         for r in range(cluster.devices):
             name = f"rank {r}"
             self.ranks.append(start(actors.RankHost, name, cluster.host(r), text, r, threads, folder, self.logs, **resource))
-        for h in range(cluster.nodes):
-            name = f"functions of host {h}"
-            arguments = (zlib.compress(text.encode()), h, folder, self.logs, controllers, stores)
-            self.functions.append(start(functions.FunctionHost, name, h, *arguments, **again))
-        self.started = [f.start.remote() for f in self.functions]
+        packed = zlib.compress(text.encode())
+
+        def function_host(host: int, again: bool) -> Any:
+            if again and self.functions:
+                ray.kill(self.functions.actors[host])  # one that only could not be reached for a while would go on beside
+            arguments = (packed, host, folder, self.logs, controllers, stores, again)
+            # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
+            return start(functions.FunctionHost, f"functions of host {host}", host, *arguments, name=None)
+
+        self.functions = FunctionHosts(cluster.nodes, restarts, function_host)
+        self.started = [self.functions.ask(h, "start") for h in range(cluster.nodes)]
         ray.get(connected)
         address = ray.get(self.ranks[0].address.remote())
         ray.get([r.start.remote(address, controllers, stores) for r in self.ranks])
@@ -149,13 +155,6 @@ class Pool:
                     )
                 )
 
-    def sizes(self) -> dict[str, tuple[int, str]]:
-        """Of each data file how many rows can be used, and which others were left out."""
-        import ray
-
-        found: list[dict[str, tuple[int, str]]] = ray.get(self.started)
-        return found[0]
-
     def look(self) -> list[str]:
         """Ray's servers that are gone; they are looked for until all are there."""
         if not self.attached and len(self.servers) < len(SERVERS):
@@ -171,7 +170,7 @@ class Pool:
 
         if gone := self.look():
             return gone
-        actors = [*self.ranks, *self.functions, *self.warehouses, *self.boards]
+        actors = self._actors()
         # A busy rank does not answer, a dead one fails at once, or as soon as Ray has noticed.
         asked = {a.__ray_ready__.remote(): self.names[a._actor_id.hex()] for a in actors}
         left, until = list(asked), time.monotonic() + patience
@@ -189,11 +188,15 @@ class Pool:
                 break
         return found
 
+    def _actors(self) -> list[Any]:
+        hosts = self.functions.actors if self.functions else []
+        return [*self.ranks, *hosts, *self.warehouses, *self.boards]
+
     def close(self) -> None:
         import ray
 
         if ray.is_initialized():
-            for actor in (*self.ranks, *self.functions, *self.warehouses, *self.boards):
+            for actor in self._actors():
                 ray.kill(actor)
             if self.group is not None:
                 ray.util.remove_placement_group(self.group)

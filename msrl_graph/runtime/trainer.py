@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ from . import checkpoint
 from .actors import DockTimeout, Picture
 from .carried import Carried
 from .display import Display, Screen, Tail, comparison
+from .hosts import Call, FunctionHosts, reference
 from .pool import Pool
 from .readers import Task
 from .record import Recorder
@@ -163,14 +165,19 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
         self.pictures: list[Picture] = []
-        self.ahead: dict[str, list[Any]] = {}  # by key: the functions' reports of a task that the ranks have not begun
+        self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
+
+    @property
+    def functions(self) -> FunctionHosts:
+        assert self.pool.functions is not None
+        return self.pool.functions
 
     def whole(self) -> Result:
         pool, display, out = self.pool, self.display, Path(self.attempt.out)
         pool.connect()
         self.signals.heed()
         pool.start()
-        sizes = pool.sizes()
+        sizes: dict[str, tuple[int, str]] = self._wait(pool.started, DISK)[0]
         (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
         for name, (_, left_out) in sizes.items():
             if left_out:
@@ -280,7 +287,8 @@ class Driver:
         prompts are there when it begins."""
         self._open(task)
         tables = self.carried.tables() if task.trains else {}
-        self.ahead[task.key] = [f.run.remote(task, tables if i == 0 else {}) for i, f in enumerate(self.pool.functions)]
+        hosts = range(self.plan.cluster.nodes)
+        self.ahead[task.key] = [self.functions.ask(host, "run", task, {} if host else tables) for host in hosts]
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
@@ -293,7 +301,7 @@ class Driver:
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
-            for words in filter(None, self._wait([pool.functions[0].record.remote(task, str(Path(self.attempt.out).absolute()))])):
+            for words in filter(None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])):
                 self.display.say(words)
         for board in pool.boards:
             board.close.remote(task.key)
@@ -303,13 +311,18 @@ class Driver:
                 moved[what] = moved.get(what, 0) + size
         return moved
 
-    def _wait(self, references: list[Any], deadline: float = 0.0) -> list[Any]:
-        """The results. Fails as soon as one fails or a process dies, or when for the deadline (0: the dock's) no row has moved and nothing
-        has ended; keeps the display alive meanwhile."""
-        left, moves, since, deadline = references, -1, time.monotonic(), deadline or self.plan.docks.deadline
+    def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:
+        """The results, of references and of function hosts' calls. Fails as soon as one fails or a process dies that is not replaced, or
+        when for the deadline (0: the dock's) no row has moved and nothing has ended; keeps the display alive meanwhile."""
+        left, moves, since, deadline = list(asked), -1, time.monotonic(), deadline or self.plan.docks.deadline
         while left:
-            done, left = self.ray.wait(left, num_returns=1, timeout=min(LOOK, deadline))
-            self.ray.get(done)
+            ended, _ = self.ray.wait([reference(x) for x in left], num_returns=1, timeout=min(LOOK, deadline))
+            for host in self.functions.mend():  # the calls of a process that died have other references now
+                name = f"functions of host {host}"
+                self.display.say(f"{name} died{self.place([name])}; started again")
+            done = [x for x in left if reference(x) in ended]
+            self.ray.get([reference(x) for x in done])
+            left = [x for x in left if x not in done]
             now = moves
             if not done:
                 self._look()
@@ -320,7 +333,7 @@ class Driver:
                 # The dock's own deadline would have told of a wait by now: this is work that does not end.
                 last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
                 raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
-        return list(self.ray.get(references))
+        return list(self.ray.get([reference(x) for x in asked]))
 
     def _look(self) -> None:
         """Asks controllers and warehouses; whoever is dead fails at once."""
