@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", metavar="N", type=natural, help="override the seed")
     p.add_argument("--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)")
     p.add_argument("--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder")
-    p.add_argument("--record", action="store_true", help="write the rows of each iteration into the run's folder, as rows/*.parquet")
+    p.add_argument("--record", action="store_true", help="write the rows of each iteration into the run's folder, as Parquet under rows/")
     p.add_argument("--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones")
     p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
     p.add_argument("--verbose", action="store_true", help="show what the processes print, each line with its process in front")

@@ -94,11 +94,11 @@ def ran(place, *arguments):
     place.assert_clean()
 
 
-def rows_of(folder, iteration):
-    """The rows that a run recorded, as a table."""
+def rows_of(folder, iteration, level=""):
+    """The rows that a run recorded, as a table; of several generations those of one."""
     from pyarrow import parquet
 
-    return parquet.read_table(folder / "rows" / f"{iteration:06d}.parquet")
+    return parquet.read_table(folder / "rows" / level / f"{iteration:06d}.parquet")
 
 
 ONE_RANK = [

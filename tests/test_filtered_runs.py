@@ -73,7 +73,11 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
             assert one[column] == four[column], (iteration, column)
         assert one["score"] == pytest.approx(four["score"], rel=1e-4)
         # Of each prompt's five responses the best and the worst, and of those as many as there are, some again.
-        assert sum(one["host_pairs_times"]) == 16 == sum(n or 0 for n in one["host_filter_times"])
+        assert sum(n or 0 for n in one["host_pairs_times"]) == 16 == sum(n or 0 for n in one["host_filter_times"])
+        # Those that came again stand there again: what was trained on is what has an advantage.
+        again = [r != origin for r, origin in zip(one["row"], one["origin_row"], strict=True)]
+        assert sum(a is not None for a in one["advantage"]) == 16 and len(again) - sum(again) == 40 and sum(again) > 0
+        assert all(a is not None for a, repeat in zip(one["advantage"], again, strict=True) if repeat)
         assert max(n or 0 for n in one["host_filter_times"]) > 1
         line = metrics(place.folder / "four")[iteration]
         assert line["kept/host.pairs"] == line["distinct/host.pairs"] == 16 / 40 and line["kept/host.filter"] == 1

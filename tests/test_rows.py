@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
+import generations
 import numpy as np
 import pytest
-from place import SMALL, TRAINED, metrics
+from place import SMALL, TRAINED, metrics, ran, rows_of
 from pyarrow import parquet
 from stage import EXAMPLE, PROMPTS, Stage, one_rank
 from tokenizers import Tokenizer
 
+from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.runtime import rows
 from msrl_graph.runtime.columns import Column, ragged, texts
@@ -35,10 +37,14 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
         "reward": Column(np.arange(8, dtype=np.float32) / 2),
         "response.logp": logp,
     }
-    path = rows.file(folder, iteration)
     numbered = {name: (prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
-    rows.write(path, plan, numbered, Task("train", iteration, 4))
-    return path
+    rows.write(folder, plan, numbered, Task("train", iteration, 4))
+    return at(folder, plan, iteration)
+
+
+def at(folder, plan, iteration, column="response"):
+    """The file of the rows that a column stands for."""
+    return next(t for t in rows.tables(plan.graph) if t.column == column).file(folder, iteration)
 
 
 def replayed(folder, numbers, prompts=None, iteration=0, changes=()):
@@ -63,9 +69,9 @@ def test_a_file_holds_every_column_by_response(tmp_path):
 
 
 def test_an_iteration_of_which_no_prompt_was_left(tmp_path):
-    path = rows.file(tmp_path, 0)
-    rows.write(path, one_rank(), {"prompt": (np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
-    table = parquet.read_table(path)
+    plan = one_rank()
+    rows.write(tmp_path, plan, {"prompt": (np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
+    table = parquet.read_table(at(tmp_path, plan, 0))
     assert table.num_rows == 0 and {"row", "prompt_row", "prompt", "prompt_text"} == {*table.column_names}
 
 
@@ -77,22 +83,98 @@ def test_a_prompt_of_text_is_compared_by_its_tokens(tmp_path):
         replayed(tmp_path, [2, 3], [PROMPTS[0]], changes=[TEXT])
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_later_generation_is_not_taken_from_a_recording(tmp_path):
-    node = "  node judge.generate(prompt, response) -> verdict { samples = 1 }\n  actor.generate -> judge.generate\n"
-    changes = [
-        ("    reward    : f32\n", "    reward    : f32\n    verdict   : i32[<= 4]\n"),
-        ("  worker host ", "  worker judge     : policy frozen\n  worker host "),
-        ("  source -> actor.generate\n", f"{node}  source -> actor.generate\n"),
+@pytest.fixture
+def three(tmp_path):
+    """The plan of a program of three generations."""
+    for item in ("train.jsonl", "model"):
+        (tmp_path / item).symlink_to(EXAMPLE / item)
+    return compile(generations.program(tmp_path))
+
+
+def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path, three):
+    columns, levels = generations.columns(), ("prompt", "problem", "solution", "attempt")
+    rows.write(tmp_path, three, columns, Task("train", 0, 4))
+    files = {str(p.relative_to(tmp_path / "rows")) for p in (tmp_path / "rows").rglob("*") if p.is_file()}
+    assert files == {f"{level}/000000.parquet" for level in levels}
+    tables = {level: rows_of(tmp_path, 0, level).to_pylist() for level in levels}
+    assert {level: [r["row"] for r in table] for level, table in tables.items()} == {
+        "prompt": [0, 1, 2, 3],
+        "problem": [0, 1, 2, 3, 4, 5, 6, 7],
+        "solution": [12, 13, 14, 15, 20, 21, 22, 23, 32 + 13, 32 + 21, 64 + 21],
+        "attempt": [3, 5],
+    }
+    values = {
+        name: dict(zip(numbers.tolist(), map(column.__getitem__, range(len(column))), strict=True))
+        for name, (numbers, column) in columns.items()
+    }
+    own = {
+        "prompt": ("prompt", "answer"),
+        "problem": ("problem", "problem.logp", "baseline", "host.posed.times"),
+        "solution": ("solution", "solution.logp", "right"),
+        "attempt": ("attempt", "attempt.logp", "plain"),
+    }
+    for level, table in tables.items():
+        above = [x for x in levels[:2] if x != level and level != "prompt"]
+        ids = {"row", *(f"{x}_row" for x in above), *(["origin_row"] if level == "solution" else [])}
+        named = {name.replace(".", "_") for x in (level, *above) for name in own[x]}
+        texts = {f"{x}_text" for x in (level, *above)}
+        assert {*table[0]} == ids | named | texts | ({"old_logp", "advantage", "host_twice_times"} if level == "solution" else set())
+        for row in table:
+            number = row.get("origin_row", row["row"])
+            assert number == row["row"] % 32
+            problem = number // 4 if level == "solution" else number
+            assert row.get("problem_row", problem) == problem
+            assert level == "prompt" or row.get("prompt_row", problem // 2) == problem // 2
+            at = {level: number, "problem": problem, "prompt": number if level == "prompt" else problem // 2}
+            wanted = {name: values[name].get(at[x]) for x in (level, *above) for name in own[x]}
+            if level == "solution":  # what comes after a `select` is of the repeat, its verdict of the row
+                wanted |= {name: values[name].get(row["row"]) for name in ("old_logp", "advantage", "host.twice.times")}
+            for name, value in wanted.items():
+                if name == "answer":
+                    value = bytes(value).decode()
+                assert row[name.replace(".", "_")] == (value.tolist() if hasattr(value, "tolist") else value), (level, name, row["row"])
+    assert [r["advantage"] is None for r in tables["solution"]] == [
+        n not in columns["advantage"][0] for n in (r["row"] for r in tables["solution"])
     ]
-    stage = Stage(one_rank(*changes))
-    written(tmp_path, 3)
-    columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2)), "response": ragged(RESPONSES, np.int32)}
-    drawn = stage.act("judge.generate", columns)["verdict"].values
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
+    columns = generations.columns()
+    rows.write(tmp_path, three, columns, Task("train", 3, 4))
+    stage = Stage(three)
     stage.replay(str(tmp_path))
-    assert np.array_equal(stage.act("judge.generate", columns)["verdict"].values, drawn)
-    replayed = stage.act("actor.generate", {"prompt": ragged(PROMPTS, np.int32)})["response"]
-    assert [replayed[i].tolist() for i in range(8)] == [r.tolist() for r in RESPONSES]
+
+    def taken(name, problems):
+        given = {"prompt": columns["prompt"][1].take(problems // 2), "problem": columns["problem"][1].take(problems)}
+        return stage.act(name, given, problems)
+
+    for name, made, problems in (
+        ("solve", "solution", np.array([5])),
+        ("try_once", "attempt", np.array([3, 5])),
+        ("solve", "solution", np.array([3])),
+    ):
+        found, numbers = taken(name, problems), columns[made][0]
+        for column in (made, f"{made}.logp"):
+            of = np.flatnonzero(np.isin(numbers // (4 if made == "solution" else 1), problems))
+            assert [found[column][i].tolist() for i in range(len(of))] == [columns[column][1][i].tolist() for i in of]
+    with pytest.raises(RunError, match=r"rows/attempt/000003.parquet holds no row 4, which `try_once` \(line 20 of p.rlg\)"):
+        taken("try_once", np.array([4]))
+    with pytest.raises(RunError, match=r"row 12 of .*rows/solution/000003.parquet is a response to another prompt"):
+        stage.act(
+            "solve",
+            {"prompt": columns["prompt"][1].take(np.array([0])), "problem": columns["problem"][1].take(np.array([3]))},
+            np.array([3]),
+        )
+
+
+def test_a_recording_that_lacks_one_generation_is_told_before_anything_starts(tmp_path, three, monkeypatch, capsys):
+    rows.write(tmp_path / "there", three, generations.columns(), Task("train", 0, 4))
+    at(tmp_path / "there", three, 0, "attempt").unlink()
+    monkeypatch.chdir(tmp_path)
+    assert run_main(["p.rlg", "--iterations", "1", "--replay", "there", "--dry-run"]) == 1
+    told = "the recording in there has no iteration 0: there is no file there/rows/attempt/000000.parquet"
+    assert f"error[missing-file]: {told}" in capsys.readouterr().err
 
 
 def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
@@ -153,7 +235,7 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
     assert sorted(p.name for p in (reference / "rows").iterdir()) == ["000000.parquet", "000001.parquet", "000002.parquet"]
     source = {json.loads(x)["prompt"]: json.loads(x)["answer"] for x in (EXAMPLE / "train.jsonl").read_text().splitlines()}
     for line in lines:
-        table = parquet.read_table(rows.file(reference, line["iteration"])).to_pydict()
+        table = rows_of(reference, line["iteration"]).to_pydict()
         assert table["row"] == list(range(32)) and set(table) >= {"old_logp", "ref_logp", "advantage", "response_logp"}
         assert sum(map(len, table["response"])) == line["response_tokens"]
         assert np.mean(table["reward"]) == pytest.approx(line["reward"])
@@ -172,7 +254,7 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
     for a, b in zip(lines, [x for x in metrics(second) if "iteration" in x], strict=True):
         for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "rows"):
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
-        one, two = (parquet.read_table(rows.file(folder, a["iteration"])) for folder in (reference, second))
+        one, two = (rows_of(folder, a["iteration"]) for folder in (reference, second))
         assert one.schema == two.schema
         for name in ("row", "prompt", "response", "response_logp", "reward", "response_text"):
             assert one[name].equals(two[name]), name
@@ -180,3 +262,26 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", str(reference))
     assert code == 3 and "rows/000000.parquet is a response to another prompt than this run's" in err and "Traceback" not in err, err
     place.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_run_of_three_generations_is_recorded_and_replayed_elsewhere(place):
+    generations.program(place.folder)
+    ran(place, "--out", "one", "--record")
+    generations.program(place.folder, 2, "layout actor.update { dp = 2, zero = 3 }\n  layout propose, solve, try_once { tp = 2 }")
+    ran(place, "--out", "two", "--record", "--replay", "one")
+    for iteration, line in enumerate(metrics(place.folder / "one")):
+        for level, head in (("problem", ""), ("solution", "solve/"), ("attempt", "try_once/")):
+            one, two = (rows_of(place.folder / run, iteration, level) for run in ("one", "two"))
+            assert one.schema == two.schema and one.num_rows
+            for column in (c for c in one.column_names if c != "old_logp"):
+                assert one[column].equals(two[column]), (level, column)
+            drawn = [r[level] for r in one.to_pylist() if r["row"] == r.get("origin_row", r["row"])]
+            assert sum(map(len, drawn)) == line[f"{head}response_tokens"]
+        solutions = rows_of(place.folder / "one", iteration, "solution").to_pylist()
+        trained = [r for r in solutions if r["old_logp"] is not None]
+        assert len(trained) == line["rows"] == sum(r["host_twice_times"] or 0 for r in solutions) > 0
+        for r in solutions:
+            assert r["right"] == generations.right(r["solution_text"].removesuffix("<eos>"), r["answer"])
+            assert r["advantage"] in (None, [r["right"] - r["baseline"]] * len(r["solution"]))
+            assert r["old_logp"] is None or np.allclose(r["old_logp"], r["solution_logp"], atol=1e-4)

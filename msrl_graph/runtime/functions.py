@@ -96,9 +96,8 @@ class FunctionHost:
         """Writes the rows of a task that has ended into a run's folder; what went wrong."""
         if self.functions is None:
             self.start()
-        path = rows.file(Path(folder), task.number)
         try:
-            rows.write(path, self.plan, self.client.whole(task), task)
+            rows.write(Path(folder), self.plan, self.client.whole(task), task)
         except OSError as error:
             return f"the rows of iteration {task.number} could not be recorded: {error}"
         return ""

@@ -37,7 +37,7 @@ class Generation(Engines):
         super().__init__(plan, rank)
         self.seed = plan.deploy.run.seed
         self.sets = rowsets(plan.graph).sets
-        self.recording: Recording | None = None  # where the first generation's responses of training come from, if not from the generator
+        self.recording: Recording | None = None  # where the responses of training come from, if not from the generators
 
     def build(self) -> None:
         super().build()
@@ -74,7 +74,7 @@ class Generation(Engines):
         if "environment" in node.attributes:
             written = self._episodes(node, task, batch, rows, context, sampling, report, head)
         else:
-            if self.recording is not None and task.trains and first:
+            if self.recording is not None and task.trains:
                 tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, sampling.samples)
             else:
                 tokens, logps = self.generators[node.name].generate(context, rows, sampling)

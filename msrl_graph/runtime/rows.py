@@ -1,22 +1,23 @@
 """The rows that were trained on, as Parquet files: written to be looked at, and taken again in place of generated ones.
 
-Invariant: a file holds one iteration, one table row a response, in the order of their numbers, and is there whole or not at all. A
-recorded response is taken for the prompt that it was drawn for, and for no other.
+Invariant: a file holds one iteration of one table, in the order of the rows' numbers, and is there whole or not at all. Every value stands
+at the row that it belongs to, and at those below it. A recorded response is taken for the prompt that it was drawn for, and for no other.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..diagnostics import Diagnostic, Fault
-from ..graph import Node
+from ..graph import Graph, Node
 from ..paths import is_folder
 from ..plan import Plan
-from ..rowsets import VERDICT, chain, rowsets
-from ..sequences import is_tokens
+from ..rowsets import VERDICT, Numbers, Rowsets, chain, rowsets
+from ..sequences import is_tokens, sequences
 from .columns import Array, Column, offsets_of, texts
 from .readers import Task, readers
 from .report import RunError
@@ -24,10 +25,35 @@ from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
+ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of all others their own
 
 
-def file(folder: Path, iteration: int) -> Path:
-    return folder / FOLDER / f"{iteration:06d}.parquet"
+@dataclass(frozen=True)
+class Table:
+    """A level's rows: those of set `rows`, which `column` stands for, and the repeats of them that a `select` made. `folder` is its own
+    within FOLDER, "" where it is the only one. `ids`: what holds the numbers of rows, and the set that each is of."""
+
+    folder: str
+    column: str
+    rows: int
+    ids: dict[str, int]
+
+    def file(self, run: Path, iteration: int) -> Path:
+        return run / FOLDER / self.folder / f"{iteration:06d}.parquet"
+
+
+def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
+    """One table where there is one generation or none; else that of the source's rows, and one for each generation."""
+    found = found or rowsets(graph)
+    made = {found.columns[c]: c for c in (drawn(graph, n)[0] for n in graph.verb("generate"))}
+    several = len(made) > 1
+    bases = made if made and not several else {0: graph.made(0), **made}
+
+    def ids(base: int) -> dict[str, int]:
+        above = {found.sets[s].level: s for s in reversed(chain(found.sets, base)) if s != base or (not s and not several)}
+        return {f"{graph.made(level) if several else 'prompt'}_row": s for level, s in above.items()}
+
+    return [Table(column if several else "", column, base, {"row": base, **ids(base)}) for base, column in bases.items()]
 
 
 def _shown(column: str) -> str:
@@ -36,17 +62,19 @@ def _shown(column: str) -> str:
 
 
 def _tokens(plan: Plan) -> list[str]:
-    """The columns that can be read as text."""
-    return [c.name for c in plan.graph.columns if is_tokens(plan.graph, c.name) and vocabulary(plan, c.name)]
+    """The columns that can be read as text: tokens that a model writes or reads."""
+    graph, made = plan.graph, {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
+    return [c.name for c in graph.columns if is_tokens(graph, c.name) and (c.name in made or vocabulary(plan, c.name))]
 
 
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     """`Fault` for a recording that cannot be written, or does not hold every iteration from `begin` on."""
-    found = []
+    found, levels = [], tables(plan.graph)
     declared = {c.name: c for c in plan.graph.columns}
     hidden = {_shown(name) for node in plan.graph.verb("generate") for name in drawn(plan.graph, node) if name not in declared}
     hidden |= {_shown(f"{n.name}{VERDICT}") for n in plan.graph.nodes if n.filters}
-    own = {"row", "prompt_row", *hidden, *(f"{name}_text" for name in _tokens(plan))}
+    hidden |= {ORIGIN} if any("select" in n.attributes for n in plan.graph.nodes) else set()
+    own = {*hidden, *(i for t in levels for i in t.ids), *(f"{name}_text" for name in _tokens(plan))}
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
         found.append(Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record"))
@@ -57,48 +85,75 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))
     elif replay:
-        missing = next((i for i in range(begin, plan.deploy.run.iterations) if not file(Path(replay), i).is_file()), None)
+        taken = {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
+        needed = ((i, t.file(Path(replay), i)) for i in range(begin, plan.deploy.run.iterations) for t in levels if t.column in taken)
+        missing = next(((i, path) for i, path in needed if not path.is_file()), None)
         if missing is not None:
-            what = f"the recording in {replay} has no iteration {missing}: there is no file {file(Path(replay), missing)}"
-            help = f"stop before it: --iterations {missing}" if missing > begin else "name the folder of a run that has it"
+            what = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
+            help = f"stop before it: --iterations {missing[0]}" if missing[0] > begin else "name the folder of a run that has it"
             found.append(Diagnostic("missing-file", what, help=help))
     if found:
         raise Fault(*found)
 
 
-def write(path: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task: Task) -> None:
-    """Writes an iteration: of each column the numbers of its rows, ascending, and the data. A table row is one of the first generation (of
-    the source, if there is none); what a row lacks, since a filter dropped it, is null; of repeats the row itself stands there, and what
-    later generations made is left out."""
-    import pyarrow as pa
+def write(run: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task: Task) -> None:
+    """Writes an iteration into a run's folder: of each column the numbers of its rows, ascending, and the data."""
     from pyarrow import parquet
 
-    graph, found = plan.graph, rowsets(plan.graph)
-    names = next((drawn(graph, n) for n in graph.verb("generate")), None)
-    base = found.columns[names[0]] if names else 0
-    nothing = (np.zeros(0, np.int64), None)  # a filter may leave no prompt to generate from
-    rows, _ = columns.get(names[0] if names else graph.node("source").writes[0], nothing)
-    numbers = readers(plan)[0].numbers(task)
-    table: dict[str, Any] = {"row": pa.array(rows), "prompt_row": pa.array(numbers.above(rows, base, 0))}
+    found, numbers = rowsets(plan.graph), readers(plan)[0].numbers(task)
+    for level in tables(plan.graph, found):
+        path = level.file(run, task.number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        parquet.write_table(_table(level, plan, found, numbers, columns), partial)
+        partial.replace(path)
+
+
+def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, columns: dict[str, tuple[Array, Column]]) -> Any:
+    """The rows of a level with all columns of it and of those above. What a row lacks, since a filter dropped it, is null."""
+    import pyarrow as pa
+
+    graph, here = plan.graph, _here(level, found, numbers, columns)
+    rows = np.unique(np.concatenate([*here.values()]))
+
+    def of(rowset: int, only: bool = False) -> Array:
+        """The number of the row of a set that each row is, or lies under; -1 where there is none. `only`: not of what lies under it."""
+        wanted = np.full(len(rows), -1)
+        for own, some in here.items():
+            if rowset == own or (rowset in chain(found.sets, own) and not only):
+                wanted[np.searchsorted(rows, some)] = numbers.above(some, own, rowset)
+        return wanted
+
+    made: dict[str, Any] = {"row": pa.array(rows)} | {name: pa.array(of(s)) for name, s in level.ids.items() if name != "row"}
+    if len(here) > 1:
+        made[ORIGIN] = pa.array(of(level.rows))
     declared = {c.name: c for c in graph.columns}
-    sets = found.columns | {s.column: s.rows for s in found.sieves.values()} | ({names[1]: base} if names else {})
+    sets = {as_drawn: found.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))}
+    sets |= found.columns | {s.column: s.rows for s in found.sieves.values()}
     for name in (*(c for c in declared if c in columns), *sorted(columns.keys() - declared.keys())):
-        own = sets.get(name, 0)
-        while found.sets[own].repeats and own != base:
-            own = found.sets[own].above
-        if own not in chain(found.sets, base):
+        rowset, (there, column) = sets.get(name, 0), columns[name]
+        if not any(rowset in chain(found.sets, own) for own in here):
             continue
-        wanted, (there, column) = numbers.above(rows, base, own), columns[name]
+        wanted = of(rowset, only=rowset in here and name.endswith(VERDICT))  # how often a row goes on is not said of its repeats again
         place = np.minimum(np.searchsorted(there, wanted), max(len(there) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        table[_shown(name)] = _arrow(column, place, np.isin(wanted, there), text)
-    for name in (n for n in _tokens(plan) if n in table):
-        ids = [row or [] for row in table[name].to_pylist()]
-        table[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".partial")
-    parquet.write_table(pa.table(table), partial)
-    partial.replace(path)
+        made[_shown(name)] = _arrow(column, place, np.isin(wanted, there), text)
+    for name in (n for n in _tokens(plan) if n in made):
+        ids = [row or [] for row in made[name].to_pylist()]
+        made[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
+    return pa.table(made)
+
+
+def _here(level: Table, found: Rowsets, numbers: Numbers, columns: dict[str, tuple[Array, Column]]) -> dict[int, Array]:
+    """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of their own."""
+    nothing = (np.zeros(0, np.int64), Column(np.zeros(0, np.int64)))  # a filter may leave no prompt to generate from
+    here = {level.rows: columns.get(level.column, nothing)[0]}
+    for sieve in found.sieves.values():
+        if sieve.rows in here and sieve.left != sieve.rows:
+            chosen, times = columns.get(sieve.column, nothing)
+            which = np.concatenate([np.arange(n) for n in times.values]) if len(chosen) else chosen
+            here[sieve.left] = np.repeat(chosen, times.values) + which * numbers.space[sieve.rows]
+    return here
 
 
 def _arrow(column: Column, place: Array, there: Array, text: bool) -> Any:
@@ -125,24 +180,26 @@ class Recording:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        self._read: tuple[Path | None, str, dict[str, Column]] = (None, "", {})
+        self.tables = {t.column: t for t in tables(plan.graph)}
+        self._read: dict[str, tuple[Path, dict[str, Column]]] = {}  # by node
 
     def responses(
         self, node: Node, columns: tuple[str, str], iteration: int, prompts: list[Array], rows: Array, fan: int
     ) -> tuple[list[Array], list[Array]]:
         """What a generator would draw for these rows, `fan` of which belong to each prompt: tokens, and their log-probabilities as
         drawn; `columns` name the two."""
-        path = file(self.folder, iteration)
-        names = ("row", *node.reads, *map(_shown, columns))
-        if self._read[:2] != (path, node.name):
-            self._read = (path, node.name, tokenised(self.plan, node, _load(path, names)))
-        found = self._read[2]
+        path = self.tables[columns[0]].file(self.folder, iteration)
+        context = sequences(self.plan.graph, node).context
+        names = ("row", *context, *map(_shown, columns))
+        if node.name not in self._read or self._read[node.name][0] != path:
+            self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
+        found = self._read[node.name][1]
         number = found["row"].values
         place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
         if len(missing := rows[number[place] != rows]):
             raise RunError(f"{path} holds no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it")
         for i, row in enumerate(place):
-            if not np.array_equal(np.concatenate([found[c][row] for c in node.reads]), prompts[i // fan]):
+            if not np.array_equal(np.concatenate([found[c][row] for c in context]), prompts[i // fan]):
                 what = f"row {rows[i]} of {path} is a response to another prompt than this run's"
                 raise RunError(f"{what}: a recording is replayed with the seed, the data and the sizes that it was made with")
         tokens, logps = (found[name] for name in names[-2:])
