@@ -1,15 +1,19 @@
 """Checkpoints: any layout to any layout, nothing torn or foreign is used, and what differs is named."""
 
 import dataclasses
+import hashlib
 import json
 import resource
 import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import NOWHERE, Fault
@@ -26,16 +30,17 @@ def plan():
     return compile(EXAMPLE / "grpo.rlg")
 
 
-def save(run, plan, iteration, keep=9):
-    """A checkpoint of one small tensor in two files."""
+def save(run, plan, iteration, keep=9, written=None):
+    """A checkpoint of one small tensor in two files, and one of states. `written` is what the manifest says in place of the truth."""
     import torch
 
-    partial = begin(run, iteration)
+    partial, true = begin(run, iteration), {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
+    says = checkpoint.said(**true, program=program(plan)) | checkpoint.taken({"actor.update": iteration})
     shards = [Shard("w", ((2 * r, 2 * r + 2), (0, 3)), torch.arange(6.0).view(2, 3) + r) for r in range(2)]
-    files = [write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)]) for r, s in enumerate(shards)]
-    return commit(
-        partial, Manifest(checkpoint.FORMAT, iteration, iteration, {"actor.update": iteration}, program(plan), tuple(files)), keep
-    )
+    files = [write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says) for r, s in enumerate(shards)]
+    files.append(checkpoint.write_arrays(partial, "states.safetensors", {"solved": np.arange(3.0) + iteration}, says))
+    known = {"format_version": checkpoint.FORMAT, "steps": {"actor.update": iteration}, **true}
+    return commit(partial, Manifest(**known | {"program": program(plan), "files": tuple(files)} | (written or {})), keep)
 
 
 def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path, plan):
@@ -54,9 +59,9 @@ def test_what_cannot_be_written_is_an_os_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a full disk, to safetensors
     try:
         with pytest.raises(OSError, match="File too large"):
-            write(tmp_path, "weights", [("actor/weights", shard)])
+            write(tmp_path, "weights", [("actor/weights", shard)], {})
         with pytest.raises(OSError, match="File too large"):
-            checkpoint.write_arrays(tmp_path, "states", {"solved": np.zeros(1000)})
+            checkpoint.write_arrays(tmp_path, "states", {"solved": np.zeros(1000)}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -98,15 +103,38 @@ def flip(path):
     file.write_bytes(data)
 
 
+def say(path, old, new):
+    text = (path / "manifest.json").read_text()
+    assert old in text
+    (path / "manifest.json").write_text(text.replace(old, new))
+
+
+def digested(path):
+    """As `sha256sum manifest.json > manifest.sha256` would."""
+    digest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+    (path / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
+
+
+CHANGED = "its manifest.json or its manifest.sha256 was changed after it was written: one is not the SHA-256 of the other"
 DAMAGE = {
     "cut": (cut, r"its file actor-rank-00001.safetensors has \d+ bytes of \d+"),
     "one bit": (flip, "its file actor-rank-00000.safetensors was changed after it was written: its SHA-256 differs"),
     "missing": (lambda p: (p / "actor-rank-00000.safetensors").unlink(), "its file actor-rank-00000.safetensors is missing"),
     "no manifest": (lambda p: (p / "manifest.json").unlink(), "its manifest.json cannot be read: No such file or directory"),
     "half a manifest": (lambda p: (p / "manifest.json").write_text('{"format_version": 1, "iter'), "its manifest.json is damaged: .*"),
-    "of another format": (
-        lambda p: (p / "manifest.json").write_text((p / "manifest.json").read_text().replace('"format_version": 1', '"format_version": 7')),
-        "its format is 7, this version reads 1",
+    "of another format": (lambda p: say(p, '"format_version": 2', '"format_version": 1'), "its manifest.json is of format 1, .* reads 2"),
+    "iteration": (lambda p: say(p, '"iteration": 20', '"iteration": 18'), CHANGED),
+    "negative": (lambda p: say(p, '"iteration": 20', '"iteration": -5'), CHANGED),
+    "steps": (lambda p: say(p, '"actor.update": 20', '"actor.update": 90'), CHANGED),
+    "position": (lambda p: say(p, '"position": 160', '"position": 16'), CHANGED),
+    "no digest": (lambda p: (p / "manifest.sha256").unlink(), "its manifest.sha256 cannot be read: No such file or directory"),
+    "a digest made anew": (
+        lambda p: (say(p, '"lines": 20', '"lines": 2'), digested(p)),
+        "its manifest.json says lines 2, and its file actor-rank-00000.safetensors 20",
+    ),
+    "steps and a digest made anew": (
+        lambda p: (say(p, '"actor.update": 20', '"actor.update": 90'), digested(p)),
+        "its manifest.json says steps of actor.update 90, and its file actor-rank-00000.safetensors 20",
     ),
 }
 
@@ -126,6 +154,101 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
         assert told.help == f"{older} is sound: --resume {older}, and another folder with --out"
     assert newest(tmp_path)[0] == older
     assert resumed(plan, str(older), NOWHERE)[1].iteration == 10
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ({"iteration": -5}, "its manifest.json cannot be right: iteration is below zero"),
+        ({"lines": -1}, "its manifest.json cannot be right: lines is below zero"),
+        ({"position": -2}, "its manifest.json cannot be right: position is below zero"),
+        ({"steps": {"actor.update": -90}}, "its manifest.json cannot be right: steps of actor.update is below zero"),
+    ],
+)
+def test_a_manifest_that_cannot_be_right_is_refused_whoever_wrote_it(tmp_path, plan, written, told):
+    path = save(tmp_path, plan, 10, written=written).rename(tmp_path / "checkpoints" / "000010")
+    with pytest.raises(Unsound, match=f"^{told}$"):
+        sound(path)
+
+
+def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, plan):
+    path = save(tmp_path, plan, 10).rename(tmp_path / "checkpoints" / "000018")
+    what = "its folder is called 000018, and its manifest.json is of iteration 10"
+    assert refusal(plan, tmp_path) == f"the checkpoint {path} cannot be used: {what}"
+
+
+def test_the_only_checkpoint_of_a_run_being_damaged_is_told_with_what_keeps_more(tmp_path, plan):
+    flip(path := save(tmp_path, plan, 10))
+    with pytest.raises(Fault) as fault:
+        resumed(plan, str(path), NOWHERE)
+    help = "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
+    assert fault.value.diagnostics[0].help == help
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory, plan):
+    run = tmp_path_factory.mktemp("pristine")
+    save(run, plan, 20)
+    return run, read_whole(run, plan)
+
+
+FILES = ("manifest.json", "manifest.sha256", "actor-rank-00000.safetensors", "actor-rank-00001.safetensors", "states.safetensors")
+
+
+def edited(path, name, how, at, byte):
+    """One edit of one file."""
+    file = path / name
+    data = file.read_bytes()
+    at %= len(data)
+    if how == "flip":
+        file.write_bytes(data[:at] + bytes([data[at] ^ (byte or 1)]) + data[at + 1 :])
+    elif how == "another digit":
+        digits = [i for i, b in enumerate(data) if b in b"0123456789"]
+        at = digits[at % len(digits)] if digits else 0
+        file.write_bytes(data[:at] + b"%d" % (byte % 10) + data[at + 1 :])
+    elif how == "cut":
+        file.write_bytes(data[:at])
+    elif how == "insert":
+        file.write_bytes(data[:at] + bytes([byte]) + data[at:])
+    elif how == "leave out":
+        file.write_bytes(data[:at] + data[at + 1 :])
+    elif how == "delete":
+        file.unlink()
+    elif how == "rename":
+        file.rename(path / f"{name}.old")
+    elif how == "put another in its place":
+        shutil.copy(path / FILES[at % len(FILES)], path / "copy")
+        (path / "copy").replace(file)
+    else:
+        path.rename(path.with_name(f"{at:06d}"))
+
+
+HOW = ("flip", "another digit", "cut", "insert", "leave out", "delete", "rename", "put another in its place", "rename the folder")
+
+
+def read_whole(run, plan):
+    """All that a run goes on with from a folder."""
+    import torch
+
+    path, manifest, warnings = resumed(plan, str(run), NOWHERE)
+    tensor = Source(path).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
+    return manifest, warnings, tensor.tolist(), {k: v.tolist() for k, v in checkpoint.read_arrays(path / "states.safetensors").items()}
+
+
+@settings(max_examples=80)
+@given(st.sampled_from(FILES), st.sampled_from(HOW), st.integers(0, 2**20), st.integers(0, 255))
+def test_any_edit_of_a_checkpoint_is_told_or_changes_nothing(pristine, plan, name, how, at, byte):
+    there, whole = pristine
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        shutil.copytree(there, run)
+        edited(run / "checkpoints" / "000020", name, how, at, byte)
+        try:
+            assert read_whole(run, plan) == whole
+        except Fault as fault:
+            (told,) = fault.diagnostics
+            assert told.code == "bad-checkpoint" and told.help
+            assert ("its folder is called" if how == "rename the folder" else name) in told.message
 
 
 def refusal(plan, target):
@@ -222,7 +345,7 @@ def _train_and_save(rank, folder, layout, dtype, target):
     owned = {t.name for t in model.tensors if owns(t, SPEC.side(layout), rank)}
     kinds = {"weights": engine.shards(), **engine.moments()}
     pieces = [(f"actor/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
-    file = write(Path(target), f"{rank}.safetensors", pieces)
+    file = write(Path(target), f"{rank}.safetensors", pieces, {})
     (Path(target) / f"{rank}.json").write_text(json.dumps(dataclasses.asdict(file)))
     norm = step(engine, layout, rank)
     import torch

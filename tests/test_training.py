@@ -296,7 +296,7 @@ def test_a_critic_goes_on_from_a_checkpoint(judge, tmp_path):
     for _ in range(2):
         stage.act("critic.update", columns)
     partial = checkpoint.begin(tmp_path, 2)
-    files, steps, failed = stage.checkpoint(str(partial))
+    files, steps, failed = stage.checkpoint(str(partial), {})
     steps = dict(steps)
     assert (steps, failed) == ({"critic.update": 2}, "")
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 2, 0, steps, {}, tuple(files)), 2)
@@ -394,7 +394,7 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
     assert stage.told.sums["updates"] == (4, 0) and stage.told.sums["warm/updates"] == (2, 0)
     assert stage.told.sums["loss"][0] == pytest.approx(stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0])
     partial = checkpoint.begin(tmp_path, 1)
-    files, steps, _ = stage.checkpoint(str(partial))
+    files, steps, _ = stage.checkpoint(str(partial), {})
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, steps, {}, tuple(files)), 2)
     again = staged(ROLLOUT, *SECOND, judge=judge)
     again.resume(str(path), steps)

@@ -214,8 +214,8 @@ class RankHost:
     def run(self, task: Task, measure: bool) -> Report:
         return self.rank.run(task, measure)
 
-    def checkpoint(self, folder: str) -> tuple[list[Any], dict[str, int], str]:
-        return self.rank.checkpoint(folder)
+    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
+        return self.rank.checkpoint(folder, says)
 
     def resume(self, folder: str, steps: dict[str, int]) -> None:
         self.rank.resume(folder, steps)

@@ -5,6 +5,7 @@ Invariant: it lives in the driver, and changes only when an iteration has ended:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -61,9 +62,9 @@ class Carried:
                 else:
                     self.states[name] = np.asarray(value)
 
-    def save(self, folder: Path) -> list[checkpoint.File]:
+    def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
         """The states as a file of a checkpoint, if there are any."""
-        return [checkpoint.write_arrays(folder, FILE, self.states)] if self.states else []
+        return [checkpoint.write_arrays(folder, FILE, self.states, says)] if self.states else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
@@ -72,7 +73,7 @@ class Carried:
         self.ahead = self.position - usual
         if not self.states:
             return
-        found = checkpoint.read_arrays(folder / FILE) if (folder / FILE).is_file() else {}
+        found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
         for name, value in self.states.items():
             if name not in found:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")

@@ -1,8 +1,10 @@
 """Checkpoints: what a run needs to go on as if nothing had happened, on any layout.
 
 Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest names every file
-with its size and SHA-256. A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
-it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration.
+with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is: no byte changes unseen. (That tells
+of accidents and of edits by hand; it is no signature against who makes all of them again.) A tensor lies in it in the boxes in which ranks
+held it, each box once, and whoever reads takes the boxes that it needs. What is not in it (the order of the data, mini-batches, noise) is a
+function of seed and iteration.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 
     from ..engine import Shard
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
+DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
 FOLDER = "checkpoints"  # within a run's folder
 
 
@@ -67,25 +70,36 @@ class Unsound(Exception):
     """What is wrong with a checkpoint."""
 
 
+def said(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
+    """What each file of a checkpoint says of it, so that no other file can speak for it: as `Manifest` has it."""
+    whole = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
+    return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": whole}
+
+
+def taken(steps: Mapping[str, int]) -> dict[str, str]:
+    """What a file says of the optimizer's steps."""
+    return {f"steps of {name}": str(count) for name, count in steps.items()}
+
+
 # Writing
 
 
-def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]]) -> File:
+def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> File:
     """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
     from safetensors.torch import save_file
 
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
     with _as_os_error():
-        save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, folder / name)
+        save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, folder / name, metadata=dict(says))
     return _written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
 
 
-def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]]) -> File:
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
     from safetensors.numpy import save_file
 
     with _as_os_error():
-        save_file(dict(arrays), folder / name)
+        save_file(dict(arrays), folder / name, metadata=dict(says))
     return _written(folder / name, ())
 
 
@@ -116,9 +130,10 @@ def begin(run: Path, iteration: int) -> Path:
 
 def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
     """Gives a whole checkpoint its name, and removes those older than the newest `keep`."""
-    path = partial / MANIFEST
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    _to_disk(path)
+    content = msgspec.json.format(msgspec.json.encode(manifest))
+    for name, written in ((MANIFEST, content), (DIGEST, _sum(content))):
+        (partial / name).write_bytes(written)
+        _to_disk(partial / name)
     _to_disk(partial)
     target = partial.parent / f"{manifest.iteration:06d}"
     if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
@@ -138,6 +153,10 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def _sum(manifest: bytes) -> bytes:
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -152,21 +171,33 @@ def found(run: Path) -> list[Path]:
 
 
 def manifest_of(path: Path) -> Manifest:
-    """The manifest alone. Raises Unsound."""
+    """The manifest alone, as it was written. Raises Unsound."""
+    name = MANIFEST
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        content = (path / name).read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
+        if manifest.format_version != FORMAT:
+            raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {FORMAT}")
+        name = DIGEST
+        if (path / name).read_bytes() != _sum(content):
+            raise Unsound(f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other")
     except OSError as error:
-        raise Unsound(f"its {MANIFEST} cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+        raise Unsound(f"its {name} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # no JSON of ours, no text, or brackets without end
         raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
-    if manifest.format_version != FORMAT:
-        raise Unsound(f"its format is {manifest.format_version}, this version reads {FORMAT}")
+    counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
+    counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
+    if below := next((what for what, count in counts.items() if count < 0), ""):
+        raise Unsound(f"its {MANIFEST} cannot be right: {below} is below zero")
+    if path.name.isdecimal() and int(path.name) != manifest.iteration:
+        raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of iteration {manifest.iteration}")
     return manifest
 
 
 def sound(path: Path) -> Manifest:
     """The manifest of a checkpoint whose every byte is there. Raises Unsound."""
     manifest = manifest_of(path)
+    true = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
     for file in manifest.files:
         there = path / file.name
         if not there.is_file():
@@ -175,7 +206,18 @@ def sound(path: Path) -> Manifest:
             raise Unsound(f"its file {file.name} has {size} bytes of {file.bytes}")
         if _digest(there) != file.sha256:
             raise Unsound(f"its file {file.name} was changed after it was written: its SHA-256 differs")
+        for what, value in _says(there).items():
+            if value != true.get(what):
+                raise Unsound(f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}")
     return manifest
+
+
+def _says(path: Path) -> dict[str, str]:
+    """What a file says of its checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -289,7 +331,8 @@ def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[D
         manifest = sound(path)
     except Unsound as error:
         older = newest(run)
-        help = f"{older[0]} is sound: --resume {older[0]}, and another folder with --out" if older else "no other of this run is sound"
+        help = f"{older[0]} is sound: --resume {older[0]}, and another folder with --out" if older else ""
+        help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
     if manifest.iteration > plan.deploy.run.iterations:
         done = f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have {plan.deploy.run.iterations}"

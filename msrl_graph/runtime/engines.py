@@ -125,9 +125,9 @@ class Engines:
             swap = self.swaps.setdefault(worker, Swap(shards))
             self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
 
-    def checkpoint(self, folder: str) -> tuple[list[checkpoint.File], dict[str, int], str]:
-        """Writes the weights and moments of which this rank is the first holder: the files, optimizer steps by update, and what went
-        wrong."""
+    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
+        """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files, optimizer steps by
+        update, and what went wrong."""
         files, failed = [], ""
         for node in self._updates():
             if node.worker in self.swaps:
@@ -140,7 +140,8 @@ class Engines:
             kinds = {"weights": trainer.shards(), **trainer.moments()}
             pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
             try:
-                files.append(checkpoint.write(Path(folder), f"{node.worker}-rank-{self.rank:05d}.safetensors", pieces))
+                name = f"{node.worker}-rank-{self.rank:05d}.safetensors"
+                files.append(checkpoint.write(Path(folder), name, pieces, says | checkpoint.taken(self.steps)))
             except OSError as error:
                 failed = str(error)  # not raised: the other ranks are on their way to the next collective
         return files, self.steps, failed

@@ -253,14 +253,14 @@ class Driver:
         partial = None
         try:
             partial = checkpoint.begin(out, iteration)
-            parts = self._wait([r.checkpoint.remote(str(partial.absolute())) for r in self.pool.ranks], DISK)
+            program, position, lines = checkpoint.program(self.plan), self.carried.position, self.recorder.written
+            says = checkpoint.said(iteration, lines, position, program)
+            parts = self._wait([r.checkpoint.remote(str(partial.absolute()), says) for r in self.pool.ranks], DISK)
             if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
                 raise OSError(wrong)
-            files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial))
+            files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial, says))
             steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
-            program = checkpoint.program(self.plan)
-            position = self.carried.position
-            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, self.recorder.written, steps, program, files, position)
+            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, lines, steps, program, files, position)
             checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
         except OSError as error:
             if partial is not None:
