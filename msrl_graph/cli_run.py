@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .cli_shared import guarded, load_plan, natural, plan_of, tell
-from .diagnostics import Diagnostic, Fault
+from .diagnostics import UNFIT, Diagnostic, Fault
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -77,7 +77,7 @@ def _run(argv: Sequence[str]) -> int:
         return _execute(plan, options)
     except Fault as fault:
         tell(fault.diagnostics, source, options)
-        return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
+        return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
 
 
 def run_plan(text: str, out: str | None) -> int:
@@ -99,7 +99,7 @@ def run_plan(text: str, out: str | None) -> int:
             return _execute(plan_of(text.encode(), "the plan of this script"), options)
         except Fault as fault:
             tell(fault.diagnostics, None, options)
-            return 3 if any(d.code == "no-resources" for d in fault.diagnostics) else 1
+            return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
 
     return guarded("msrl-run", main, sys.argv[1:])
 

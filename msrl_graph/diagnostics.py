@@ -17,6 +17,8 @@ from typing import Literal, ParamSpec, TypeVar
 
 from . import codes
 
+# What is wrong is not the program but the machines: the exit status is 3.
+UNFIT = frozenset({"no-resources", "host-differs"})
 # Of a longer line an excerpt shows this many characters.
 LONGEST = 240
 # Characters that move a terminal's cursor, or turn what follows them around, are shown by a sign of their own, one column wide.

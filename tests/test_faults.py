@@ -178,5 +178,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(place):
         done.stderr
     )
     assert "000002" in done.stdout and "000004" not in done.stdout.split() and "iteration 6/6" in done.stderr
+    # The run goes on to its end, and does not end as one that has the checkpoint that it was asked for.
+    assert done.returncode == 3 and "error[run-failed]: the checkpoint after iteration 6 could not be written" in done.stderr
     assert "Traceback" not in done.stderr
     place.assert_clean()

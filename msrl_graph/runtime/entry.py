@@ -16,10 +16,10 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
-from ..graph import Expr
 from ..paths import is_file
 from ..plan import Plan
 from . import supervisor
+from .joining import called
 from .processes import MARK
 from .supervisor import Options, Outcome
 
@@ -91,7 +91,9 @@ def _guarded(plan: Plan, frame: FrameType | None) -> None:
     """Refuses a run that its own processes would start again: they load functions by running the file that these stand in."""
     if os.environ.get(MARK):
         _refuse("a process of a run, which loads its functions, would start a run", HELP, "unguarded-run")
-    loaded = _loaded(plan)
+    loaded: dict[str, set[str]] = {}
+    for path, name, _ in called(plan):
+        loaded.setdefault(os.path.realpath(path), set()).add(name)
     while frame is not None:
         path, line = frame.f_code.co_filename, frame.f_lineno
         if frame.f_code.co_name == "<module>" and (names := loaded.get(os.path.realpath(path))) and is_file(Path(path)):
@@ -102,23 +104,6 @@ def _guarded(plan: Plan, frame: FrameType | None) -> None:
                 found = ", ".join(f"`{name}`" for name in sorted(names))
                 _refuse(f"the processes of the run load {found} from this file, and would each start a run", HELP, "unguarded-run", span)
         frame = frame.f_back
-
-
-def _loaded(plan: Plan) -> dict[str, set[str]]:
-    """By file, as the system knows it, the names that the run's processes load from it."""
-    found: dict[str, set[str]] = {}
-
-    def look(expr: Expr) -> None:
-        path, colon, name = str(expr.value).rpartition(":")
-        if expr.kind == "call" and colon:
-            found.setdefault(os.path.realpath(path), set()).add(name)
-        for argument in expr.args:
-            look(argument)
-
-    for node in plan.graph.nodes:
-        for expr in node.attributes.values():
-            look(expr)
-    return found
 
 
 def _only_as_main(source: str, line: int) -> bool:

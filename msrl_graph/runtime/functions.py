@@ -23,6 +23,7 @@ from .blame import blame
 from .calling import Function, weigher
 from .columns import Array, Column
 from .data import Dataset
+from .joining import absent
 from .note import Note, ProcessDied
 from .readers import Task, home, readers
 from .report import Report, RunError
@@ -44,6 +45,10 @@ class FunctionHost:
         found = list(self.readers.values())
         self.client = Client(f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0))
         self.functions: dict[str, Function] | None = None
+
+    def lacks(self, paths: list[str]) -> tuple[str, list[str]]:
+        """This host's address, and which of the paths it has not."""
+        return ray.util.get_node_ip_address(), absent(paths)
 
     def start(self) -> dict[str, tuple[int, str]]:
         """Loads functions and data; of each data file how many rows can be used, and which others were left out."""

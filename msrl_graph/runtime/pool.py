@@ -10,14 +10,17 @@ import os
 import time
 import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ..diagnostics import Diagnostic, Fault
+from ..diagnostics import Diagnostic
 from ..emit.text import many
 from ..plan import Plan
+from . import joining
 from .hosts import Call, FunctionHosts
+from .joining import NoResources
 from .processes import alive
 from .readers import home, readers
 
@@ -25,10 +28,6 @@ from .readers import home, readers
 RANKS_A_CORE = 8
 WAIT = 60.0  # seconds until resources that do not come are refused
 SERVERS = ("raylet", "gcs_server")
-
-
-class NoResources(Fault):
-    """The machines lack what the plan asks for; exit status 3."""
 
 
 class Pool:
@@ -53,7 +52,12 @@ class Pool:
         plan, cluster = self.plan, self.plan.cluster
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
         if self.attached:
-            ray.init(address=os.environ["RAY_ADDRESS"], **ray_options)
+            address = os.environ["RAY_ADDRESS"]
+            joining.greet(address, plan)
+            try:
+                ray.init(address=address, **ray_options)
+            except ConnectionError as error:
+                raise joining.unreached(f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", plan) from None
         else:
             ray.init(
                 address="local",  # never one that somebody else has started
@@ -78,10 +82,10 @@ class Pool:
 
         # What may be started again is told its partners by name.
         found = readers(plan)
-        hosts = {c.node: c.host for c in plan.docks.controllers}
+        at = {c.node: c.host for c in plan.docks.controllers}
         stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
-        boards = {h: f"controllers of host {h}" for h in sorted(set(hosts.values()))}
-        controllers = {node: boards[h] for node, h in hosts.items()}
+        boards = {h: f"controllers of host {h}" for h in sorted(set(at.values()))}
+        controllers = {node: boards[h] for node, h in at.items()}
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:
@@ -99,7 +103,7 @@ class Pool:
                 actors.ControllerHost,
                 name,
                 h,
-                [r for r in found if hosts[r.node] == h],
+                [r for r in found if at[r.node] == h],
                 plan.docks.deadline,
                 stores[home(plan, h, 0)],
                 stores,
@@ -108,7 +112,7 @@ class Pool:
             )
             for h, name in boards.items()
         ]
-        heard = [sorted({c for r in found if hosts[r.node] == h for c in r.hears}) for h in boards]
+        heard = [sorted({c for r in found if at[r.node] == h for c in r.hears}) for h in boards]
         connected = [w.connect.remote(self.boards, heard) for w in self.warehouses]
         text = plan.to_json()
         folder = "" if self.attached else self.folder  # other hosts do not have it
@@ -127,10 +131,22 @@ class Pool:
             return start(functions.FunctionHost, f"functions of host {host}", host, *arguments, name=None)
 
         self.functions = FunctionHosts(cluster.nodes, restarts, function_host)
+        if self.attached:
+            self._compare(self.functions.actors)
         self.started = [self.functions.ask(h, "start") for h in range(cluster.nodes)]
         ray.get(connected)
         address = ray.get(self.ranks[0].address.remote())
         ray.get([r.start.remote(address, controllers, stores) for r in self.ranks])
+
+    def _compare(self, functions: list[Any]) -> None:
+        """Refuses a cluster of which a host lacks what the run needs there."""
+        import ray
+
+        with joining.marked(Path(self.logs)) as marker:
+            wanted = joining.wanted(self.plan, marker)
+            lacking = ray.get([f.lacks.remote(list(wanted)) for f in functions])
+        if told := joining.differing(wanted, lacking):
+            raise NoResources(*told)
 
     def _place(self, asked: dict[str, float]) -> None:
         """A bundle of devices on each host, or a refusal that says what was asked and what there is."""
@@ -143,13 +159,13 @@ class Pool:
         while not self.group.wait(2):
             there = ray.cluster_resources()
             total = {k: v * nodes for k, v in asked.items()}
-            short = any(there.get(k, 0) < v for k, v in total.items()) or len(ray.nodes()) < nodes
+            short = any(there.get(k, 0) < v for k, v in total.items()) or len(joining.living()) < nodes
             if short or time.monotonic() > until:
                 words = ", ".join(f"{there.get(k, 0):g} {k} in all, {ray.available_resources().get(k, 0):g} of them free" for k in asked)
                 raise NoResources(
                     Diagnostic(
                         "no-resources",
-                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(len(ray.nodes()), 'host')}, {words}",
+                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(len(joining.living()), 'host')}, {words}",
                         self.plan.cluster.span,
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )

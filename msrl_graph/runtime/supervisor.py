@@ -24,7 +24,7 @@ from typing import IO, Any
 import msgspec
 
 from ..architecture import Model
-from ..diagnostics import Diagnostic, Fault
+from ..diagnostics import UNFIT, Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Expr, Node
 from ..plan import Plan
@@ -32,7 +32,8 @@ from ..unready import unready
 from . import checkpoint, data, rows, weights
 from .display import Screen
 from .folder import choose, lock, make
-from .pool import NoResources, check_machine
+from .joining import NoResources
+from .pool import check_machine
 from .processes import MARK, Temporary, sweep
 from .record import read
 from .tokens import Tokens
@@ -257,7 +258,7 @@ class Supervisor:
             if result.kind == "fault":
                 if restarts == 1 and not _lines(out):
                     # Nothing was computed: it is the input that is told about, and no folder stays.
-                    missing = any(d.code == "no-resources" for d in result.diagnostics)
+                    missing = any(d.code in UNFIT for d in result.diagnostics)
                     raise (NoResources if missing else Fault)(*result.diagnostics)
                 result = Result("failed", "; ".join(d.message for d in result.diagnostics))
             if result.kind == "failed" or restarts > limit:

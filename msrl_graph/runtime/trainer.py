@@ -165,6 +165,7 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
         self.pictures: list[Picture] = []
+        self.unsaved = ""  # why the last checkpoint that was asked for is not there
         self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
 
     @property
@@ -236,7 +237,7 @@ class Driver:
             if self.signals.asked or saves:
                 self._checkpoint(i + 1, out)
             if self.signals.asked:
-                self.display.say(f"ended after iteration {i + 1}; go on with --resume {out}")
+                self.display.say(f"ended after iteration {i + 1}" + ("" if self.unsaved else f"; go on with --resume {out}"))
                 return Result("interrupted", status=128 + self.signals.asked)
         self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
@@ -245,7 +246,8 @@ class Driver:
                 self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
             self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK)
-        return Result("done")
+        # All else is done; but who asked for checkpoints must not take this run for one that has its last.
+        return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
         """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
@@ -262,12 +264,14 @@ class Driver:
             steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
             manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, lines, steps, program, files, position)
             checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
+            self.unsaved = ""
         except OSError as error:
             if partial is not None:
                 shutil.rmtree(partial, ignore_errors=True)
             kept = checkpoint.found(out)
             older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
-            self.display.say(f"the checkpoint after iteration {iteration} could not be written: {error}; {older}")
+            self.unsaved = f"the checkpoint after iteration {iteration} could not be written: {error}; {older}"
+            self.display.say(self.unsaved)
 
     def _open(self, task: Task) -> None:
         """Makes a task known: first to the warehouses, since a controller that dies is rebuilt from what they know."""

@@ -25,6 +25,7 @@ from .actors import Client, settle
 from .columns import Column
 from .dock import Batch
 from .generation import Generation
+from .joining import speak
 from .readers import Task, home, readers
 from .report import Report
 from .training import Training, due
@@ -52,6 +53,7 @@ class Rank(Training, Generation):
         """Joins the other ranks and builds the engines."""
         plan = self.plan
         host = plan.cluster.host(self.rank)
+        speak(plan.cluster.nodes)
         self.client = Client(f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
