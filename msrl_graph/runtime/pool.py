@@ -158,14 +158,14 @@ class Pool:
         until = time.monotonic() + WAIT
         while not self.group.wait(2):
             there = ray.cluster_resources()
-            total = {k: v * nodes for k, v in asked.items()}
-            short = any(there.get(k, 0) < v for k, v in total.items()) or len(joining.living()) < nodes
+            total, living = {k: v * nodes for k, v in asked.items()}, len(joining.living())
+            short = any(there.get(k, 0) < v for k, v in total.items()) or living < nodes
             if short or time.monotonic() > until:
                 words = ", ".join(f"{there.get(k, 0):g} {k} in all, {ray.available_resources().get(k, 0):g} of them free" for k in asked)
                 raise NoResources(
                     Diagnostic(
                         "no-resources",
-                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(len(joining.living()), 'host')}, {words}",
+                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(living, 'host')}, {words}",
                         self.plan.cluster.span,
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )
