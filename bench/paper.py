@@ -14,10 +14,9 @@ from rich.table import Table
 
 from msrl_graph import compile, simulate
 from msrl_graph.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
+from msrl_graph.cluster import SHARES
 from msrl_graph.layout import Layout, Side
 from msrl_graph.models import load
-from msrl_graph.passes.collectives import LINKS
-from msrl_graph.passes.costs import STREAMING, UTILISATION
 from msrl_graph.plan import Plan
 from msrl_graph.redistribute import left_behind
 
@@ -194,7 +193,7 @@ def assumptions() -> None:
     figures += [("fabric", pod.device.fabric)] if pod.device.fabric else []
     figures += [("kernel", pod.device.launch), ("collective", pod.device.latency)]
     rows = [(name, f"{f.value:.3g}", f.source, f.basis) for name, f in figures]
-    rows += [(name, f"{f.value:g}", f.source, f.basis) for name, f in (("FLOP/s", UTILISATION), ("bandwidth", STREAMING), ("links", LINKS))]
+    rows += [(f"reached of {name}", f"{f.value:g}", f.source, f.basis) for name, f in SHARES.items()]
     why = "gradients' exchange, pipelines' sends and experts' all-to-alls do not overlap with computing; Python functions take no time"
     shown("Assumptions, the same for all", ("", "bytes/s, FLOP/s or s", "source", "where from"), rows, why)
 

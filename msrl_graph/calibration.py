@@ -174,7 +174,8 @@ def applied(cluster: Cluster) -> tuple[Cluster, list[Diagnostic]]:
     stated = {name: value for name, value in stated.items() if isinstance(value, Figure) and value.source == "stated"}
     flops = {k: f for k, f in cluster.device.flops.items() if f.source == "stated"}
     curves = {k: c for k, c in found.curves.items() if k not in {*stated, *flops}}
-    return replace(cluster, device=replace(found, **stated, flops={**found.flops, **flops}, curves=curves)), told
+    peaks = tuple(p for p in cluster.device.peaks if p in {*found.peaks, *stated, *(f"flops_{k}" for k in flops)})
+    return replace(cluster, device=replace(found, **stated, flops={**found.flops, **flops}, curves=curves, peaks=peaks)), told
 
 
 def device(found: Calibration, name: str, ranks: int) -> Device:
@@ -190,6 +191,7 @@ def device(found: Calibration, name: str, ranks: int) -> Device:
     gather = collectives.get("all_gather")
     return replace(
         preset,
+        peaks=(),
         flops={k: large.get(k, f) for k, f in preset.flops.items()},
         memory_bandwidth=large["memory_bandwidth"],
         host_link=measured(busy.copy),

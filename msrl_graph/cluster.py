@@ -1,6 +1,8 @@
 """Devices, hosts and links, each figure with its source.
 
-Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed, `basis` where.
+Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed, `basis` where. A
+device's figure is what it could do at best, a peak, or what is reached, and the device says which, wherever the figure comes from; of a
+peak a share is counted.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from .diagnostics import NOWHERE, Span
@@ -28,6 +31,17 @@ class Figure:
 
 def weakest(*figures: Figure) -> Source:
     return min((f.source for f in figures), key=TRUST.index)
+
+
+# What is reached of a figure of a device that is a peak.
+SHARES = {
+    "flops_bf16": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
+    "flops_f32": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
+    "memory_bandwidth": Figure(0.7, "assumed", "70 % of peak memory bandwidth"),
+    "host_link": Figure(0.8, "assumed", "80 % of a link to the host"),
+    "device_link": Figure(0.6, "assumed", "60 % of a link"),
+    "fabric": Figure(0.6, "assumed", "60 % of a link"),
+}
 
 
 # A rate at some sizes of an operation, the sizes rising.
@@ -67,9 +81,10 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. Bytes, bytes/s and FLOP/s; `resource` is Ray's name for one device. Where rates were measured at several sizes,
-    `curves` has them: FLOP/s of a matrix product by its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of the
-    memory by the bytes that an operation moves, streaming (`memory_bandwidth`) or in the order of an eager `layer`."""
+    """A kind of device. Bytes, bytes/s and FLOP/s, as they stand in a program; with what of it to count, methods and properties tell.
+    `resource` is Ray's name for one device. Where rates were measured at several sizes, `curves` has them: FLOP/s of a matrix product by
+    its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of the memory by the bytes that an operation moves, streaming
+    (`memory_bandwidth`) or in the order of an eager `layer`."""
 
     name: str
     backend: str  # cpu, cuda, ascend
@@ -83,18 +98,54 @@ class Device:
     launch: Figure  # seconds that one kernel takes at least
     latency: Figure  # seconds that a collective takes at least
     overheads: Overheads
+    peaks: tuple[str, ...]  # of SHARES: those figures that are peaks
     fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
     collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def rate(self, of: str, size: float) -> Figure:
-        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory (`memory_bandwidth`, `layer`)."""
-        whole = self.memory_bandwidth if of in ("memory_bandwidth", "layer") else self.flops.get(of) or next(iter(self.flops.values()))
-        curve = self.curves.get(of)
+        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory (`memory_bandwidth`, `layer`), as
+        they are reached."""
+        name = "memory_bandwidth" if of in ("memory_bandwidth", "layer") else f"flops_{of if of in self.flops else next(iter(self.flops))}"
+        whole, curve = self._reached[name], self.curves.get(of)
         return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
 
+    def figure(self, name: str) -> Figure | None:
+        """The figure that an attribute of a cluster states: `memory_bandwidth`, `flops_bf16`."""
+        found = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
+        assert found is None or isinstance(found, Figure)
+        return found
+
+    def share(self, name: str) -> float:
+        """What of a figure is reached: of one that is no peak all."""
+        return SHARES[name].value if name in self.peaks else 1.0
+
+    @cached_property
+    def _reached(self) -> dict[str, Figure]:
+        """What is reached of each figure that may be a peak."""
+        found = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
+        for name in found.keys() & {*self.peaks}:
+            figure, share = found[name], SHARES[name]
+            found[name] = Figure(figure.value * share.value, weakest(figure, share), f"{share.basis}; {figure.basis}")
+        return found
+
+    @property
+    def copies(self) -> Figure:
+        """Bytes/s to the host's memory or from it, as they are reached."""
+        return self._reached["host_link"]
+
+    @property
+    def links(self) -> Figure:
+        """Bytes/s that collectives reach within a host."""
+        return self._reached["device_link"]
+
+    @property
+    def far_links(self) -> Figure:
+        """Bytes/s of a device that collectives reach between hosts. KeyError: it has no fabric."""
+        return self._reached["fabric"]
+
     def collective(self, kind: str) -> Collective:
-        return self.collectives.get(kind) or Collective(self.latency, self.device_link)
+        return self.collectives.get(kind) or Collective(self.latency, self.links)
 
 
 @dataclass(frozen=True)
@@ -105,7 +156,7 @@ class Cluster:
     device: Device
     nodes: int
     devices_per_node: int
-    network: Figure  # bytes/s between two hosts: what rows go over
+    network: Figure  # bytes/s that are reached between two hosts: what rows go over
     span: Span = NOWHERE
 
     @property
@@ -113,9 +164,11 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def between(self, devices: int) -> Figure:
-        """Bytes/s that a host exchanges with others in collectives that so many devices take part in, at each end."""
-        fabric, each = self.device.fabric, min(devices, self.devices_per_node)
-        return self.network if fabric is None else Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
+        """Bytes/s that a host reaches to others in collectives that so many devices take part in, at each end."""
+        if self.device.fabric is None:
+            return self.network
+        fabric, each = self.device.far_links, min(devices, self.devices_per_node)
+        return Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
 
     def host(self, device: int) -> int:
         return device // self.devices_per_node
@@ -158,6 +211,7 @@ def _ascend_910c(name: str, dies: int) -> Device:
         launch=_LAUNCH,
         latency=_LATENCY,
         overheads=OVERHEADS,
+        peaks=tuple(name for name in SHARES if name != "host_link"),
         fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
     )
 
@@ -177,6 +231,7 @@ def _hopper(name: str, memory: float, bandwidth: float) -> Device:
         launch=_LAUNCH,
         latency=_LATENCY,
         overheads=OVERHEADS,
+        peaks=tuple(SHARES),
         fabric=_datasheet(50e9, "NVIDIA DGX H100 datasheet: one 400 Gb/s ConnectX-7 a device"),
     )
 
@@ -204,6 +259,7 @@ def _cpu(name: str) -> Device:
         launch=_assumed(12e-6, "an eager torch operator on a CPU"),
         latency=_assumed(200e-6, "gloo between two processes"),
         overheads=OVERHEADS,
+        peaks=("flops_bf16", "flops_f32"),
     )
 
 
@@ -226,6 +282,7 @@ def _presets() -> dict[str, Device]:
                 launch=_LAUNCH,
                 latency=_LATENCY,
                 overheads=OVERHEADS,
+                peaks=tuple(name for name in SHARES if name != "host_link"),
                 fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
             ),
             _hopper("h100", 80e9, 3.35e12),

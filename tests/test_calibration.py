@@ -120,7 +120,8 @@ def test_without_a_file_nothing_is_said(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_a_program_states_comes_before_what_was_measured(file: Path) -> None:
     text = PROGRAM.replace('"here"', '"here", flops_f32 = 2 TFLOP/s, launch = 1 us')
     device = compile("p.rlg", text=text).cluster.device
-    assert device.rate("f32", 1e6) == Figure(2e12, "stated", "the program") and device.launch.value == pytest.approx(1e-6)
+    assert device.flops["f32"] == Figure(2e12, "stated", "the program") and device.rate("f32", 1e6).value == 0.4 * 2e12  # a peak
+    assert device.launch.value == pytest.approx(1e-6)
     cluster = replace(compile("p.rlg", text=text).cluster, device=replace(device, memory_bandwidth=Figure(1.0, "assumed")))
     assert calibration.applied(cluster)[0].device == device
     other = Cluster("far", DEVICES["h100"], 1, 8, Figure(1e9, "assumed"))

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.cluster import DEVICES, Cluster, Figure
+from msrl_graph.cluster import DEVICES, SHARES, Cluster, Figure
 from msrl_graph.layout import Layout
 from msrl_graph.models import load
-from msrl_graph.passes.collectives import LINKS, Collectives
+from msrl_graph.passes.collectives import Collectives
 from msrl_graph.passes.costs import Costs
 from msrl_graph.passes.lengths import Rows
 from msrl_graph.plan import EngineChoice, Placement
 
 POD = Cluster("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))
-NEAR, FAR = (rate * LINKS.value for rate in (450e9, 50e9))
+NEAR, FAR = (rate * SHARES["device_link"].value for rate in (450e9, 50e9))
 
 
 def of(layout: Layout, model: str = "llama3-8b", first: int = 0, cluster: Cluster = POD) -> Collectives:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import page
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrl_graph import compile
 from msrl_graph.backends import ENGINES
+from msrl_graph.cluster import DEVICES, SHARES, Device
 from msrl_graph.passes.costs import Costs, _Work
 from msrl_graph.passes.lengths import Rows
-from msrl_graph.plan import EngineChoice
+from msrl_graph.plan import EngineChoice, Plan
 
 PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))
 GENERATE, INFER, UPDATE = (Costs(PLAN, ENGINES, n) for n in ("actor.generate", "actor.infer", "actor.update"))
@@ -74,3 +78,66 @@ def test_one_data_parallel_group_exchanges_nothing() -> None:
     alone = page.plan(page.start(layouts={}))
     assert Costs(alone, ENGINES, "actor.infer").exchange().value == 0
     assert UPDATE.exchange().value > 0
+
+
+def stated(device: str, **figures: str) -> Plan:
+    """A small model on two hosts of a preset, some of its figures stated."""
+    more = "".join(f", {name} = {figure}" for name, figure in figures.items())
+    return compile(
+        "p.rlg",
+        text=f"""import grpo
+cluster pod {{ device = "{device}", nodes = 2, devices_per_node = 4{more} }}
+deploy grpo on pod {{
+  set response_len = 1024
+  model policy = "tiny"
+  data source  = "rows.jsonl" {{ prompt = "p", answer = "a" }}
+  layout actor.update   {{ tp = 2, dp = 4, zero = 3 }}
+  layout actor.generate {{ tp = 1, dp = 8 }}
+  run {{ iterations = 1 }}
+}}
+""",
+    )
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize("device", [d for d in DEVICES if d != "here"])
+def test_a_stated_figure_counts_as_the_presets_same_figure(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSRL_HERE", "")
+    preset, alone = DEVICES[device], stated(device)
+    assert alone.estimate is not None
+    known = {name: figure for name in SHARES if (figure := preset.figure(name))}
+    assert {"memory_bandwidth", "device_link", "host_link", "flops_bf16"} <= known.keys()
+    every = stated(device, **{name: f"{figure.value} {'FLOP' if 'flops' in name else 'B'}/s" for name, figure in known.items()})
+    assert every.estimate is not None
+    assert [(p.name, p.seconds.value) for p in every.estimate.phases] == [(p.name, p.seconds.value) for p in alone.estimate.phases]
+    assert [s.seconds.value for r in every.reshards for s in r.steps] == [s.seconds.value for r in alone.reshards for s in r.steps]
+
+
+def test_all_presets_of_one_kind_of_figure_have_one_nature() -> None:
+    """What no data sheet tells of the 910B is a peak, as its like of the 910C is: both decode as fast, where their figures are the same."""
+    like, other = DEVICES["ascend-910b"], DEVICES["ascend-910c-die"]
+    assert like.peaks == other.peaks
+    assert like.rate("memory_bandwidth", 0).value == other.rate("memory_bandwidth", 0).value == 0.7 * 1.6e12
+    assert DEVICES["h100"].copies.value == 0.8 * 64e9 and like.copies.value == 50e9  # a data sheet's, and one that the paper measured
+
+
+@pytest.mark.parametrize("name", ["memory_bandwidth", "host_link", "device_link", "fabric", "flops_bf16"])
+def test_no_second_counts_a_peak_whole(name: str) -> None:
+    """Twice the peak at half the share is the same device: nothing reads the peak itself."""
+    halved = {**SHARES, name: replace(SHARES[name], value=SHARES[name].value / 2)}
+
+    def seconds(device: Device) -> list[float]:
+        plan = page.plan(replace(page.start(), cluster=replace(page.CLUSTER, device=device)))
+        assert plan.estimate is not None
+        return [p.seconds.value for p in plan.estimate.phases]
+
+    device = DEVICES["h100"]
+    before = seconds(device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("msrl_graph.cluster.SHARES", halved)
+        if name.startswith("flops_"):
+            twice = replace(device, flops={k: replace(f, value=2 * f.value) for k, f in device.flops.items()})
+        else:
+            twice = replace(device, **{name: replace(getattr(device, name), value=2 * getattr(device, name).value)})
+        assert seconds(twice) == pytest.approx(before)
+        assert seconds(replace(device)) != pytest.approx(before) or name == "fabric"

@@ -43,7 +43,10 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
     stated = {k: Figure(float(e.value), "stated", "the program") for k, e in attributes.items() if isinstance(e.value, int | float)}
     device = DEVICES[str(named.value)]
     if device.name == "here":
+        peaks = device.peaks
         device, told = calibration.here(device.name, _int(attributes, "devices_per_node", 1), named.span)
+        # What was measured is reached; what is stated in its place is what it was before.
+        device = replace(device, peaks=tuple(p for p in peaks if p in device.peaks or p in stated))
         problems.found += told
     flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
     figures = {k: f for k, f in stated.items() if hasattr(device, k)}

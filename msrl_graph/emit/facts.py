@@ -123,6 +123,7 @@ def _cluster(plan: Plan) -> Section:
     found = {"hosts": Fact(float(plan.cluster.nodes), "hosts"), "devices a host": Fact(float(plan.cluster.devices_per_node), "devices")}
     found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
     found |= _figure("network", plan.cluster.network, "bytes/s")
+    found["peaks"] = Fact(", ".join(device.peaks))
     units = {"memory": "bytes", "host_memory": "bytes", "launch": "s", "latency": "s"}
     for f in fields(device):
         value = getattr(device, f.name)

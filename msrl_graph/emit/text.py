@@ -198,22 +198,25 @@ def _head(page: Sheet, plan: Plan) -> None:
         page.line(f"data {name}: {data.path}")
     kind = f"{many(cluster.nodes, 'host')} of {many(cluster.devices_per_node, 'device')} `{device.name}`"
     page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
-    rows = [("device memory", size(device.memory.value), device.memory)]
+    rows = [("device memory", size(device.memory.value), "", device.memory)]
+    rows += [(f"FLOP/s, {dtype}", _flops(f.value), f"flops_{dtype}", f) for dtype, f in device.flops.items()]
     rows += [
-        (f"FLOP/s, {k}", f"{f.value / 1e12:.3g} T" if f.value >= 1e12 else f"{f.value / 1e9:.3g} G", f) for k, f in device.flops.items()
-    ]
-    rows += [
-        (name, f"{size(f.value)}{'' if name == 'host memory' else '/s'}", f)
-        for name, f in (
-            ("memory bandwidth", device.memory_bandwidth),
-            ("link to host", device.host_link),
-            ("link to device", device.device_link),
-            *([("fabric", device.fabric)] if device.fabric else []),
-            ("host memory", device.host_memory),
-            ("network", cluster.network),
+        (what, f"{size(figure.value)}/s", name, figure)
+        for what, name, figure in (
+            ("memory bandwidth", "memory_bandwidth", device.memory_bandwidth),
+            ("link to host", "host_link", device.host_link),
+            ("link to device", "device_link", device.device_link),
+            *([("fabric", "fabric", device.fabric)] if device.fabric else []),
+            ("network", "network", cluster.network),
         )
     ]
-    page.table(("what", "figure", "source", "where from"), [(n, v, f.source, f.basis) for n, v, f in rows], right=(1,), keep=(0, 2))
+    rows.insert(-1, ("host memory", size(device.host_memory.value), "", device.host_memory))
+    lines = [(what, value, f"{100 * device.share(name):.0f} %" if name else "", f.source, f.basis) for what, value, name, f in rows]
+    page.table(("what", "figure", "reached", "source", "where from"), lines, right=(1, 2), keep=(0, 3))
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 
 def _rows(graph: Graph) -> str:

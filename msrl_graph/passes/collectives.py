@@ -17,16 +17,7 @@ from ..engine import BYTES, EngineSpec
 from ..layout import Side, stage_parts
 from ..plan import Placement
 
-# Of what a datasheet names, what collectives of a working day reach.
-LINKS = Figure(0.6, "assumed", "60 % of a link")
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
-
-
-def reached(link: Figure) -> Figure:
-    """What of a link collectives reach."""
-    if link.source != "datasheet":
-        return link
-    return Figure(link.value * LINKS.value, LINKS.source, f"{LINKS.basis}; {link.basis}")
 
 
 def total(*parts: Figure) -> Figure:
@@ -87,10 +78,9 @@ class Collectives:
             each = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(each)
             known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
-        rate = reached(known.rate)
         where = "device link" if near else "link between hosts"
-        figure = Figure(0.0, weakest(known.least, rate), f"{axis}: collectives x latency + bytes / {where}")
-        return known.least.value, rate.value, figure
+        figure = Figure(0.0, weakest(known.least, known.rate), f"{axis}: collectives x latency + bytes / {where}")
+        return known.least.value, known.rate.value, figure
 
     @cached_property
     def _item(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..architecture import Model
-from ..cluster import Device, Figure, weakest
+from ..cluster import SHARES, Device, Figure, weakest
 from ..engine import BYTES, Act, EngineSpec
 from ..graph import Node
 from ..layout import Layout
@@ -25,8 +25,6 @@ from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
 
-UTILISATION = Figure(0.4, "assumed", "40 % of peak FLOP/s, where no rate was measured")
-STREAMING = Figure(0.7, "assumed", "70 % of peak memory bandwidth, where no rate was measured")
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 # Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is drawn.
@@ -216,7 +214,7 @@ class Costs:
         return self._copied(self._weights, "weights in from host memory")
 
     def _copied(self, amount: int, what: str) -> Figure:
-        link = self.device.host_link
+        link = self.device.copies
         return Figure(amount / link.value, link.source, f"{what}: bytes / host link")
 
     def exchange(self) -> Figure:
@@ -242,25 +240,25 @@ class Costs:
         inside, head = self._parameters
         products = [(2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers), (2 * work.scored * head / group, 1)]
         rates = [device.rate(self.dtype, each) for each, _ in products]
-        used = 1.0 if rates[0].source == "measured" else UTILISATION.value
-        multiplied = sum(each * n / (rate.value * used) for (each, n), rate in zip(products, rates, strict=True))
+        multiplied = sum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
         whole = self._head_flops(act) * work.pairs
         # Where it was measured, what is masked is in the rate.
-        each = whole / device.rate("attention", whole).value if "attention" in device.curves else whole / 2 / (rates[0].value * used)
+        each = whole / device.rate("attention", whole).value if "attention" in device.curves else whole / 2 / rates[0].value
         attention = each * work.sequences * self.model.heads * layers / group
         weights = self._read(work.tokens) if act == "decode" else self._met
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
-        streamed = STREAMING.value if bandwidths[0].source == "datasheet" else 1.0
-        read, moved = weights / (bandwidths[0].value * streamed), work.moved / group / (bandwidths[1].value * streamed)
+        read, moved = weights / bandwidths[0].value, work.moved / group / bandwidths[1].value
         calls = self._calls(act)
         if device.backend == "cpu":
             seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
         else:
             seconds = max(calls.value, factor * max(multiplied + attention, read + moved))
-        measured = used == 1
-        source = weakest(*rates, device.memory_bandwidth, calls, *([] if measured else [UTILISATION]))
-        how = "products, attention, memory at their rates" if measured else f"FLOP / ({UTILISATION.value} x FLOP/s), bytes / bandwidth"
+        source = weakest(*rates, *bandwidths, calls)
+        how = "products, attention, memory at their rates"
+        if rates[0].source != "measured":
+            bandwidth = f"({SHARES['memory_bandwidth'].value:g} x bandwidth)" if "memory_bandwidth" in device.peaks else "bandwidth"
+            how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _kept(self, tokens: float, moved: float) -> Figure:
@@ -271,7 +269,8 @@ class Costs:
             return Figure(0.0, "derived", "in the bytes of each operator")
         products = 3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
         kept = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
-        return Figure(2 * kept / device.memory_bandwidth.value, device.memory_bandwidth.source, "2 x bytes kept / memory bandwidth")
+        bandwidth = device.rate("memory_bandwidth", 0)
+        return Figure(2 * kept / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
         """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents (arXiv:2405.04434, 2.1.2)."""
@@ -298,7 +297,7 @@ class Costs:
 
     def _between(self, tokens: float) -> float:
         """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of queries and keys
-        10 elements each, gating 5 f; a fused engine's are counted in UTILISATION."""
+        10 elements each, gating 5 f; a fused engine's are counted in the share of peak FLOP/s."""
         if self.spec.calls is None:
             return 0.0
         model = self.model

@@ -16,7 +16,6 @@ from ..layout import Kind, Side, Tensor, elements, nameless, shard, stages
 from ..plan import Plan, Reshard, Step, Way
 from ..redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
 from . import holdings
-from .collectives import reached
 
 GIB = 1 << 30
 # Small models are cut into a few buckets all the same, so that gathering and selecting can overlap.
@@ -104,7 +103,7 @@ class Resharding:
         swap = options.mode == "swap"
         others = sum(holdings.resident(plan, self.engines, plan.placement(edge.src).pool).values()) - update
         order, reason = _order(plan, others, update, generate, bucket)
-        received, link = item * moved.received, cluster.device.host_link
+        received, link = item * moved.received, cluster.device.copies
         out = Step("swap out (D2H)", update if swap else 0, _ratio(update if swap else 0, link, "bytes / host link"))
         methods = list(dict.fromkeys(w.how for w in ways if w.bytes)) or ["all-gather"]
         steps = [
@@ -157,7 +156,7 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     cluster, model = plan.cluster, plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
-    links = reached(cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target))))
+    links = cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target)))
     return BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
 
 
@@ -224,7 +223,7 @@ def _ratio(amount: float, rate: Figure, basis: str) -> Figure:
 
 
 def _copy_seconds(cluster: Cluster, amount: int) -> Figure:
-    return _ratio(2 * amount, cluster.device.memory_bandwidth, "2 x bytes (read, write) / memory bandwidth")
+    return _ratio(2 * amount, cluster.device.rate("memory_bandwidth", 0), "2 x bytes (read, write) / memory bandwidth")
 
 
 def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
@@ -234,11 +233,11 @@ def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side])
     if not moved.between:
         apart = ends[0].first != ends[1].first
         busiest = max(moved.received, -(-moved.total // ends[0].devices) if apart else 0)
-        return _ratio(item * busiest, reached(cluster.device.device_link), "bytes at the busier end / device link")
-    links = reached(cluster.between(min(e.on_host(e.devices, cluster.devices_per_node) for e in ends)))
+        return _ratio(item * busiest, cluster.device.links, "bytes at the busier end / device link")
+    links = cluster.between(min(e.on_host(e.devices, cluster.devices_per_node) for e in ends))
     far = _ratio(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
     if moved.total == moved.between:
         return far
     handed = item * moved.received * (moved.total - moved.between) / moved.total
-    near = _ratio(handed, reached(cluster.device.device_link), "the rest within the host: bytes / device link")
+    near = _ratio(handed, cluster.device.links, "the rest within the host: bytes / device link")
     return Figure(far.value + near.value, weakest(far, near), f"{far.basis}; {near.basis}")

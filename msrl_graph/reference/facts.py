@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .. import algorithms, models, unready
 from ..backends import DEFAULT, ENGINES
-from ..cluster import DEVICES, Device, Figure
+from ..cluster import DEVICES, SHARES, Device, Figure
 from ..dsl import attributes as kinds
 from ..dsl import calls, computed, expressions
 from ..dsl.deploy import option_type
@@ -102,10 +102,25 @@ def takes(kind: kinds.Type) -> str:
 
 
 def _note(of: str, name: str) -> str:
+    if of == "cluster" and name in SHARES:
+        return f"*{_nature(name, SHARES[name])}*"
     refused = unready.EDGES if of == "resharding edge" else {}
     if name in unready.ALLOWED:
         return f"*Planned and simulated; a run makes no use of it in this version: {unready.ALLOWED[name]}.*"
     return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
+
+
+def _nature(name: str, share: Figure) -> str:
+    """Whether a figure of a cluster is a peak or what is reached, by the presets."""
+    peak = [d.name for d in DEVICES.values() if name in d.peaks]
+    other = [d.name for d in DEVICES.values() if name not in d.peaks]
+    counts = f"A peak, of which {100 * share.value:.0f} % count"
+    if not other:
+        return f"{counts}."
+    few, many, rest = (
+        (peak, counts, "what is reached") if len(peak) <= len(other) else (other, "What is reached", counts.replace("A", "a", 1))
+    )
+    return f"{many} with {_words(tuple(few))}; with the others {rest}."
 
 
 # Functions
@@ -190,10 +205,9 @@ def options(optimizer: str, body: str) -> str:
 # Presets
 
 
-def _figure(figure: Figure | None, unit: str) -> str:
-    if figure is None:
-        return ""
-    return f"{quantity(figure.value, unit)} ({figure.source}: {figure.basis})"
+def _figure(figure: Figure, unit: str, share: float) -> str:
+    peak = f", a peak: {100 * share:.0f} % reached" if share < 1 else ""
+    return f"{quantity(figure.value, unit)}{peak} ({figure.source}: {figure.basis})"
 
 
 def quantity(value: float, unit: str) -> str:
@@ -209,8 +223,8 @@ def figures(device: Device) -> Iterator[tuple[str, str]]:
     """The attributes of `cluster` that a preset sets, each with its figure."""
     for name, kind in kinds.TABLE["cluster"].items():
         if isinstance(kind, kinds.Quantity) and name != "network":
-            figure = device.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(device, name)
-            yield name, _figure(figure, kind.unit)
+            figure = device.figure(name)
+            yield name, _figure(figure, kind.unit, device.share(name)) if figure is not None else ""
 
 
 def _device(device: Device) -> str:
