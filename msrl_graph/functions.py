@@ -9,7 +9,7 @@ Positional parameters bind columns by name (one with a default may be missing), 
 Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers. Plain
 types are checked, and the numbers of registry.py: `Count`, `Positive`, `NotNegative`, `Share`.
 
-Filled by the runtime are `rng`, and of a loss term these, for the rows of a micro-batch one after another:
+Filled by the runtime are `rng`, `tokenizer` and `iteration`, and of a loss term these, for the rows of a micro-batch one after another:
 
 - `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its distribution, in nats;
 - `values`, a value worker's prediction before each response token;
@@ -32,6 +32,7 @@ Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative
 PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, Kind] = {"loss_term": "loss", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
+GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,16 @@ class Signature:
     text: frozenset[str] = frozenset()
     options: tuple[Option, ...] = ()
     scope: Scope = "row"
-    rng: bool = False
     rest: str = ""
     together: tuple[str, ...] = ()
     fills: tuple[str, ...] = ()
     logps: frozenset[str] = frozenset()
     rows: bool = False
     gives: tuple[Literal["array", "number", ""], ...] = ()
+
+    @property
+    def rng(self) -> bool:
+        return "rng" in self.fills
 
     def option(self, name: str) -> Option | None:
         return next((o for o in self.options if o.name == name), None)
@@ -108,26 +112,29 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
     positional = [*a.posonlyargs, *a.args]
     names = {p.arg for p in positional}
     with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}
-    fills = tuple(p.arg for p in positional if kind == "loss" and _filled(p.arg, names))
-    columns = tuple(p for p in positional if p.arg not in fills and (p.arg != "rng" or kind == "loss" or a.vararg))
+    if kind == "loss":
+        fills = tuple(p.arg for p in positional if _filled(p.arg, names))
+    else:  # Python gives what stands before `*columns` by order, so those are columns
+        fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in GIVEN)
+    columns = tuple(p for p in positional if p.arg not in fills)
     signature = Signature(
         name=item.name,
         kind=kind,
         columns=tuple(p.arg for p in columns),
-        # Python gives what stands before `*columns` by order, so none of it can be missing.
+        # For the same reason none of it can be missing.
         optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
         text=frozenset(p.arg for p in (*columns, *([a.vararg] if a.vararg else [])) if _is_text(p.annotation)),
-        options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg != "rng"),
+        options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg not in fills),
         scope=_scope(item),
-        rng=any(p.arg == "rng" for p in (*positional, *a.kwonlyargs)) and not any(p.arg == "rng" for p in columns),
         rest=a.vararg.arg if a.vararg else "",
         together=_together(item),
         gives=_gives(item.returns),
+        fills=fills,
     )
     if kind != "loss":
         return signature
     logps = frozenset(p.arg for p in columns if "LogProbs" in _names(p.annotation))
-    return replace(signature, fills=fills, logps=logps, rows="Rows" in _names(item.returns))
+    return replace(signature, logps=logps, rows="Rows" in _names(item.returns))
 
 
 def _kind(item: ast.FunctionDef) -> Kind:

@@ -142,6 +142,12 @@ class Node:
         return tuple(name for name in self.gives if name not in self.writes)
 
     @property
+    def weighs(self) -> tuple[str, ...]:
+        """Of the source, its columns that rows are drawn by."""
+        named = self.attributes["weights"].columns().values() if "weights" in self.attributes else ()
+        return tuple(name for name in self.writes if name in named)
+
+    @property
     def filters(self) -> bool:
         """Whether rows leave the iteration here."""
         return bool({"keep", "select"} & self.attributes.keys())

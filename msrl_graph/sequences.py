@@ -107,8 +107,10 @@ def _is_read(graph: Graph, node: Node, column: str) -> bool:
 
 
 def bound(graph: Graph, column: str) -> int:
-    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, TEXT_TOKENS at least."""
+    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, which is known of tokens and of text
+    that states them, TEXT_TOKENS at least."""
     found = graph.column(column)
     if found.element != "text" or found.dims:
         return graph.bound(column)
-    return max(TEXT_TOKENS, sum(bound(graph, c) for c in graph.writer(column).reads if is_tokens(graph, c)))
+    known = (c for c in map(graph.column, graph.writer(column).reads) if is_tokens(graph, c.name) or (c.element == "text" and c.dims))
+    return max(TEXT_TOKENS, sum(bound(graph, c.name) for c in known))

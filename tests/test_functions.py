@@ -50,29 +50,30 @@ RESPONSES = ["ab", "c", "", "def"]
 READS = ("answer", "response", "score")
 
 
-GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",), attributes={"samples": Expr("number", 2)})
+GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",))
 SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
-def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", **more):
+def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", named="", prompts=2, **more):
     """What a function in a file makes of four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
     node = Node(
         "host.mine", "host", "mine", READS, writes, per,
-        {key: Expr("call", f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
+        {key: Expr("call", named or f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
         states=tuple(s.name for s in states), **more,
     )  # fmt: skip
     workers = (Worker("actor", "policy", model="policy"), Worker("host", "function"))
-    nodes = (Node("source", "", "source", (), ("prompt", "answer")), GENERATE, SCORE, node)
-    graph = Graph("g", {}, COLUMNS, workers, nodes, (), (2, 4), states=states)
+    generate = replace(GENERATE, attributes={"samples": Expr("number", 4 // prompts)})
+    nodes = (Node("source", "", "source", (), ("prompt", "answer")), generate, SCORE, node)
+    graph = Graph("g", {}, COLUMNS, workers, nodes, (), (prompts, 4), states=states)
     model = replace(models.load("./model", EXAMPLE), path="letters")
     plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
     reads = tuple((c, rows.columns[c], "x") for c in READS)
     reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", 1, 0, False)
-    units = np.arange(4) if per == "row" else np.arange(2) if per == "prompt" else np.zeros(1, int)
+    units = np.arange(4) if per == "row" else np.arange(prompts) if per == "prompt" else np.zeros(1, int)
     sizes = np.full(len(units), 4 // len(units))
     batch = Batch(
         Share(units, sizes, np.arange(4), {}, 4, 4, {}, 0, True), np.arange(4),
@@ -86,7 +87,7 @@ def results(tmp_path, source, writes, per="row", arguments=(), key="call", state
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "Tokens", Letters)
         function = Function(node, plan, reader)
-    return function(batch, Task("train", 7, 2, states={"coef": 2.0}))
+    return function(batch, Task("train", 7, prompts, states={"coef": 2.0}))
 
 
 def call(tmp_path, source, writes, per="row", arguments=(), **more):
@@ -360,3 +361,13 @@ def test_a_value_for_the_rows_above_is_one_a_group(tmp_path):
 def test_json_goes_in_and_out_as_values(tmp_path):
     out = call(tmp_path, "def f(score):\n    return {'n': [int(score), None]}\n", ("notes",))
     assert [out["notes"].text(i) for i in range(2)] == ['{"n": [1, null]}', '{"n": [2, null]}']
+
+
+def test_a_function_of_one_row_gives_a_value_for_the_row_above_where_that_has_one(tmp_path):
+    """`per = prompt`, and one response to each: what it gets is the row's, not a list of one."""
+    keys, matches = (("pattern", Expr("string", "ab|def")),), "matches"
+    made = results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches, prompts=4)
+    assert list(made.columns["difficulty"][0]) == [0, 1, 2, 3] and list(made.columns["difficulty"][1].values) == [1, 0, 0, 1]
+    assert list(results(tmp_path, "", ("reward",), "prompt", keys, named=matches, prompts=4).columns["reward"][1].values) == [1, 0, 0, 1]
+    with pytest.raises(RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` is of one row, and there are 2"):
+        results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches)

@@ -99,6 +99,7 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
 def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
     """Columns that nobody reads, unless an evaluation reports them."""
     read = {c for n in graph.nodes for c in n.reads} | {d.like for c in graph.columns for d in c.dims} | set(reported)
+    read |= {c for n in graph.verb("source") for c in n.weighs}
     writers = graph.writers
     found = []
     for column in graph.columns:

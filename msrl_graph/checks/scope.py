@@ -28,12 +28,12 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
             renamed = {k: str(a.value) for k, a in zip(call.keys, call.args, strict=True) if a.kind == "column"}
             for parameter in signature.columns:
                 column = renamed.get(parameter, parameter)
-                if column not in (*node.reads, *node.states) and parameter not in signature.optional:
+                if column not in (*node.reads, *node.states, *node.weighs) and parameter not in signature.optional:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _help(graph, node, column, call, signature)
                     if node.verb == "source":
-                        message = f"`{signature.name}` needs `{column}`, and prompts are drawn by states alone"
-                        help = f"name a state for it: `{signature.name}({parameter} = STATE)`"
+                        message = f"`{signature.name}` needs `{column}`, and the source has no column or state of this name"
+                        help = f"name one for it: `{signature.name}({parameter} = NAME)`"
                     found.append(Diagnostic("term-column", message, span(call, node), help))
             found += _apart(node, call, signature)
     return found
@@ -102,8 +102,17 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 found.append(Diagnostic("bad-scope", message, span(call, node), "generate `samples` of 2 or more", "warning"))
             elif signature.scope == "row" and node.per != "row" and ":" not in str(call.value):
                 # A function of a user's file says nothing of its scope unless it is marked.
+                if node.per != "batch" and _of_one(graph, node):
+                    continue  # each group is one row
                 message = f"`{signature.name}` is of one row, and `{node.name}` has `per = {node.per}`"
-                found.append(Diagnostic("bad-scope", message, span(call, node), f"leave `per = {node.per}` out"))
+                single = [c for c in node.writes if graph.column(c).per == node.per]
+                help = f"leave `per = {node.per}` out"
+                if single and node.per != "batch":
+                    each = f"each `{graph.made(level)}`, of which a `{node.per}` has {graph.fan(level, graph.unit_level(node)):,}"
+                    help = (
+                        f"let it write a value for {each}, without `per`; a function with `per = {node.per}` makes `{single[0]}` of these"
+                    )
+                found.append(Diagnostic("bad-scope", message, span(call, node), help))
     return found
 
 

@@ -45,7 +45,7 @@ def weighed(graph: Graph, library: Library) -> list[Diagnostic]:
     """Weights of a source that no state of its rows tells apart."""
     source, states = graph.node("source"), {s.name: s for s in graph.states}
     read = [states[name] for name in source.states]
-    if not read or any(s.per for s in read):
+    if not read or source.weighs or any(s.per for s in read):
         return []
     first = next(iter(source.writes), "prompt")
     message = f"`source` draws rows by `{read[0].name}`, which is one for the run: it tells no row from another"

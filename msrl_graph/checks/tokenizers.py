@@ -11,7 +11,7 @@ from ..diagnostics import NOWHERE, Diagnostic
 from ..graph import Column, Graph, Node, Worker
 from ..models import tokenizer, tokens
 from ..plan import Plan
-from ..sequences import speaker
+from ..sequences import sequences, speaker
 
 KINDS = ("policy", "value", "reward_model")
 
@@ -27,11 +27,21 @@ def check(plan: Plan) -> list[Diagnostic]:
             theirs, own = writer and plan.deploy.models[writer.model], plan.model(node.name)
             if theirs and _differ(theirs, own):
                 message = f"`{node.name}` reads `{column.name}`, tokens of `{theirs.name}`; its model `{own.name}` has another tokenizer"
-                help = f"a model with the tokenizer of `{theirs.name}`; or let a function turn the tokens into `text`, and score that"
+                help = f"take a model with the tokenizer of `{theirs.name}`{_instead(plan.graph, node, column.name)}"
                 notes = [(m.span, f"`{m.name}`") for m in (theirs, own) if m.span != NOWHERE]
                 found.append(Diagnostic("other-tokenizer", message, node.span, help, related=tuple(notes)))
                 break
     return found
+
+
+def _instead(graph: Graph, node: Node, column: str) -> str:
+    """How a model may read what another wrote: as text, where it scores none of it."""
+    if column in sequences(graph, node).scored:
+        return ""
+    if graph.writer(column).verb == "source":
+        return f"; or declare `{column} : text`, which each model reads by its own tokenizer"
+    host = next((w.name for w in graph.workers if w.kind == "function"), "host")
+    return f"; or read a column `said : text` instead, which `node {host}.said({column}) -> said {{ call = text() }}` writes"
 
 
 def _tokens(column: Column) -> bool:

@@ -243,7 +243,7 @@ class _Algorithm:
             self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
         writes, _ = self._known(first.writes, "source", "writes")
         states = tuple(self.states)
-        caller = Caller("source", states, states, self.library, self.folder, self.problems, states)
+        caller = Caller("source", states, self._values, self.library, self.folder, self.problems, states, writes)
         self.callers.append(caller)
         attributes = read(first.attrs, "source", types("source", caller), self.names, self.problems)
         with self.problems.catching():

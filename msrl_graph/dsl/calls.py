@@ -25,8 +25,8 @@ BOUNDED = {"Count": COUNT, "Positive": Number(0, above=True), "NotNegative": Num
 
 @dataclass(frozen=True)
 class Caller:
-    """The node that calls: what it reads, of which `states` are states, and where its program lies. `used` gathers the functions of user
-    files."""
+    """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of its name binds, or
+    one that names it, and where its program lies. `used` gathers the functions of user files."""
 
     node: str
     reads: tuple[str, ...]
@@ -35,6 +35,7 @@ class Caller:
     folder: Folder
     problems: Problems
     states: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
@@ -75,10 +76,12 @@ class Caller:
     def bound(self, call: Expr, signature: Signature) -> Expr:
         """The call, in which a function of one column names the one column that the node reads, whatever that is called; and where one
         parameter is left without a column, the one state that no other takes."""
+        named = [p for p in signature.columns if p in self.beside and p not in call.keys]
+        call = replace(call, args=(*call.args, *(Expr("column", p, span=call.span) for p in named)), keys=(*call.keys, *named))
         columns = call.columns()
         binds = {p: columns.get(p, p) for p in signature.columns}
         must = [p for p in signature.columns if p not in signature.optional]
-        lacking = [p for p in must if binds[p] not in self.reads]
+        lacking = [p for p in must if binds[p] not in (*self.reads, *self.beside)]
         if signature.kind != "function" or len(lacking) != 1:
             return call
         left = [c for c in self.reads if c not in binds.values()]
@@ -132,8 +135,10 @@ class Caller:
             raise mistake("bad-value", f"`{key}` takes a column", expr.span)
         if expr.text not in self.columns:
             raise mistake("unknown-column", f"no column is called `{expr.text}`", expr.span, nearest(expr.text, self.columns))
-        if expr.text not in self.reads:
+        if expr.text not in (*self.reads, *self.beside):
             help = f"add `{expr.text}` to what `{self.node}` reads"
+            if self.beside:
+                help = f"rows are drawn by columns that the source fills, {', '.join(f'`{c}`' for c in self.beside)}, and by states"
             raise mistake("term-column", f"`{self.node}` does not read `{expr.text}`", expr.span, help)
         return Expr("column", expr.text, span=expr.span)
 

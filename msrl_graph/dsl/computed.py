@@ -75,8 +75,8 @@ class Environment:
                 raise mistake("unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help)
         step = found[name]["step"]
         must = [p for p in step.columns if p not in step.optional] + [o.name for o in step.options if o.required]
-        if step.rng or not step.columns or must not in ([], [*step.columns[:1]]):
-            help = "write `def step(self, text)`; a generator, `rng`, is for `reset`"
+        if step.fills or not step.columns or must not in ([], [*step.columns[:1]]):
+            help = "write `def step(self, text)`; `rng`, `tokenizer` and `iteration` are for `reset`"
             raise mistake("unknown-function", f"`{step.name}` takes something else than one text", expr.span, help)
         call = Expr("call", f"{path}:{name}", span=expr.span)
         self.caller.used["function", str(call.value)] = (found[name]["reset"], str(path))

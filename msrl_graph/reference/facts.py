@@ -161,7 +161,7 @@ def _function_text(signature: Signature) -> str:
     facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind != "option" else []
     facts += [f"All or none of {_words(signature.together, ' and ')}."] if signature.together else []
     filled = _words(tuple(f for f in signature.fills if not f.endswith("lengths")), " and ")
-    facts += [f"The update gives it {filled}."] if filled else []
+    facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
     facts += [f"{_words(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
     facts += [f"`{o.name}`: {_words((*o.words, *(f'{c}(…)' for c in o.calls)))}." for o in signature.options if o.words or o.calls]
     facts += {"row": [], "group": ["Needs whole groups or the batch: `per`."], "batch": ["Needs `per = batch`."]}[signature.scope]

@@ -8,25 +8,26 @@ the order of arrival changes what it returns.
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .. import algorithms, noise
+from .. import algorithms
 from ..graph import Expr, Node
 from ..plan import Plan
 from ..rowsets import Sieve, rowsets
+from ..sequences import is_tokens
 from .blame import BadResult, blame
 from .columns import Array, Column
+from .data import Dataset
 from .dock import Batch
 from .note import Note
 from .readers import Reader, Task
 from .report import RunError
 from .tokens import of_column
-from .values import Returned, brief, called, seen
+from .values import Filled, Returned, brief, called, seen
 from .wrong import not_finite
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -53,7 +54,6 @@ class Function:
 
     def __init__(self, node: Node, plan: Plan, reader: Reader, note: Note | None = None) -> None:
         self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or Note()
-        self.seed = plan.deploy.run.seed
         self.returned = Returned(plan, node.writes)
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         found = rowsets(plan.graph)
@@ -65,6 +65,9 @@ class Function:
         if self.comparison is None:
             call = node.attributes[key]
             self.call, self.signature = called(call, "function")
+            # A function of one row may have a group that is one: a value for the row above it.
+            self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(call.value)
+            self.filled = Filled(self.signature, node, plan)
             self.options, renamed = _options(call), call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
@@ -97,6 +100,8 @@ class Function:
             rows = slice(start, start := start + int(size))
             where, given = f"{self.scope} {unit}", self._given(batch, task, rows)
             try:
+                if self.alone and size != 1:
+                    raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
                 with self.note.at(f"{self.node.name}: {where} of {task.key}"):
                     result = self._called(given, task, int(unit))
                 if self.sieve is not None:
@@ -111,7 +116,7 @@ class Function:
                     wanted, first = batch.rows[rows], np.arange(int(size))
                     if self.written[name] != self.reader.rows:
                         wanted, first = np.unique(numbers.above(wanted, self.reader.rows, self.written[name]), return_index=True)
-                    one = not grouped or self.written[name] == self.reader.unit != self.reader.rows
+                    one = not grouped or self.alone or self.written[name] == self.reader.unit != self.reader.rows
                     for row, at, item in zip(wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True):
                         where = where if one else f"{self.scope} {unit}, row {row}"
                         made[name][0].append(int(row))
@@ -130,14 +135,13 @@ class Function:
     def _called(self, given: list[tuple[str, Any]], task: Task, unit: int) -> Any:
         """What the function returns for a unit."""
         options = dict(self.options)
-        if self.signature.rng:
-            options["rng"] = noise.generator(self.seed, task.number, zlib.crc32(self.node.name.encode()), unit)
+        options |= self.filled(task.number, unit)
         # What comes before `*columns` is given by order, as Python wants it.
         return self.call(*(v for _, v in given), **options) if self.signature.rest else self.call(**dict(given), **options)
 
     def _argument(self, batch: Batch, task: Task, name: str, rows: slice, parameter: str) -> Any:
         """The argument for a row, or for the rows of a unit: an array of scalars, or a list. A state is one number where there is one."""
-        grouped = self.node.per != "row"
+        grouped = self.node.per != "row" and not self.alone
         if name in self.node.states:
             if name not in self.per_row:
                 return task.states[name]
@@ -216,25 +220,38 @@ def _array(result: Any) -> Array:
         return np.asarray(None)
 
 
-def weigher(source: Node) -> Callable[[Mapping[str, Array], Mapping[str, float]], Array]:
-    """What draws prompts: from the states of all rows of the data, and those of the run, to a weight for each."""
-    expr = source.attributes["weights"]
-    call, signature = called(expr, "function")
-    options, renamed = _options(expr), expr.columns()
+class Weigher:
+    """What draws prompts: from the states and the columns of all rows of the data to a weight for each."""
 
-    def weigh(tables: Mapping[str, Array], of_run: Mapping[str, float]) -> Array:
-        states, rows = {**of_run, **tables}, len(next(iter(tables.values())))
+    def __init__(self, plan: Plan, data: Dataset) -> None:
+        self.source = source = plan.graph.node("source")
+        expr = source.attributes["weights"]
+        self.call, signature = called(expr, "function")
+        self.options, renamed = _options(expr), expr.columns()
+        self.filled, self.rows = Filled(signature, source, plan), len(data)
+        self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
+        self.columns: dict[str, Any] = {}  # of the data, by parameter: they stay as they are
+        for parameter, name in self.bound:
+            if name in source.weighs:
+                text = parameter in signature.text
+                tokens = data.tokens if text and is_tokens(plan.graph, name) else None
+                column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
+                plain = column.offsets is None
+                self.columns[parameter] = column.values if plain else [seen(column, element, i, text, tokens) for i in range(self.rows)]
+
+    def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
+        """The weights of an iteration; `tables` are the states of each row."""
+        states = {**task.states, **tables}
+        given = {p: states[name] for p, name in self.bound if name in states} | self.columns
         try:
-            result = call(**{p: states[renamed.get(p, p)] for p in signature.columns if renamed.get(p, p) in states}, **options)
+            result = self.call(**given, **self.options, **self.filled(task.number, 0))
             found = np.asarray(result, np.float64)
         except Exception as error:
-            raise RunError(blame(source, error, "the states that `weights` reads", states.items())) from error
-        if found.shape != (rows,) or not np.isfinite(found).all() or (found < 0).any():
-            what = f"`weights` of the source ({source.span.place}) returned {brief(result)}"
-            raise RunError(f"{what}, where a number of 0 or more belongs for each of {rows} rows of the data")
+            raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
+        if found.shape != (self.rows,) or not np.isfinite(found).all() or (found < 0).any():
+            what = f"`weights` of the source ({self.source.span.place}) returned {brief(result)}"
+            raise RunError(f"{what}, where a number of 0 or more belongs for each of {self.rows} rows of the data")
         return found
-
-    return weigh
 
 
 def _options(call: Expr) -> dict[str, Any]:

@@ -175,8 +175,8 @@ class Dataset:
         encoded = self.tokens.encode([self._text(name, rows[i], self.lines[i]) for i in written])
         for i, ids in zip(written, encoded, strict=True):
             values[i] = ids
-        if name in self.responses and (ends := self.tokens.ends):
-            values = [np.append(v, ends[0]) if len(v) and v[-1] not in ends else v for v in values]
+        if name in self.responses:
+            values = self.tokens.closed(values)
         return ragged(values, DTYPES[column.element])
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import noise
 from ..functions import classes
 from ..graph import Node
 from ..plan import Plan
@@ -28,7 +26,7 @@ from .dock import Batch
 from .readers import Task
 from .report import RunError
 from .tokens import of_column
-from .values import Returned, brief, imported, seen
+from .values import Filled, Returned, brief, imported, seen
 
 T = TypeVar("T")
 Given = Callable[[int], Mapping[str, Any]]  # what the user's code was given for a row
@@ -39,13 +37,14 @@ class Environment:
     """The class that a generation names. `columns` are those that it writes beside the response, its log-probabilities and its mask."""
 
     def __init__(self, node: Node, plan: Plan) -> None:
-        self.node, self.graph, self.seed = node, plan.graph, plan.deploy.run.seed
+        self.node, self.graph = node, plan.graph
         call = node.attributes["environment"]
         path, _, name = str(call.value).rpartition(":")
         self.make = getattr(imported(path, call), name)
         self.signature = classes(Path(path).read_text(encoding="utf-8"))[name]["reset"]
         self.reads = [p for p in self.signature.columns if p in node.reads]
         self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.signature.text and is_tokens(plan.graph, c)}
+        self.filled = Filled(self.signature, node, plan)
         own = {*wrong.drawn(plan.graph, node), of_response(plan.graph, node, "bool")}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
@@ -100,9 +99,7 @@ class Episodes:
 
     def _reset(self, position: int) -> str:
         environment, given = self.environment, self._given(position)
-        if environment.signature.rng:
-            node = zlib.crc32(environment.node.name.encode())
-            given["rng"] = noise.generator(environment.seed, self.iteration, node, int(self.rows[position]))
+        given |= environment.filled(self.iteration, int(self.rows[position]))
         self.instances[position] = environment.make()
         return _said(self.instances[position].reset(**given))
 

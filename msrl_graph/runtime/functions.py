@@ -20,7 +20,7 @@ from ..plan import from_json
 from . import log, rows
 from .actors import Client, settle
 from .blame import blame
-from .calling import Function, weigher
+from .calling import Function, Weigher
 from .columns import Array, Column
 from .data import Dataset
 from .joining import absent
@@ -59,7 +59,7 @@ class FunctionHost:
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
         with self._noted(source, "its import"):
-            self.weigh = weigher(source) if "weights" in source.attributes else None
+            self.weigh = Weigher(plan, self.data["source"]) if "weights" in source.attributes and "source" in self.data else None
         functions = {}
         for node in plan.graph.nodes:
             if plan.placement(node.name).pool == "functions" and node.verb != "source":
@@ -115,8 +115,8 @@ class FunctionHost:
         if not task.trains:
             chosen = np.arange(len(dataset))
         elif self.weigh is not None:
-            with self._noted(self.plan.graph.node("source"), f"the states that `weights` reads in {task.key}"):
-                weights = self.weigh(tables, task.states)
+            with self._noted(self.plan.graph.node("source"), f"what `weights` reads in {task.key}"):
+                weights = self.weigh(tables, task)
             chosen = dataset.drawn(weights, task.number, first, task.prompts)
         else:
             chosen = dataset.indices(task.position + first, task.prompts)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..graph import Node
 from ..plan import Plan
-from ..sequences import sequences, speaker
+from ..sequences import is_tokens, sequences, speaker
 from .columns import Array, Column, ragged
 
 Messages = list[dict[str, Any]]
@@ -60,6 +60,19 @@ class Tokens:
         Raises BadMessages."""
         return ragged(self.encode([self.asked(column.text(row)) for row in range(len(column))]), np.int32)
 
+    def ended(self, column: Column) -> Column:
+        """The tokens of a text column whose texts are responses: each as it is, and what ends a response where nothing does. Raises
+        BadMessages, since what comes before them is not known here."""
+        found = [column.text(row) for row in range(len(column))]
+        if any(map(messages, found)):
+            raise BadMessages("a column of `text` that is scored holds messages: declare it as tokens, `i32[<= n]`")
+        return ragged(self.closed(self.encode(found)), np.int32)
+
+    def closed(self, responses: Sequence[Array]) -> list[Array]:
+        """Responses with the token that ends them, the empty ones aside: without it a model never learns to end."""
+        ends = self.ends
+        return [np.append(r, ends[:1]).astype(r.dtype) if len(r) and ends and r[-1] not in ends else r for r in responses]
+
     def asked(self, text: str) -> str:
         """What `read` encodes for a text. Raises BadMessages."""
         return self.prompt(found) if (found := messages(text)) else text
@@ -72,6 +85,10 @@ class Tokens:
         """The text of each row of tokens, with or without its special tokens."""
         texts: list[str] = self.tokenizer.decode_batch([r.tolist() for r in rows], skip_special_tokens=not special)
         return texts
+
+    def chat(self) -> Any:
+        """The same as a tokenizer of transformers. Raises BadMessages."""
+        return _chat(self.folder)
 
     def prompt(self, messages: Messages) -> str:
         """The text that asks for a response to these messages. Raises BadMessages."""
@@ -92,7 +109,7 @@ class Tokens:
         return shorter if shorter.endswith(tuple(t for e in self.ends if (t := self.tokenizer.id_to_token(e)))) else text
 
     def _rendered(self, messages: Messages, prompt: bool) -> str:
-        chat = _chat(self.folder)
+        chat = self.chat()
         if not chat.chat_template:
             what = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
             raise BadMessages(f"the model folder {self.folder} has no chat template to render them: {what}")
@@ -104,10 +121,14 @@ class Tokens:
 
 
 def tokenised(plan: Plan, node: Node, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns of some rows, those of text that the node's model reads as its tokens. Raises BadMessages."""
+    """The columns of some rows, those of text that the node's model reads as its tokens, a text that it scores with the token that ends a
+    response. Raises BadMessages."""
     read = sequences(plan.graph, node)
     names = [c for c in (*read.context, *read.scored) if c in columns and plan.graph.column(c).element == "text"]
-    return {**columns, **{c: Tokens(plan.model(node.name).path).read(columns[c]) for c in names}}
+    if not names:
+        return dict(columns)
+    tokens = Tokens(plan.model(node.name).path)
+    return {**columns, **{c: (tokens.ended if c in read.scored else tokens.read)(columns[c]) for c in names}}
 
 
 def of_column(plan: Plan, column: str) -> Tokens:
@@ -118,6 +139,13 @@ def of_column(plan: Plan, column: str) -> Tokens:
     owner = worker if worker is not None and worker.kind != "function" else speaker(graph)
     assert owner is not None
     return Tokens(plan.deploy.models[owner.model].path)
+
+
+def of_node(plan: Plan, node: Node) -> Tokens:
+    """The tokenizer of the first column of tokens that a node reads, else of the first that it writes, else the policy's."""
+    graph = plan.graph
+    found = next((c for c in (*node.reads, *node.writes) if is_tokens(graph, c)), graph.node("source").writes[0])
+    return of_column(plan, found)
 
 
 @cache

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import algorithms
+from .. import algorithms, noise
 from ..functions import Kind, Signature, loss_terms, signatures
-from ..graph import Expr
+from ..graph import Expr, Node
 from ..plan import Plan
 from .blame import BadResult, reason, steps
 from .columns import DTYPES, Array, Column, ragged, texts
 from .report import RunError
-from .tokens import Tokens
+from .tokens import Tokens, of_node
 from .wrong import vocabulary
 
 
@@ -70,6 +71,22 @@ class Returned:
             return texts(values)
         dtype = DTYPES[column.element]
         return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
+
+
+class Filled:
+    """What a function of a node gets by the names of its parameters, beside columns and options (functions.GIVEN)."""
+
+    def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
+        self.names, self.seed, self.node = signature.fills, plan.deploy.run.seed, zlib.crc32(node.name.encode())
+        # Its import costs seconds, which only those wait for who ask.
+        self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
+
+    def __call__(self, iteration: int, unit: int) -> dict[str, Any]:
+        """For a unit of an iteration."""
+        found: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
+        if "rng" in self.names:
+            found["rng"] = noise.generator(self.seed, iteration, self.node, unit)
+        return {name: found[name] for name in self.names}
 
 
 def seen(column: Column, element: str, row: int, text: bool, tokens: Tokens | None) -> Any:

@@ -1,0 +1,100 @@
+"""What functions get by the names of their parameters: the tokenizer, the iteration's number; and what a source draws rows by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stage import EXAMPLE
+from test_functions import call, results
+
+from msrl_graph import Fault, compile
+from msrl_graph.functions import signatures
+from msrl_graph.runtime.calling import Weigher
+from msrl_graph.runtime.data import Dataset
+from msrl_graph.runtime.readers import Task
+from msrl_graph.runtime.report import RunError
+from msrl_graph.runtime.values import Filled
+
+PROGRAM = """
+import grpo
+algorithm mine extends grpo {{
+  columns {{ difficulty : f32 }}
+  {state}
+  source(prompts) -> prompt, answer, difficulty {{ weights = {weights} }}
+}}
+cluster laptop {{ device = "cpu" }}
+deploy mine on laptop {{
+  set prompts = 2
+  set prompt_len = 6
+  model policy = "{model}"
+  data source  = "rows.jsonl"
+}}
+"""
+ROWS = [("37+48=", "85", 3.0), ("a prompt longer than its bound", "x", 9.0), ("2+2=", "4", 1.0), ("5+5=", "10", 2.0)]
+
+
+def weigher(folder: Path, weights: str, source: str = "", state: str = "") -> Weigher:
+    (folder / "mine.py").write_text(source)
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a, "difficulty": d}) + "\n" for p, a, d in ROWS))
+    program = PROGRAM.format(weights=weights, state=state, model=EXAMPLE / "model")
+    plan = compile(str(folder / "p.rlg"), text=program)
+    return Weigher(plan, Dataset(plan.deploy.data["source"], plan))
+
+
+def test_rows_are_drawn_by_columns_of_the_data(tmp_path: Path) -> None:
+    """Of the rows that can be used: numbers as an array, tokens and texts as a list, decoded where they are to be text."""
+    source = """
+def hard(difficulty, answer, prompt: str, *, iteration):
+    assert list(answer) == ["85", "4", "10"] and list(prompt) == ["37+48=", "2+2=", "5+5="]
+    return difficulty + iteration
+def ids(prompt, difficulty): return [len(p) * d for p, d in zip(prompt, difficulty)]
+"""
+    drawn = weigher(tmp_path, '"mine.py:hard"', source)
+    assert list(drawn({}, Task("train", 4, 2))) == [7, 5, 6]
+    assert list(weigher(tmp_path, '"mine.py:ids"', source)({}, Task("train", 0, 2))) == [18, 4, 8]
+
+
+def test_columns_and_states_draw_together(tmp_path: Path) -> None:
+    state = "state success : f32 per prompt = 0.5"
+    source = "def both(difficulty, success): return difficulty * success\n"
+    found = weigher(tmp_path, '"mine.py:both"', source, state)
+    assert list(found({"success": np.array([0.5, 1, 0])}, Task("train", 0, 2))) == [1.5, 1, 0]
+    # A function of the package has the column that is named for its parameter.
+    assert list(weigher(tmp_path, "around(difficulty, target = 0.5, floor = 0.1)")({}, Task("train", 0, 2))) == [0.1] * 3
+
+
+def test_wrong_weights_are_told_with_what_they_were_made_of(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError,
+        match=r"`weights` of the source \(line 6 of .*p.rlg\) returned list of 1, where a number of 0 or more belongs for each of 3",
+    ):
+        weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return [1.0]\n")({}, Task("train", 0, 2))
+    with pytest.raises(RunError, match=r"ZeroDivisionError(.|\n)*\n  difficulty: float32 of 3"):
+        weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return 1 / 0\n")({}, Task("train", 0, 2))
+    with pytest.raises(Fault, match="`f` needs `hardness`, and the source has no column or state of this name"):
+        weigher(tmp_path, '"mine.py:f"', "def f(hardness): return hardness\n")
+
+
+def test_a_function_is_told_the_iteration(tmp_path: Path) -> None:
+    for parameters in ("score, iteration", "score, *, iteration"):
+        assert list(call(tmp_path, f"def f({parameters}): return score + 10 * iteration\n", ("reward",))["reward"].values) == [
+            71,
+            72,
+            73,
+            74,
+        ]
+    made = results(tmp_path, "def f(*rest, iteration): return iteration\n", ("level",))
+    assert list(made.columns["level"][1].values) == [7] * 4
+
+
+def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
+    plan = compile(EXAMPLE / "grpo.rlg")
+    signature = signatures("def f(response, tokenizer, iteration): ...")["f"]
+    assert (signature.columns, signature.fills) == (("response",), ("tokenizer", "iteration"))
+    given = Filled(signature, plan.graph.node("host.reward"), plan)(3, 0)
+    assert given["iteration"] == 3 and given.keys() == {"tokenizer", "iteration"}
+    tokenizer = given["tokenizer"]
+    assert tokenizer.decode([*tokenizer.encode("37+48=", add_special_tokens=False), 1], skip_special_tokens=True) == "37+48="
