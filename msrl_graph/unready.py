@@ -10,9 +10,7 @@ from typing import NamedTuple
 from .backends import ENGINES
 from .diagnostics import Diagnostic, Span
 from .graph import Edge, Node
-from .passes.pools import FUNCTIONS
 from .plan import Note, Plan
-from .sequences import sequences
 
 # Attributes of edges that the runtime does not know, and what to do meanwhile.
 EDGES = {"every": "leave it out: every version is sent"}
@@ -75,12 +73,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
             engine = f"the engine `{placement.engine.name}`"
             chosen = plan.cluster.device.backend != "cpu" and not placement.engine.span.line  # for these devices
             tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
-    for node in plan.graph.nodes:
-        if plan.placement(node.name).pool == FUNCTIONS:
-            continue
-        read = sequences(plan.graph, node)
-        for text in (c for c in (*read.context, *read.scored) if node.verb != "generate" and plan.graph.column(c).element == "text"):
-            tell(f"`{node.name}`, whose model reads the text `{text}`,", node.span, "declare it as tokens, `i32[<= n]`")
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
