@@ -38,6 +38,8 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert {"actor.generate", "actor.update", "reshard", "host.reward"} <= {e["name"] for e in events}
         assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
+    (place.folder / "new").touch()
+    assert {p.stat().st_mode for p in two.rglob("*") if p.is_file()} == {(place.folder / "new").stat().st_mode}  # as the umask says
     from safetensors.numpy import load_file
 
     start = load_file(EXAMPLE / "model" / "model.safetensors")

@@ -1,6 +1,8 @@
 """Infers and updates of all kinds of workers, against transformers and torch alone, and on real ranks against one."""
 
 import math
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -287,8 +289,16 @@ def test_a_critic_is_saved_as_transformers_has_it(judge, tmp_path):
     scores = [model(sequence(columns, i, "prompt", "response")).logits[0].detach() for i in range(8)]
     again = staged(ROLLOUT, judge=str(tmp_path / "critic"))
     assert close(again.act("judge.infer", columns)["score"].values, scores) and len(np.unique(torch.cat(scores))) > 5
+    model, deploy = shutil.copytree(EXAMPLE / "model", tmp_path / "model"), stage.plan.deploy
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    policy = replace(deploy.models["policy"], path=str(model))
+    stage.plan = replace(stage.plan, deploy=replace(deploy, models={**deploy.models, "policy": policy}))
     stage.save("actor", str(tmp_path / "actor"))
-    assert (tmp_path / "actor" / "config.json").read_text() == (EXAMPLE / "model" / "config.json").read_text()
+    assert {p.name for p in (tmp_path / "actor").iterdir()} == {p.name for p in model.iterdir()}
+    for file in ("config.json", "chat_template.jinja"):
+        assert (tmp_path / "actor" / file).read_text() == (model / file).read_text()
+    modes = {p.stat().st_mode for folder in ("actor", "critic") for p in (tmp_path / folder).iterdir()}
+    assert modes == {(tmp_path / "model" / "chat_template.jinja").stat().st_mode}
 
 
 def test_a_critic_goes_on_from_a_checkpoint(judge, tmp_path):

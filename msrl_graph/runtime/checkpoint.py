@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from ..diagnostics import Diagnostic, Fault, Span
 from ..layout import Box, elements, overlap, slices, within
 from ..paths import is_folder
 from ..plan import Plan
+from . import saved
 
 if TYPE_CHECKING:
     # The supervisor of a run reads manifests, and starts without torch.
@@ -86,32 +86,15 @@ def taken(steps: Mapping[str, int]) -> dict[str, str]:
 
 def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> File:
     """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
-    from safetensors.torch import save_file
-
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
-    with _as_os_error():
-        save_file({key: s.tensor.detach().contiguous() for key, s in held.items()}, folder / name, metadata=dict(says))
+    saved.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
     return _written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
 
 
 def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
-    from safetensors.numpy import save_file
-
-    with _as_os_error():
-        save_file(dict(arrays), folder / name, metadata=dict(says))
+    saved.arrays(folder / name, arrays, says)
     return _written(folder / name, ())
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    """A full disk is no OSError to safetensors."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def _written(path: Path, pieces: tuple[Piece, ...]) -> File:

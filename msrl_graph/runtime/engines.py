@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,7 +24,7 @@ from ..graph import Node
 from ..layout import owns, slices
 from ..plan import Placement, Plan
 from ..redistribute import gatherers
-from . import checkpoint
+from . import checkpoint, saved
 from .reshard import Resharder, Swap
 from .send import Sender
 
@@ -185,10 +184,8 @@ class Engines:
         target = Path(folder).with_suffix(".partial")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
-        save_file(whole, target / "model.safetensors", metadata={"format": "pt"})
-        for file in Path(model.path).iterdir():
-            if file.suffix == ".json" and not file.name.endswith(".index.json"):
-                shutil.copy(file, target)
+        saved.tensors(target / "model.safetensors", whole, {"format": "pt"})
+        saved.companions(Path(model.path), target)
         if model.scores:
             config = target / "config.json"
             config.write_text(json.dumps(transformer.scoring(json.loads(config.read_text())), indent=2) + "\n")

@@ -1,0 +1,67 @@
+"""Files of tensors, and what lies beside the weights in a model's folder.
+
+Invariant: what is written has the mode that the umask gives, and a failure is an OSError, whichever library writes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+# What is not copied of a model's folder: weights in whatever form, data that lie there too, and what tells of the model as it was. Of all
+# else nobody can say that no tokenizer reads it: their files have any name (vocab.txt, spiece.model, qwen.tiktoken, a module in Python).
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".npz", ".tflite"}
+DATA = {".jsonl", ".parquet", ".arrow"}
+CARD = "README.md"
+FOLDERS = ("additional_chat_templates",)  # those that transformers reads of a tokenizer
+
+
+def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file."""
+    from safetensors.torch import save_file
+
+    with _as_files_are(path):
+        save_file(dict(named), path, metadata=dict(metadata))
+
+
+def arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file, without torch."""
+    from safetensors.numpy import save_file
+
+    with _as_files_are(path):
+        save_file(dict(named), path, metadata=dict(metadata))
+
+
+@contextmanager
+def _as_files_are(path: Path) -> Iterator[None]:
+    """To safetensors a full disk is no OSError, and a file is for its owner alone."""
+    from safetensors import SafetensorError
+
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(mode)
+
+
+def companions(source: Path, target: Path) -> None:
+    """Copies all of a model's folder but its weights: what its config, its tokenizer and its generation are read from."""
+    for file in source.iterdir():
+        if file.name in FOLDERS and file.is_dir():
+            (target / file.name).mkdir()
+            companions(file, target / file.name)
+        elif file.is_file() and not _is_left(file):
+            shutil.copyfile(file, target / file.name)  # not its mode: a cache's files may be read-only
+
+
+def _is_left(file: Path) -> bool:
+    return file.suffix in WEIGHTS | DATA or file.name.endswith(".index.json") or file.name == CARD or file.name.startswith(".")

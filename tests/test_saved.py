@@ -1,0 +1,115 @@
+"""What a trained model's folder holds beside its weights, for each kind of tokenizer; and the modes of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import chat
+import numpy as np
+import pytest
+import transformers
+
+from msrl_graph.runtime import saved
+from msrl_graph.runtime.tokens import Tokens
+
+WORDS = ["<unk>", "<s>", "</s>", "<pad>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "one", "plus", "two", "o", "n", "e", "|"]
+TEXT = "one plus two"
+
+
+def kinds() -> dict[str, set[str]]:
+    """The files that each of transformers' tokenizers says it reads."""
+    found = {}
+    for file in sorted((Path(transformers.__file__).parent / "models").glob("*/tokenization_*.py")):
+        if stated := re.search(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", file.read_text(encoding="utf-8"), re.DOTALL):
+            found[file.stem] = set(re.findall(r':\s*"([^"]+)"', stated[1]))
+    return found
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    saved.companions(source, target)
+    return target
+
+
+def files(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_files_of_every_kind_of_tokenizer_are_copied_and_no_weights(tmp_path: Path) -> None:
+    known = kinds()
+    assert len(known) > 60 and {"vocab.txt", "merges.txt", "tokenizer.json", "spiece.model", "bpe.codes"} <= set.union(*known.values())
+    always = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+    always |= {"chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja", "LICENSE"}
+    custom = {"qwen.tiktoken", "tokenization_mine.py", "prompts.txt"}
+    weights = {"model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}
+    weights |= {"pytorch_model.bin.index.json", "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "model.gguf", "optimizer.pt"}
+    others = {"README.md", ".gitattributes", "original/tokenizer.model", "onnx/model.onnx", ".cache/x.json", "train.jsonl"}
+    source = tmp_path / "model"
+    for name in set.union(*known.values()) | always | custom | weights | others:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(name)
+        (source / name).chmod(0o444)
+    target = copied(source, tmp_path / "copy")
+    assert files(target) == set.union(*known.values()) | always | custom
+    for name in files(target):
+        assert (target / name).read_text() == name and stat.S_IMODE((target / name).stat().st_mode) == 0o666 & ~umask(), name
+
+
+def made(folder: Path) -> Iterator[transformers.PreTrainedTokenizerBase]:
+    """Tokenizers that need no file of another's, of kinds that keep their words in different files."""
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    (folder / "vocab.json").write_text(json.dumps({word: i for i, word in enumerate(WORDS)}))
+    (folder / "merges.txt").write_text("#version: 0.2\no n\n")
+    yield transformers.AutoTokenizer.from_pretrained(chat.model(folder / "chat"))
+    yield transformers.BertTokenizer(str(folder / "vocab.txt"))
+    yield transformers.Wav2Vec2CTCTokenizer(str(folder / "vocab.json"))
+    yield transformers.CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), unk_token="<unk>")
+    yield transformers.ByT5Tokenizer()
+
+
+def test_a_tokenizer_of_a_trained_model_is_the_one_that_it_was_trained_with(tmp_path: Path) -> None:
+    own = set()
+    for i, tokenizer in enumerate(made(tmp_path)):
+        tokenizer.chat_template = {"default": chat.TEMPLATE, "tool_use": "{{ messages | length }}"}
+        source = tmp_path / f"source{i}"
+        tokenizer.save_pretrained(source)
+        (source / "model.safetensors").write_text("weights")
+        target = copied(source, tmp_path / f"target{i}")
+        assert files(target) == files(source) - {"model.safetensors"}
+        again = type(tokenizer).from_pretrained(target)
+        assert again(TEXT).input_ids == tokenizer(TEXT).input_ids
+        assert again.chat_template == tokenizer.chat_template and len(again.chat_template) == 2
+        own |= files(target)
+    assert {"tokenizer.json", "vocab.txt", "vocab.json", "merges.txt"} & own >= {"tokenizer.json", "vocab.json"}
+
+
+def test_a_model_whose_template_stands_in_a_file_of_its_own_renders_messages_as_before(tmp_path: Path) -> None:
+    source = chat.model(tmp_path / "model", separate=True)
+    target = copied(source, tmp_path / "copy")
+    messages = [{"role": "user", "content": "what is one plus two"}]
+    assert Tokens(str(target)).prompt(messages) == Tokens(str(source)).prompt(messages) != ""
+
+
+def umask() -> int:
+    known = os.umask(0)
+    os.umask(known)
+    return known
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o002])
+def test_a_file_of_tensors_has_the_mode_that_the_umask_gives(tmp_path: Path, mask: int) -> None:
+    import torch
+
+    before = os.umask(mask)
+    try:
+        saved.tensors(tmp_path / "one", {"w": torch.zeros(2)}, {})
+        saved.arrays(tmp_path / "two", {"w": np.zeros(2)}, {})
+        (tmp_path / "mine").touch()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()} == {0o666 & ~mask}
