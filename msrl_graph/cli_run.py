@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", metavar="N", type=natural, help="override the seed")
     p.add_argument("--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)")
     p.add_argument("--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder")
+    p.add_argument(
+        "--overwrite", action="store_true", help="replace the results of a run that --out holds, or checkpoints newer than --resume's"
+    )
     p.add_argument("--record", action="store_true", help="write the rows of each iteration into the run's folder, as Parquet under rows/")
     p.add_argument("--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones")
     p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
@@ -89,6 +92,7 @@ def run_plan(text: str, out: str | None) -> int:
             color="auto",
             out=out,
             resume=None,
+            overwrite=False,
             record=False,
             replay=None,
             dry_run=False,
@@ -111,7 +115,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
     resume = options.resume or ""
-    watched = supervisor.Options(options.measure_memory, options.verbose, options.record, options.replay or "")
+    watched = supervisor.Options(options.measure_memory, options.verbose, options.record, options.replay or "", options.overwrite)
     if options.dry_run:
         made = supervisor.prepare(plan, options.out, resume, watched)
         tell(made.warnings, None, options)

@@ -1,6 +1,7 @@
 """Rows that were trained on: what a file of them holds, and that a run takes them in place of generated ones."""
 
 import json
+import shutil
 from pathlib import Path
 
 import generations
@@ -15,6 +16,7 @@ from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.runtime import rows
 from msrl_graph.runtime.columns import Column, ragged, texts
+from msrl_graph.runtime.folder import MADE
 from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import RunError
 
@@ -269,7 +271,11 @@ def test_a_run_of_three_generations_is_recorded_and_replayed_elsewhere(place):
     generations.program(place.folder)
     ran(place, "--out", "one", "--record")
     generations.program(place.folder, 2, "layout actor.update { dp = 2, zero = 3 }\n  layout propose, solve, try_once { tp = 2 }")
-    ran(place, "--out", "two", "--record", "--replay", "one")
+    shutil.copytree(place.folder / "one", place.folder / "two")
+    (place.folder / "two" / "rows" / "solution" / "000009.parquet").write_text("old")
+    ran(place, "--out", "two", "--overwrite", "--record", "--replay", "one")
+    assert {p.name for p in (place.folder / "two" / "rows" / "solution").iterdir()} == {"000000.parquet", "000001.parquet"}
+    assert {p.name for p in (place.folder / "two").iterdir()} <= {*MADE} and len(metrics(place.folder / "two")) == 2
     for iteration, line in enumerate(metrics(place.folder / "one")):
         for level, head in (("problem", ""), ("solution", "solve/"), ("attempt", "try_once/")):
             one, two = (rows_of(place.folder / run, iteration, level) for run in ("one", "two"))

@@ -13,6 +13,7 @@ import pytest
 from place import EXAMPLE, MINE, ONE_RANK, SMALL, THRICE, TRAINED, assert_alike, metrics, weights
 
 from msrl_graph.cli import compile_main
+from msrl_graph.runtime.folder import MADE
 
 
 def held_in(folder):
@@ -38,6 +39,7 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert {"actor.generate", "actor.update", "reshard", "host.reward"} <= {e["name"] for e in events}
         assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
+    assert {p.name for p in two.iterdir()} <= {*MADE}
     (place.folder / "new").touch()
     assert {p.stat().st_mode for p in two.rglob("*") if p.is_file()} == {(place.folder / "new").stat().st_mode}  # as the umask says
     from safetensors.numpy import load_file

@@ -32,6 +32,7 @@ def run(
     out: Path | str | None = None,
     *,
     resume: Path | str | None = None,
+    overwrite: bool = False,
     record: bool = False,
     replay: Path | str | None = None,
     iterations: int | None = None,
@@ -44,7 +45,8 @@ def run(
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
     runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
 
-    `iterations` and `seed` take the place of the plan's. `record` writes the rows of each iteration; `replay` is the folder of a run that
+    `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints. `iterations` and `seed`
+    take the place of the plan's. `record` writes the rows of each iteration; `replay` is the folder of a run that
     did, whose responses are taken in place of generated ones. `dry_run` checks all that can be checked, prints what would run and starts
     nothing. `verbose` shows what the processes print, `measure_memory` what a rank's tensors take. What is told on the way goes to
     `stderr` (default: the process's own).
@@ -58,7 +60,7 @@ def run(
         known = plan.deploy.run
         asked = replace(known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed))
         plan = replace(plan, deploy=replace(plan.deploy, run=asked))
-        options = Options(measure_memory, verbose, record, str(replay or ""))
+        options = Options(measure_memory, verbose, record, str(replay or ""), overwrite)
         if not dry_run:
             return supervisor.run(plan, out, str(resume or ""), options, stderr)
         made = supervisor.prepare(plan, out, str(resume or ""), options)

@@ -1,6 +1,7 @@
 """The folder of a run.
 
-Invariant: a run never writes among another's results, and two never write into one folder at a time.
+Invariant: a run never writes among another's results, unless it is asked to replace them, and then removes nothing but what runs make and
+nothing that it reads; two never write into one folder at a time.
 """
 
 from __future__ import annotations
@@ -8,31 +9,76 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..diagnostics import Diagnostic, Fault
 from ..plan import Plan
-from . import checkpoint
+from . import checkpoint, rows
+
+# All that a run makes in its folder.
+MADE = (
+    "logs",
+    "plan.json",
+    "metrics.jsonl",
+    "curve.png",
+    "tensorboard",
+    "trace.json",
+    "memory.json",
+    "weights",
+    checkpoint.FOLDER,
+    rows.FOLDER,
+)
 
 
-def choose(plan: Plan, out: Path | str | None) -> Path:
-    """The folder of this run; never one that holds another's results."""
+def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
+    """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads none of them."""
     names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
     folder = Path(out) if out is not None else next(p for p in names if not p.exists())
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what = ""
+    what, help = "", "name another with --out"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = "is there already and is not empty"
+        ran = (folder / "logs" / "driver.log").is_file()
+        if overwrite and ran:
+            return _replaced(plan, folder, replay)
+        what = "is there already and is not empty" + (
+            "; it holds no results of a run, which --overwrite would replace" if overwrite else ""
+        )
+        if ran and checkpoint.found(folder):
+            help += f", go on with the run in it: --resume {folder}, or replace its results: --overwrite"
+        elif ran:
+            help += ", or replace the results in it: --overwrite"
+    elif overwrite and out is None:
+        raise Fault(Diagnostic("bad-value", "--overwrite replaces the results in a folder, and none is named", help="name it with --out"))
     elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
         what = f"cannot be made: {nearest} is not a folder that can be written to"
     if what:
-        help = "name another with --out"
-        if folder.is_dir() and checkpoint.found(folder):
-            help += f", or go on with the run in it: --resume {folder}"
         raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
     return folder
+
+
+def _replaced(plan: Plan, folder: Path, replay: str) -> Path:
+    """A folder whose results are to be replaced; `Fault` where the run reads some of them."""
+    made = [(folder / name).resolve() for name in MADE]
+    reads = [*(m.path for m in plan.deploy.models.values()), *(d.path for d in plan.deploy.data.values())]
+    reads += [str(Path(replay) / rows.FOLDER)] if replay else []
+    for path in (Path(r).resolve() for r in reads if r):
+        if any(path == m or m in path.parents for m in made):
+            what = f"--overwrite would remove {path}, which the run reads"
+            raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
+    return folder
+
+
+def clear(folder: Path, begin: Path | None) -> None:
+    """Removes the results of a run; of one that goes on from its own checkpoint `begin` only the newer checkpoints."""
+    newer = [p for p in checkpoint.found(folder) if begin and int(p.name) > int(begin.name)]
+    for path in newer if begin else (folder / name for name in MADE):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def make(plan: Plan, folder: Path, stated: bool) -> Path:

@@ -31,7 +31,7 @@ from ..plan import Plan
 from ..unready import unready
 from . import checkpoint, data, rows, weights
 from .display import Screen
-from .folder import choose, lock, make
+from .folder import choose, clear, lock, make
 from .joining import NoResources
 from .pool import check_machine
 from .processes import MARK, Temporary, sweep
@@ -75,6 +75,7 @@ class Options:
     verbose: bool = False  # what the processes print, as they print it
     record: bool = False  # the rows of each iteration are written into the run's folder
     replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
+    overwrite: bool = False  # results of an earlier run in the folder are replaced
 
 
 @dataclass(frozen=True)
@@ -183,15 +184,18 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
-        return Prepared(plan, sizes, choose(plan, out), out is not None, None, None, [])
+        folder = choose(plan, out, options.overwrite, options.replay)
+        return Prepared(plan, sizes, folder, out is not None, None, None, [])
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     begin, manifest, warnings = checkpoint.resumed(plan, target, span)
     home = begin.parent.parent
-    if out is None and begin != checkpoint.found(home)[-1]:
+    here = out is None or Path(out).resolve() == home.resolve()
+    if here and begin != checkpoint.found(home)[-1] and not options.overwrite:
         what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
-        raise Fault(Diagnostic("bad-checkpoint", what, span, "name another folder for the results with --out"))
+        help = "name another folder for the results with --out, or replace them: --overwrite"
+        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
     rows.check(plan, options.record, options.replay, manifest.iteration)
-    folder = home if out is None else choose(plan, out)
+    folder = home if here else choose(plan, out, options.overwrite, options.replay)
     return Prepared(plan, sizes, folder, True, begin, manifest, warnings)
 
 
@@ -227,6 +231,8 @@ class Supervisor:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
         with lock(out), self._signals():
             try:
+                if self.options.overwrite:
+                    clear(out, self.made.begin if self.made.goes_on else None)
                 self._begin(out)
                 return self._attempts(out)
             except Fault:
