@@ -106,6 +106,8 @@ def same(response: Answer, answer: Answer) -> bool | None:
         return _equal(response.number, answer.number)
     if answer.words and (response.words or not response.marked):
         return response.words == answer.words
+    if response.marked and response.text == answer.text != "":
+        return True
     return False if response.marked and not response.text else None
 
 

@@ -8,13 +8,15 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from .registry import Count, NotNegative, Positive, function
+from .registry import Count, NotNegative, Positive, function, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
+
+TOLD = 5  # answers of a batch that were cut off, in the log
 
 
 @function()
@@ -23,26 +25,41 @@ def exact_match(response: str, answer: str, prompt: str = "") -> float:
     return float(response.strip() == answer.strip())
 
 
-@function()
-def math_verify(response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0) -> float:
+def _verified(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float) -> list[float]:
+    """`math_verify` of many rows."""
+    from . import answers, judges
+
+    rows = [(answers.given(r), answers.gold(a)) for r, a in zip(response, answer, strict=True)]
+    same = [answers.same(*row) for row in rows]
+    asked = [i for i, verdict in enumerate(same) if verdict is None]
+    questions = [judges.Question(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in asked]
+    verdicts = judges.equal(questions, timeout=timeout, budget=budget)
+    cut_off = [(q, v.cut_off) for q, v in zip(questions, verdicts, strict=True) if v.cut_off]
+    tell("verify/cut_off", len(cut_off))
+    for q, why in cut_off[:TOLD]:
+        print(f"math_verify: {why}, which counts 0, on {q.response[-100:]!r} against {q.answer[:100]!r}", file=sys.stderr)
+    if len(cut_off) > TOLD:
+        print(f"math_verify: so for {len(cut_off) - TOLD} other answers of {len(rows)}", file=sys.stderr)
+    known = dict(zip(asked, verdicts, strict=True))
+    return [float(known[i].equal if verdict is None else verdict) for i, verdict in enumerate(same)]
+
+
+@function(many=_verified)
+def math_verify(response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0, budget: Positive = 60.0) -> float:
     r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
     The response's answer is what stands in its last `\boxed{}` or `<answer>…</answer>` or behind its last `####`, else behind its last
     "answer is", else the last expression of its last 4,000 characters. What stands behind `</think>` goes before. `answer` is LaTeX or
     plain, or a whole solution that marks its answer so, as GSM8K's. Numbers and words are compared here, all else by the library
-    math-verify. Units and currencies are not compared; 50% equals 50 and 0.5; decimals are equal to six places, as 1/3 and 0.333333. An
-    answer on which math-verify takes more than `timeout` seconds (of a processor, a busy machine changes no score), or more than a
-    gibibyte, counts 0; of time the run's log tells. RuntimeError where the library cannot be started.
-    """
-    from . import answers, judge
+    math-verify, in processes of a gibibyte at most, one for each processor. Units and currencies are not compared; 50% equals 50 and 0.5;
+    decimals are equal to six places, as 1/3 and 0.333333.
 
-    given, gold = answers.given(response), answers.gold(answer)
-    verdict = answers.same(given, gold)
-    if verdict is None:
-        verdict, why = judge.equal(given.text, gold.text, marked=given.marked, timeout=timeout)
-        if why:
-            print(f"math_verify: {why}, which counts 0, on {given.text[-100:]!r} against {gold.text[:100]!r}", file=sys.stderr)
-    return float(verdict)
+    Cut off, and so 0, is an answer on which math-verify takes more than `timeout` seconds of a processor or too much memory, or that is
+    too large to be asked about: longer than 1,000 characters, brackets more than 16 deep, whole numbers of more than 32,768 bits. Answers
+    that come to no verdict take at most `budget` seconds of a batch together, or 0.05 each. The metric `verify/cut_off` counts what was
+    cut off, the run's log has some of it. RuntimeError where the library cannot be started.
+    """
+    return _verified([response], [answer], timeout=timeout, budget=budget)[0]
 
 
 @function()

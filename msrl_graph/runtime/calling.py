@@ -8,7 +8,7 @@ the order of arrival changes what it returns.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,10 @@ class Results:
     states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
 
 
+class _OfUnit(list[Any]):
+    """Values of which all rows of a unit have the same."""
+
+
 class Function:
     """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in."""
 
@@ -68,6 +72,8 @@ class Function:
             # A function of one row may have a group that is one: a value for the row above it.
             self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(call.value)
             self.filled = Filled(self.signature, node, plan)
+            self.single = node.per == "row" or self.alone
+            self.many = getattr(self.call, "many", None) if self.single else None
             self.options, renamed = _options(call), call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
@@ -95,15 +101,15 @@ class Function:
         numbers = self.reader.numbers(task)
         made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in self.node.gives or self.node.writes}
         times: list[Array] = []
-        start = 0
+        start, seen = 0, self._seen(batch, task)
+        results = self._at_once(batch, task, seen) if self.many and (sizes == 1).all() else None
         for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
             rows = slice(start, start := start + int(size))
-            where, given = f"{self.scope} {unit}", self._given(batch, task, rows)
+            where, given = f"{self.scope} {unit}", [(p, self._of_unit(values, rows)) for p, values in seen]
             try:
                 if self.alone and size != 1:
                     raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
-                with self.note.at(f"{self.node.name}: {where} of {task.key}"):
-                    result = self._called(given, task, int(unit))
+                result = next(results) if results else self._called(given, task, int(unit), where)
                 if self.sieve is not None:
                     times.append(self._times(result, int(size)))
                     continue
@@ -128,32 +134,44 @@ class Function:
         columns = {name: (np.asarray(made[name][0], np.int64), self.returned.column(name, made[name][1])) for name in self.node.writes}
         return Results(columns, {name: made[name] for name in self.node.sets})
 
-    def _given(self, batch: Batch, task: Task, rows: slice) -> list[tuple[str, Any]]:
-        """The arguments for the rows of a unit, each with its parameter; those of `*columns` with their column."""
-        return [(c if p == self.signature.rest else p, self._argument(batch, task, c, rows, p)) for p, c in self.bound]
+    def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
+        """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one number, a state's."""
+        return [(c if p == self.signature.rest else p, self._argument(batch, task, c, p)) for p, c in self.bound]
 
-    def _called(self, given: list[tuple[str, Any]], task: Task, unit: int) -> Any:
-        """What the function returns for a unit."""
-        options = dict(self.options)
-        options |= self.filled(task.number, unit)
-        # What comes before `*columns` is given by order, as Python wants it.
-        return self.call(*(v for _, v in given), **options) if self.signature.rest else self.call(**dict(given), **options)
-
-    def _argument(self, batch: Batch, task: Task, name: str, rows: slice, parameter: str) -> Any:
-        """The argument for a row, or for the rows of a unit: an array of scalars, or a list. A state is one number where there is one."""
-        grouped = self.node.per != "row" and not self.alone
+    def _argument(self, batch: Batch, task: Task, name: str, parameter: str) -> Any:
+        if name in self.node.states and name not in self.per_row:
+            return task.states[name]
+        column = batch.columns[name]
         if name in self.node.states:
-            if name not in self.per_row:
-                return task.states[name]
-            column = batch.columns[name]
-            return column.values[rows] if self.node.per == "batch" else column.values[rows][0].item()
-        column, kind = batch.columns[name], self.graph.column(name)
-        if grouped and column.offsets is None:
-            return column.values[rows]
+            return column.values if self.node.per == "batch" else _OfUnit(column.values.tolist())
+        if not self.single and column.offsets is None:
+            return column.values
         text = parameter in self.signature.text
         tokens = self.tokens.get(name) if text else None
-        found = [seen(column, kind.element, r, text, tokens) for r in range(rows.start, rows.stop)]
-        return found if grouped else found[0]
+        return seen(column, self.graph.column(name).element, range(len(column)), text, tokens)
+
+    def _of_unit(self, values: Any, rows: slice) -> Any:
+        """The argument for the rows of a unit: one value where the unit is a row, or where there is one."""
+        if not isinstance(values, (list, np.ndarray)):
+            return values
+        return values[rows.start] if self.single or isinstance(values, _OfUnit) else values[rows]
+
+    def _at_once(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Any]:
+        """The results for all rows, of a function that takes many."""
+        assert self.many is not None
+        where = f"{len(batch.rows)} rows"
+        try:
+            with self.note.at(f"{self.node.name}: {where} of {task.key}"):
+                return iter(self.many(**dict(seen), **self.options))
+        except (Exception, SystemExit) as error:
+            raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
+
+    def _called(self, given: list[tuple[str, Any]], task: Task, unit: int, where: str) -> Any:
+        """What the function returns for a unit."""
+        options = self.options | self.filled(task.number, unit)
+        with self.note.at(f"{self.node.name}: {where} of {task.key}"):
+            # What comes before `*columns` is given by order, as Python wants it.
+            return self.call(*(v for _, v in given), **options) if self.signature.rest else self.call(**dict(given), **options)
 
     def _compare(self, batch: Batch, task: Task) -> Array:
         assert self.comparison is not None
@@ -237,7 +255,7 @@ class Weigher:
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
                 column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
                 plain = column.offsets is None
-                self.columns[parameter] = column.values if plain else [seen(column, element, i, text, tokens) for i in range(self.rows)]
+                self.columns[parameter] = column.values if plain else seen(column, element, range(self.rows), text, tokens)
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
         """The weights of an iteration; `tables` are the states of each row."""

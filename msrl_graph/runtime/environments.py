@@ -94,7 +94,7 @@ class Episodes:
         for name in environment.reads:
             text = name in environment.signature.text
             element = environment.graph.column(name).element
-            given[name] = seen(self.batch.columns[name], element, row, text, environment.tokens.get(name))
+            given[name] = seen(self.batch.columns[name], element, range(row, row + 1), text, environment.tokens.get(name))[0]
         return given
 
     def _reset(self, position: int) -> str:

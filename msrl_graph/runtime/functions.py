@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import ray
 
+from ..algorithms.registry import told
 from ..graph import Node, State
 from ..plan import from_json
 from . import log, rows
@@ -156,6 +157,8 @@ class FunctionHost:
             log.at(f"{node.name} in {task.key}")
             with report.phase(node.name):
                 made = function(batch, task)
+            for figure, amount in told().items():
+                report.count(figure, amount, 0)
             known = function.spoilt(batch)
             for name, (numbers, column) in made.columns.items():
                 if function.sieve is not None:

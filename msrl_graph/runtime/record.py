@@ -19,6 +19,7 @@ from .report import Report
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
 # What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was begun.
+COUNTED = ("wrong/", "verify/")  # what evaluations tell beside their columns
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
 
 
@@ -89,8 +90,8 @@ class Recorder:
         for column in columns:
             total, weight = sums.get(column, (math.nan, 1.0))
             found[column] = total / weight
-        wrong = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith("wrong/")}
-        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **wrong}
+        counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED)}
+        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **counted}
         self._write(line)
         self.evaluations.append(line)
         self._trace(iteration, reports)

@@ -24,6 +24,8 @@ from .report import RunError
 from .tokens import Tokens, of_node
 from .wrong import vocabulary
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 class Returned:
     """What is returned for the columns `names` of a plan."""
@@ -32,9 +34,12 @@ class Returned:
         self.graph = plan.graph
         self.stops = plan.deploy.run.on_nan == "stop"
         self.vocabularies = {c: vocabulary(plan, c) for c in names}
+        self.numbers = {c.name for c in plan.graph.columns if DTYPES[c.element] is np.float32 and not c.dims}
 
     def checked(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
         """A value as its column's type; BadResult where it is not. `lengths` are those of the row's other columns."""
+        if type(value) is float and name in self.numbers and -LARGEST <= value <= LARGEST:  # most are
+            return value
         column = self.graph.column(name)
         if column.element == "json":
             return json.dumps(value)
@@ -89,12 +94,14 @@ class Filled:
         return {name: found[name] for name in self.names}
 
 
-def seen(column: Column, element: str, row: int, text: bool, tokens: Tokens | None) -> Any:
-    """What a function sees of a row of a column: text, or what JSON stands for, unless it wants `text` of that too; tokens as an array, or
+def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
+    """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too; tokens as arrays, or
     decoded where a tokenizer is given."""
     if element in ("text", "json"):
-        return column.text(row) if element == "text" or text else json.loads(column.text(row))
-    return tokens.decode([column[row]])[0] if tokens else column[row]
+        texts = [column.text(row) for row in rows]
+        return texts if element == "text" or text else [json.loads(t) for t in texts]
+    found = [column[row] for row in rows]
+    return tokens.decode(found) if tokens else found
 
 
 def called(call: Expr, kind: Kind) -> tuple[Callable[..., Any], Signature]:
