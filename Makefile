@@ -6,11 +6,12 @@ VENV_VERL := .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
 KILLS ?= 200
+PROGRAMS ?= 5000
 PROGRAM ?= grpo
 NAMES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves test lint chaos invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves test lint chaos dry invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -80,6 +81,10 @@ bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
 # What no layout, dock or order changes: the same numbers but for rounding, about 10 minutes.
 invariance: $(VENV)/ready
 	$(BIN)/python bench/invariance.py
+
+# Random programs, compiled and run dry in random orders: none waits for nothing. 5,000 take about 15 minutes.
+dry: $(VENV)/ready
+	$(BIN)/python bench/dry.py --programs $(PROGRAMS) --seed $(SEED)
 
 # Every program of tests/programs, two iterations of each, about 5 minutes.
 programs: $(VENV)/ready

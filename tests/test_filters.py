@@ -5,7 +5,6 @@ The rows that are expected are found row by row from what filters say of each; a
 
 import itertools
 import random
-import zlib
 from collections import Counter
 from functools import cache
 
@@ -13,9 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from truth import Truth
 
 from msrl_graph import compile
-from msrl_graph.rowsets import chain, common, rowsets
 from msrl_graph.runtime.dock import Controller
 from msrl_graph.runtime.readers import Task, readers
 from msrl_graph.runtime.report import RunError
@@ -112,63 +111,6 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("filters")
 
 
-class Truth:
-    """What filters say, and which rows that leaves: rows are keys, ("p", 3), ("g", key of the prompt, 1), ("s", key of the origin, 0)."""
-
-    def __init__(self, plan, seed, kindness):
-        self.graph, self.rows, self.seed, self.kindness = plan.graph, rowsets(plan.graph), seed, kindness
-
-    def verdict(self, node, key):
-        """How often a row goes on."""
-        bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
-        select = "select" in self.graph.node(node).attributes
-        return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
-
-    def under(self, prompts, end, sieves):
-        """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who belongs together."""
-        found = [("p", i) for i in prompts]
-        path = chain(self.rows.sets, end)[::-1]
-        for here, below in zip(path, [*path[1:], None], strict=True):
-            made = self.rows.sets[here]
-            if here and not made.repeats:
-                found = [("g", key, j) for key in found for j in range(made.fan)]
-            for sieve in sieves:
-                if sieve.left == sieve.rows == here:
-                    found = [k for k in found if self.verdict(sieve.node, k)]
-                elif sieve.rows == here and sieve.left == below:
-                    found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
-        for sieve in sieves:
-            if sieve.left not in path:
-                meeting = common(self.rows.sets, end, sieve.left)
-                on_path = [s for s in sieves if s.left in chain(self.rows.sets, sieve.left)]
-                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path)}
-                found = [k for k in found if self.up(k, end, meeting) in there]
-        return found
-
-    def up(self, key, start, end):
-        while start != end:
-            key, start = key[1], self.rows.sets[start].above
-        return key
-
-    def rounds(self, count):
-        """How many rounds of prompts it takes, and which prompts go on; None where they never suffice."""
-        filter = self.rows.refilling
-        if filter is None:
-            return 1, range(count)
-        for rounds in range(1, filter.refill + 2):
-            left = self.under(range(rounds * count), filter.left, (*self.rows.passed[filter.node], filter))
-            alive = sorted({self.up(k, filter.left, 0)[1] for k in left})
-            if len(alive) >= count:
-                return rounds, alive[:count]
-        return None
-
-    def expected(self, node, count):
-        """The rows that a node is handed in all."""
-        rounds, kept = self.rounds(count)
-        after = self.rows.refilling in self.rows.passed[node]
-        return self.under(kept if after else range(rounds * count), self.rows.nodes[node], self.rows.passed[node])
-
-
 class Flow:
     """Every node of a plan, each group of its processes: takes shares as they come, and writes what they write."""
 
@@ -188,16 +130,6 @@ class Flow:
         self.handed = {n: [] for n in self.readers}  # shares
         self.parts = {n: {} for n in self.readers}  # by round: its shares
         self.rounds = 0
-
-    def key(self, row, of):
-        """A row's key, from its number."""
-        made = self.truth.rows.sets[of]
-        if of == 0:
-            return ("p", row)
-        if made.repeats:
-            space = self.numbers.space[made.above]
-            return ("s", self.key(row % space, made.above), row // space)
-        return ("g", self.key(row // made.fan, made.above), row % made.fan)
 
     def write(self, column, rows, lengths):
         cells = list(zip(rows, lengths, strict=True))
@@ -228,7 +160,7 @@ class Flow:
                 rows = np.unique(self.numbers.above(share.rows, reader.rows, sets.columns[column]))
             self.write(column, rows, rows % 5 + 1)
         if node.filters:
-            times = [self.truth.verdict(name, self.key(int(r), reader.rows)) for r in share.rows]
+            times = [self.truth.verdict(name, self.truth.key(self.numbers, int(r), reader.rows)) for r in share.rows]
             self.write(sets.sieves[name].column, share.rows, np.array(times))
 
     def hear(self, node, column, part):
@@ -284,7 +216,7 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
     assert flow.rounds == truth.rounds(count)[0]
     for node, reader in flow.readers.items():
         shares = flow.handed[node]
-        got = Counter(flow.key(int(r), reader.rows) for s in shares for r in s.rows)
+        got = Counter(truth.key(flow.numbers, int(r), reader.rows) for s in shares for r in s.rows)
         assert got == Counter(truth.expected(node, count)), node
         assert all(flow.ended[node, g] == (flow.rounds if reader.loops else 1) for g in range(reader.groups)), node
         for s in shares:  # a group is whole, and its rows are together

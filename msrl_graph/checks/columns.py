@@ -62,9 +62,13 @@ def _swapped(graph: Graph) -> dict[str, tuple[str, str]]:
 
 
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Nodes that no path from the source reaches, without those that only come after another such node."""
+    """Nodes that no path from the source reaches, without those that only come after another such node; and a source with no node."""
     reached = _reached(graph)
     found = []
+    if not [n for n in graph.nodes if n.verb != "source"]:
+        message = f"`{graph.name}` has a source and no node, so nothing is computed"
+        help = "add a node that reads what the source gives, and the edge `source -> NODE`"
+        found.append(Diagnostic("unreachable", message, graph.span, help))
     for node in graph.nodes:
         if node.name in reached or any(e.src not in reached for e in graph.into(node.name)):
             continue

@@ -35,8 +35,8 @@ class Schedule:
 
 
 def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
-    """The nodes that the reported columns need: their writers, and the writers of what those read."""
-    needed: set[str] = set()
+    """The nodes that the reported columns need: their writers, and the writers of what those read; the source gives the states of a row."""
+    needed = {n.name for n in graph.verb("source")}
     todo = [graph.writer(c) for c in evaluation.report]
     while todo:
         node = todo.pop()

@@ -94,9 +94,8 @@ def enumerate_rows(
         if here and not numbers.sets[here].repeats:
             fan = numbers.fans[here]
             rows, known = (rows[:, None] * fan + np.arange(fan)).reshape(-1), np.repeat(known, fan)
-        for sieve in sieves:
-            if sieve.rows != here:
-                continue
+        # One that repeats rows makes others of them: who chooses from these rows comes before it, wherever it stands in the graph.
+        for sieve in sorted((s for s in sieves if s.rows == here), key=lambda s: s.left != here):
             times = verdicts[sieve.column].get(rows)
             if sieve.left == here:
                 stay = times != 0

@@ -1,0 +1,48 @@
+"""Random programs, compiled and run dry in random orders (tests/test_dry.py): how many were tried, what became of them, and the first that
+waits for ever or hands a row out twice."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from random_programs import FILE, FUNCTIONS, programs
+from test_dry import KINDNESS, holds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    ends: Counter[str] = Counter()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / FILE).write_text(FUNCTIONS)
+
+        # Not made smaller: what waits is found in a second, and the smallest like it in minutes.
+        @seed(options.seed)
+        @settings(
+            max_examples=options.programs,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )
+        @given(programs(), st.integers(0, 10**6), KINDNESS)
+        def tried(text: str, order: int, kindness: float) -> None:
+            ends[holds(text, Path(folder), order, kindness)] += 1
+
+        tried()
+    print(f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:", ", ".join(f"{n} {end}" for end, n in ends.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,488 @@
+"""A run without Ray, engines and time: the real driver, docks, function hosts and ranks of a plan, one step at a time, in an order that is
+drawn.
+
+Invariant: what runs is the code that runs on Ray, but for what computes: a row's value in a column is its number, and filters say what
+`Truth` says. One thread moves at a time, and which one, or which message arrives next, `random` draws; messages between two processes keep
+their order. Where nobody can move and the run has not ended, it is `Stuck`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import ray as real_ray
+from truth import Truth
+
+from msrl_graph.graph import Graph, Node
+from msrl_graph.plan import Plan
+from msrl_graph.rowsets import Numbers, rowsets
+from msrl_graph.runtime import actors
+from msrl_graph.runtime.calling import Results
+from msrl_graph.runtime.carried import Carried
+from msrl_graph.runtime.columns import Array, Column, ragged, texts
+from msrl_graph.runtime.dock import Batch
+from msrl_graph.runtime.functions import FunctionHost
+from msrl_graph.runtime.hosts import FunctionHosts
+from msrl_graph.runtime.note import Note
+from msrl_graph.runtime.readers import Task, home, readers
+from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.supervisor import Options
+from msrl_graph.runtime.trainer import Driver
+from msrl_graph.runtime.training import Training
+from msrl_graph.runtime.worker import Rank
+from msrl_graph.runtime.wrong import Watch, drawn
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (actors.ControllerHost, actors.WarehouseHost, FunctionHost)}
+
+
+class Stuck(Exception):
+    """Nobody can move: who waits for what."""
+
+
+class Over(BaseException):
+    """Unwinds a thread whose run has ended."""
+
+
+class Ref:
+    """The result of a call that is on its way."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.done, self.waiting = world, False, list[asyncio.Future[None]]()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+        self.value, self.error, self.done = value, error, True
+        for future in self.waiting:
+            future.set_result(None)
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def result(self) -> Any:
+        self.world.block(lambda: self.done)
+        return self.get()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done:
+            self.waiting.append(self.world.loop.create_future())
+            yield from self.waiting[-1].__await__()
+        return self.get()
+
+
+class Strand:
+    """A process that does one call after another: a thread that moves when the world lets it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.calls: deque[tuple[Ref, Callable[..., Any], tuple[Any, ...]]] = deque()
+        self.until: Callable[[], bool] = lambda: bool(self.calls)
+        self.go = threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.thread.start()
+        world.strands.append(self)
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Ref:
+        self.calls.append((ref := Ref(self.world), call, arguments))
+        return ref
+
+    def step(self) -> None:
+        self.world.moving = self
+        self.go.release()
+        self.world.back.acquire()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        self.until = until
+        self.world.back.release()
+        self.go.acquire()
+        if self.world.over:
+            raise Over
+
+    def _live(self) -> None:
+        CALLER.set(self.name)
+        self.go.acquire()
+        try:
+            while not self.world.over:
+                ref, call, arguments = self.calls.popleft()
+                try:
+                    ref.settle(call(*arguments))
+                except Exception as error:
+                    ref.settle(error=error)
+                self.wait(lambda: bool(self.calls))
+        except Over:
+            pass
+        finally:
+            self.world.back.release()
+
+
+class Method:
+    """An actor's, as Ray gives it."""
+
+    def __init__(self, world: World, actor: str, name: str) -> None:
+        self.world, self.actor, self.name = world, actor, name
+
+    def options(self, **_: Any) -> Method:
+        return self
+
+    def remote(self, *arguments: Any) -> Ref:
+        ref = Ref(self.world)
+        self.world.lines[CALLER.get(), self.actor].append((ref, self.name, arguments))
+        return ref
+
+
+class Handle:
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+
+    def __getattr__(self, method: str) -> Method:
+        return Method(self._world, self._name, method)
+
+
+class World:
+    """Stands in for the module `ray`."""
+
+    exceptions = real_ray.exceptions
+
+    def __init__(self, random: random.Random) -> None:
+        self.random, self.over = random, False
+        self.strands: list[Strand] = []
+        self.moving: Strand | None = None
+        self.back = threading.Semaphore(0)
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_exception_handler(lambda *_: None)  # tasks that never end, where nobody can move
+        self.lines: dict[tuple[str, str], deque[tuple[Ref, str, tuple[Any, ...]]]] = defaultdict(deque)  # by sender and receiver
+        self.actors: dict[str, tuple[Any, Strand | None]] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.met: Counter[Any] = Counter()
+        self.steps = 0
+
+    # What processes call.
+
+    def get(self, refs: Any, timeout: float | None = None) -> Any:
+        return [r.result() for r in refs] if isinstance(refs, list) else refs.result()
+
+    def wait(self, refs: list[Ref], num_returns: int = 1, timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
+        self.block(lambda: any(r.done for r in refs))
+        done = self.random.choice([r for r in refs if r.done])
+        return [done], [r for r in refs if r is not done]
+
+    def get_actor(self, name: str) -> Handle:
+        return Handle(self, name)
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(was_current_actor_reconstructed=False)
+
+    def block(self, until: Callable[[], bool]) -> None:
+        """Lets others move, until it holds."""
+        assert self.moving is not None
+        self.moving.wait(until)
+
+    def meet(self, what: Any, members: int, times: Counter[Any]) -> None:
+        """A collective of so many processes, each of which counts its own `times`."""
+        times[what] += 1
+        meeting = (what, times[what])
+        self.met[meeting] += 1
+        self.block(lambda: self.met[meeting] >= members)
+
+    # How they move.
+
+    def actor(self, name: str, made: Any) -> Handle:
+        alone = any(inspect.iscoroutinefunction(m) for _, m in inspect.getmembers(type(made), inspect.isfunction))
+        self.actors[name] = made, None if alone else Strand(self, name)
+        return Handle(self, name)
+
+    def run(self, main: Callable[[], Any], words: Callable[[], str]) -> Any:
+        ref = Strand(self, "driver").submit(main)
+        while not ref.done:
+            moves: list[Callable[[], None]] = [s.step for s in self.strands if s.until()]
+            moves += [lambda line=line, pair=pair: self._deliver(pair, line) for pair, line in self.lines.items() if line]  # type: ignore[misc]
+            if self.loop._ready:  # type: ignore[attr-defined]  # asyncio says nowhere else whether something can go on at once
+                moves.append(self._turn)
+            if not moves:
+                raise Stuck(words())
+            self.random.choice(moves)()
+            self.steps += 1
+        return ref.get()
+
+    def _deliver(self, pair: tuple[str, str], line: deque[tuple[Ref, str, tuple[Any, ...]]]) -> None:
+        ref, name, arguments = line.popleft()
+        made, strand = self.actors[pair[1]]
+        if strand is None:
+            task = self.loop.create_task(self._called(pair[1], ref, getattr(made, name), arguments))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        else:
+            strand.calls.append((ref, getattr(made, name), arguments))
+
+    async def _called(self, actor: str, ref: Ref, method: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        CALLER.set(actor)
+        try:
+            ref.settle(await method(*arguments))
+        except Exception as error:
+            ref.settle(error=error)
+
+    def _turn(self) -> None:
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+    def close(self) -> None:
+        self.over = True
+        for strand in self.strands:
+            strand.go.release()
+        for strand in self.strands:
+            strand.thread.join(10)
+        for task in self.tasks:
+            task.cancel()
+        for _ in range(50):  # not until all have ended: one may want a lock of another that waits for a message
+            self._turn()
+        self.loop.close()
+
+
+def cells(graph: Graph, column: str, rows: Array) -> Column:
+    """A column's values: each row's number, as often as it is long."""
+    known = next((c for c in graph.columns if c.name == column), None)  # none: only the dock knows it
+    if known is not None and known.element in ("text", "json"):
+        return texts([str(r) for r in rows])
+    if known is not None and not known.dims:
+        return Column(rows.astype(np.float64))
+    return ragged([np.full(r % 5 + 1, r) for r in rows.tolist()], np.int64)
+
+
+class Handed(actors.Client):
+    """Keeps what it hands out, and looks at the values."""
+
+    def __init__(self, dry: Dry, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.dry = dry
+
+    def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
+        batch = super().take(node, task, group, at_once)
+        reader, graph = self.readers[node], self.dry.plan.graph
+        for column, rows, _ in reader.reads:
+            if column in {s.name for s in graph.states} or not len(batch.rows):
+                continue
+            right = cells(graph, column, reader.numbers(task).above(batch.rows, reader.rows, rows))
+            assert np.array_equal(batch.columns[column].values, right.values), (node, column, task.key)
+        self.dry.handed[task.key, node].append((group, batch.share))
+        return batch
+
+
+class Computed:
+    """Stands in for calling.Function."""
+
+    def __init__(self, dry: Dry, node: Node) -> None:
+        self.dry, self.node, self.sieve = dry, node, dry.rows.sieves.get(node.name)
+
+    def spoilt(self, batch: Batch) -> Array:
+        return np.zeros(len(batch.rows), bool)
+
+    def __call__(self, batch: Batch, task: Task) -> Results:
+        reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
+        if self.sieve is not None:
+            truth = self.dry.truth(task)
+            keys = (truth.key(numbers, int(r), reader.rows) for r in batch.rows)
+            times = np.array([truth.verdict(self.node.name, k) for k in keys], np.int32)
+            return Results({self.sieve.column: (batch.rows, Column(times))})
+        states = {}
+        for name in self.node.sets:
+            old = task.states.get(name, 0.0)
+            states[name] = ([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
+        return Results(self.dry.written(self.node, reader.rows, numbers, batch.rows), states)
+
+
+class DryRank(Rank):
+    def __init__(self, dry: Dry, rank: int) -> None:
+        Training.__init__(self, dry.plan, rank)
+        plan, host = dry.plan, dry.plan.cluster.host(rank)
+        self.dry = dry
+        self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.boards, dry.stores, host, home(plan, host, rank))
+        self.asking = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
+        self.asked = {}
+        self.times: Counter[Any] = Counter()
+        self.lockstep = {c.node for c in plan.docks.controllers if c.lockstep}
+
+    def _meet(self, what: Any, members: list[DryRank]) -> None:
+        self.dry.world.meet(what, len(members), self.times)
+
+    def _here(self, *pools: str) -> list[DryRank]:
+        return [r for r in self.dry.ranks if r.pool is not None and r.pool.name in pools]
+
+    def _shared(self, node: Node, find: Callable[..., Any], *arguments: Any) -> Any:
+        layout = self.plan.placement(node.name).layout
+        group = layout.coordinates(self.local).dp
+        members = [r for r in self._here(self.pool.name) if layout.coordinates(r.local).dp == group]  # type: ignore[union-attr]
+        what = ("shared", node.name, group)
+        if self._first(node):
+            self.dry.shared[what, self.times[what] + 1] = find(*arguments)
+        self._meet(what, members)
+        return self.dry.shared[what, self.times[what]]
+
+    def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
+        for batch in super()._batches(node, task, report):
+            if node.name in self.lockstep:
+                self._meet(("batch", node.name), self._here(self.pool.name))  # type: ignore[union-attr]
+            yield batch
+
+    def _reshard(self, instruction: Any, task: Task, report: Report) -> None:
+        ends = (instruction.node, instruction.other)
+        self._meet(ends, self._here(*(self.plan.placement(n).pool for n in ends)))
+
+    def _release(self, *_: Any) -> None:
+        pass
+
+    _swap_in = _wait = _release
+
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+        reader = self.dry.readers[node.name]
+        numbers = reader.numbers(task)
+        made = self.dry.rows.columns[node.writes[0]]
+        rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
+        names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        return {c: (rows, cells(self.plan.graph, c, rows)) for c in names} if len(rows) else {}
+
+    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+        reader = self.dry.readers[node.name]
+        return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
+
+    def _update(self, *_: Any) -> dict[str, tuple[Array, Column]]:
+        return {}
+
+    def save(self, worker: str, folder: str) -> None:
+        pass
+
+
+class Data:
+    """Stands in for a data file of so many rows."""
+
+    def __init__(self, plan: Plan, rows: int) -> None:
+        self.plan, self.rows, self.too_long = plan, rows, 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def indices(self, position: int, count: int) -> Array:
+        return np.arange(position, position + count) % self.rows
+
+    def drawn(self, weights: Array, iteration: int, first: int, count: int) -> Array:
+        return self.indices(first, count)
+
+    def take(self, chosen: Array) -> dict[str, Column]:
+        return {c: Column(chosen) for c in self.plan.graph.node("source").writes}
+
+
+class Dry:
+    """One run of a plan; `handed` are the shares that each node got, by task."""
+
+    def __init__(self, plan: Plan, seed: int, kindness: float) -> None:
+        self.plan, self.seed, self.kindness = plan, seed, kindness
+        self.world, self.rows = World(random.Random(seed)), rowsets(plan.graph)
+        self.readers = {r.node: r for r in readers(plan)}
+        self.handed: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
+        self.shared: dict[Any, Any] = {}
+        self.ranks: list[DryRank] = []
+        hosts = {c.node: c.host for c in plan.docks.controllers}
+        self.boards = {node: f"controllers of host {h}" for node, h in hosts.items()}
+        self.stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
+
+    def truth(self, task: Task) -> Truth:
+        return Truth(self.plan, (self.seed, task.number), self.kindness)
+
+    def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, tuple[Array, Column]]:
+        """What a node writes beside generations, of rows of a set."""
+        found = {}
+        for column in node.writes:
+            mine = np.unique(numbers.above(rows, of, self.rows.columns[column]))
+            found[column] = mine, cells(self.plan.graph, column, mine)
+        return found
+
+    def run(self, rows: int) -> Carried:
+        """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a process."""
+        with patch.object(actors, "ray", self.world):
+            try:
+                driver = self._driver()
+                data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
+                for host in (self.world.actors[f"functions of host {h}"][0] for h in range(self.plan.cluster.nodes)):
+                    host.data = {name: Data(self.plan, n) for name, n in data.items()} if host.host == 0 else {}
+                self.world.run(lambda: driver._train(data, Path()), self._words)
+                return driver.carried
+            finally:
+                self.world.close()
+
+    def _driver(self) -> Driver:
+        plan, world = self.plan, self.world
+        stores = [world.actor(n, CLASSES[actors.WarehouseHost](i, plan.docks.warehouses[i])) for i, n in enumerate(self.stores)]
+        by_board: dict[str, list[Any]] = defaultdict(list)
+        for node, board in self.boards.items():
+            by_board[board].append(self.readers[node])
+        hosts = {self.boards[c.node]: c.host for c in plan.docks.controllers}
+        boards = []
+        for name, some in by_board.items():
+            near = self.stores[home(plan, hosts[name], 0)]
+            boards.append(world.actor(name, CLASSES[actors.ControllerHost](some, plan.docks.deadline, near, self.stores)))
+        heard = [sorted({c for r in some for c in r.hears}) for some in by_board.values()]
+        for store in stores:
+            made = world.actors[store._name][0]
+            made.controllers = [(b, frozenset(columns)) for b, columns in zip(boards, heard, strict=True)]
+        self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
+        ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
+        functions = FunctionHosts(
+            plan.cluster.nodes,
+            0,
+            lambda host, _: world.actor(f"functions of host {host}", self._functions(host)),
+            lambda asked: {r: None for r in asked if r.done},
+        )
+        nothing = SimpleNamespace(phase=lambda *_: None, say=lambda *_: None, iteration=lambda *_: None, live=True)
+        attempt = SimpleNamespace(plan=plan, resume="", lines=0, options=Options(), out="")
+        pool = SimpleNamespace(ranks=ranks, functions=functions, warehouses=stores, boards=boards)
+        driver = Driver(attempt, pool, nothing, SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
+        driver.ray = world
+        recorder = SimpleNamespace(training=lambda *_: {}, evaluation=lambda *_: {}, memory=lambda *_: None, written=0)
+        driver.recorder = recorder  # type: ignore[assignment]
+        return driver
+
+    def _functions(self, host: int) -> Any:
+        plan, made = self.plan, object.__new__(CLASSES[FunctionHost])
+        made.plan, made.host, made.readers = plan, host, self.readers
+        found = list(self.readers.values())
+        made.client = Handed(self, f"functions of host {host}", found, self.boards, self.stores, host, home(plan, host, 0))
+        names = [n for n in plan.graph.nodes if plan.placement(n.name).pool == "functions" and n.verb != "source"]
+        made.functions = {n.name: Computed(self, n) for n in names}
+        made.watch, made.data, made.note = Watch(plan), {}, Note()
+        made.refilling = next((r.refilling for r in found), None)
+        weighed = "weights" in plan.graph.node("source").attributes
+        made.weigh = (lambda *_: np.ones(1)) if weighed else None
+        made._source = lambda *arguments: self._source(made, *arguments)
+        return made
+
+    def _source(self, host: Any, task: Task, round: int, tables: Any, report: Report) -> None:
+        """The real source, whose columns get the numbers of their rows."""
+        put = host.client.put
+
+        def numbered(node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
+            states = {s.name for s in self.plan.graph.states}
+            put(node, task, {c: (rows, v if c in states else cells(self.plan.graph, c, rows)) for c, (rows, v) in columns.items()})
+
+        with patch.object(host.client, "put", numbered):
+            CLASSES[FunctionHost]._source(host, task, round, tables, report)
+
+    def _words(self) -> str:
+        lines = []
+        for made, _ in self.world.actors.values():
+            if isinstance(made, CLASSES[actors.ControllerHost]):
+                lines += [str(w) for w in self.world.loop.run_until_complete(made.picture()).waits]
+        lines += [f"{s.name} waits" for s in self.world.strands if s.calls or s.name == "driver"]
+        return "\n".join(lines) or "nobody waits"

@@ -1,0 +1,139 @@
+"""No program that compiles waits for nothing: random programs run dry, in random orders, to their end, and each row is handed out once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import dry
+import pytest
+from broken import compiled
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from random_programs import FILE, FUNCTIONS, programs
+
+from msrl_graph.plan import Plan
+from msrl_graph.runtime.readers import Task
+from msrl_graph.runtime.report import RunError
+from msrl_graph.runtime.training import due
+from msrl_graph.unready import unready
+
+KINDNESS = st.sampled_from((0.0, 0.4, 0.8, 1.0))  # the share of rows that filters keep
+DATA = 7  # rows of each data file
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("dry")
+    (made / FILE).write_text(FUNCTIONS)
+    return made
+
+
+def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
+    """The rows that a node is to be handed in a task, by key; None where prompts never suffice."""
+    truth, reader = found.truth(task), found.readers[node]
+    if not task.trains:
+        numbers = reader.numbers(task)
+        return Counter(truth.key(numbers, r, reader.rows) for r in range(numbers.size[reader.rows]))
+    if truth.rounds(task.prompts) is None:
+        return None
+    once = Counter(truth.expected(node, task.prompts))
+    return Counter({key: n * reader.epochs for key, n in once.items()})
+
+
+def run_dry(plan: Plan, seed: int, kindness: float) -> str:
+    """Runs a plan; fails where it does not end, or a row is not handed out once to each reader. How it ended."""
+    found, prompts = dry.Dry(plan, seed, kindness), plan.graph.rows[0]
+    iterations = plan.deploy.run.iterations
+    lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
+    if lacking:
+        with pytest.raises(RunError, match=f"in iteration {lacking[0]}: .*raise `refill`"):
+            found.run(DATA)
+        return "refill that does not suffice"
+    found.run(DATA)
+    tasks = [Task("train", i, prompts) for i in range(iterations)]
+    for e in plan.deploy.evaluations:
+        tasks += [Task(e.data, i, DATA, e.samples) for i in range(iterations + 1) if (e.data, i) in {_numbered(k) for k, _ in found.handed}]
+    for task in tasks:
+        nodes = {i.node for s in plan.schedule if s.task == task.name for i in s.instructions if i.op == "RUN"} - {"source"}
+        for name in nodes:
+            reader, shares = found.readers[name], found.handed[task.key, name]
+            if not due(plan.graph.node(name), task.number):
+                assert not shares, (name, task.key)
+                continue
+            got = Counter(found.truth(task).key(reader.numbers(task), int(r), reader.rows) for _, s in shares for r in s.rows)
+            assert got == expected(found, task, name), (name, task.key)
+            for group in range(reader.groups):
+                assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
+    return "to its end"
+
+
+def _numbered(key: str) -> tuple[str, int]:
+    name, _, number = key.partition("/")
+    return name, int(number)
+
+
+def holds(text: str, folder: Path, seed: int, kindness: float) -> str:
+    """What became of a program; fails, with it, where it waits for ever."""
+    made, _ = compiled(text, "a.rlg", folder)
+    if made is None:
+        return "refused"
+    assert made.plan is not None
+    if unready(made.plan):
+        return "not yet"
+    try:
+        return run_dry(made.plan, seed, kindness)
+    except (dry.Stuck, AssertionError) as error:
+        raise AssertionError(f"{error}\n\nseed {seed}, kindness {kindness}, of\n{text}") from error
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(programs(), st.integers(0, 10**6), KINDNESS)
+def test_what_compiles_runs_to_its_end(folder: Path, text: str, seed: int, kindness: float) -> None:
+    event(holds(text, folder, seed, kindness))
+
+
+# What random programs have found.
+
+
+def run(folder: Path, algorithm: str, deploy: str = "", iterations: int = 2, kindness: float = 1.0) -> str:
+    text = f"""
+algorithm a {{
+  columns {{ prompt : i32[<= 8], answer : text, response : i32[<= 4], score : f32, number : f32 }}
+  worker actor : policy
+  worker host : function
+  source(4) -> prompt, answer
+  {algorithm}
+}}
+cluster c {{ device = "cpu", devices_per_node = 2 }}
+deploy a on c {{
+  model policy = "tiny"
+  data source = "tiny.jsonl"
+  data test = "tiny.jsonl"
+  {deploy}
+  run {{ iterations = {iterations} }}
+}}
+"""
+    return holds(text, folder, 0, kindness)
+
+
+def test_a_state_of_each_prompt_is_there_in_an_evaluation_that_reads_nothing_else(folder: Path) -> None:
+    algorithm = """state rate : f32 per prompt = 0.5
+  node host.number(rate) -> number { call = "f.py:count" }
+  source -> host.number"""
+    assert run(folder, algorithm, "evaluate test { every = 1, samples = 1, report = [number] }") == "to its end"
+
+
+GENERATE = """node actor.generate(prompt) -> response { samples = 3 }
+  node actor.update(prompt, response) { loss = "f.py:term", optimizer = adamw(lr = 1e-6) }
+  actor.update => actor.generate
+  source -> actor.generate -> actor.update
+  """
+
+
+@pytest.mark.parametrize("refill", ["", ", refill = 3"])
+def test_a_filter_beside_one_that_repeats_rows_chooses_before_it(folder: Path, refill: str) -> None:
+    filters = f"""node host.a(response) {{ select = "f.py:places", per = response }}
+  node host.b(response) {{ keep = "f.py:keep"{refill} }}
+  actor.generate -> host.a, host.b -> actor.update"""
+    assert run(folder, GENERATE + filters, kindness=0.6) == "to its end"

@@ -1,0 +1,77 @@
+"""What filters say, and which rows that leaves: found row by row, apart from the code that finds it by arrays.
+
+Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a response, ("s", the key of its origin, 0) a repeat. What a
+filter says of a row is a function of (seed, filter, key).
+"""
+
+import zlib
+
+from msrl_graph.rowsets import chain, common, rowsets
+
+
+class Truth:
+    """Of one iteration of a plan; `kindness` is the share of rows that filters keep."""
+
+    def __init__(self, plan, seed, kindness):
+        self.graph, self.rows, self.seed, self.kindness = plan.graph, rowsets(plan.graph), seed, kindness
+
+    def verdict(self, node, key):
+        """How often a row goes on."""
+        bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
+        select = "select" in self.graph.node(node).attributes
+        return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
+
+    def key(self, numbers, row, of):
+        """A row's key, from its number."""
+        made = self.rows.sets[of]
+        if of == 0:
+            return ("p", row)
+        if made.repeats:
+            space = numbers.space[made.above]
+            return ("s", self.key(numbers, row % space, made.above), row // space)
+        return ("g", self.key(numbers, row // made.fan, made.above), row % made.fan)
+
+    def under(self, prompts, end, sieves):
+        """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who belongs together."""
+        found = [("p", i) for i in prompts]
+        path = chain(self.rows.sets, end)[::-1]
+        for here, below in zip(path, [*path[1:], None], strict=True):
+            made = self.rows.sets[here]
+            if here and not made.repeats:
+                found = [("g", key, j) for key in found for j in range(made.fan)]
+            for sieve in sieves:
+                if sieve.left == sieve.rows == here:
+                    found = [k for k in found if self.verdict(sieve.node, k)]
+            for sieve in sieves:
+                if sieve.left != sieve.rows == here and sieve.left == below:
+                    found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
+        for sieve in sieves:
+            if sieve.left not in path:
+                meeting = common(self.rows.sets, end, sieve.left)
+                on_path = [s for s in sieves if s.left in chain(self.rows.sets, sieve.left)]
+                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path)}
+                found = [k for k in found if self.up(k, end, meeting) in there]
+        return found
+
+    def up(self, key, start, end):
+        while start != end:
+            key, start = key[1], self.rows.sets[start].above
+        return key
+
+    def rounds(self, count):
+        """How many rounds of prompts it takes, and which prompts go on; None where they never suffice."""
+        filter = self.rows.refilling
+        if filter is None:
+            return 1, range(count)
+        for rounds in range(1, filter.refill + 2):
+            left = self.under(range(rounds * count), filter.left, (*self.rows.passed[filter.node], filter))
+            alive = sorted({self.up(k, filter.left, 0)[1] for k in left})
+            if len(alive) >= count:
+                return rounds, alive[:count]
+        return None
+
+    def expected(self, node, count):
+        """The rows that a node is handed in all."""
+        rounds, kept = self.rounds(count)
+        after = self.rows.refilling in self.rows.passed[node]
+        return self.under(kept if after else range(rounds * count), self.rows.nodes[node], self.rows.passed[node])
