@@ -5,7 +5,7 @@ Invariant: torch-free; the runtime half of an engine stands in the same file of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from .stepping import Optimizer
 
 BYTES = {"f32": 4, "bf16": 2}
 
@@ -101,10 +103,6 @@ class EngineSpec:
         """How weights lie under a layout, from device `first` on."""
         return Side(layout, self.divided(layout), self.vocabulary_multiple, first, each)
 
-    def optimizer_bytes(self, dtype: str) -> int:
-        """Bytes of AdamW's state a parameter: two float32 moments, and a float32 master copy beside bf16 weights."""
-        return 8 if dtype == "f32" else 12
-
 
 @dataclass(frozen=True)
 class Shard:
@@ -185,13 +183,14 @@ class Trainer(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of this rank's part of the loss (the parts of all dp ranks add up to the mini-batch's)."""
 
-    def step(self, lr: float, clip_grad: float, sound: bool = True, options: Mapping[str, Any] = {}) -> float:
+    def step(self, lr: float, clip_grad: float, sound: bool = True, optimizer: Optimizer | None = None) -> float:
         """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where the norm is not
-        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are. `options` are
-        AdamW's, for this step."""
+        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are. `optimizer`
+        has the options of this step, of the rules that the engine was made with."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`; empty before the first step. A collective."""
+        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`, of those that it keeps it of; empty before the
+        first step. A collective."""
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
         """Takes over what `moments` gave, by kind and tensor, in this rank's boxes, after so many steps. The weights are set already."""

@@ -3,17 +3,21 @@
 Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the same path.
 
 Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term` makes it a term of a
-loss; `@option` makes it a value of those options that are annotated with what it returns.
+loss, `@optimizer` an optimizer, `@schedule` a learning rate; `@option` makes it a value of those options that are annotated with what it
+returns.
 
 Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node reads, in its order.
 Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers. Plain
-types are checked, and the numbers of registry.py: `Count`, `Positive`, `NotNegative`, `Share`.
+types are checked, and what registry.py names: `Count`, `Positive`, `NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
 
 Filled by the runtime are `rng`, `tokenizer` and `iteration`, and of a loss term these, for the rows of a micro-batch one after another:
 
 - `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its distribution, in nats;
 - `values`, a value worker's prediction before each response token;
 - `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds.
+
+Of a schedule they are `step`, the number of the optimizer step from 1, and `last`, that of the run's last one; other positional parameters
+bind states.
 
 A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights being updated. A term
 that returns `Rows` gives one number a row, others one a token.
@@ -26,13 +30,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Kind = Literal["function", "loss", "option"]
+Kind = Literal["function", "loss", "optimizer", "schedule", "option"]
 Scope = Literal["row", "group", "batch"]
-Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share"]
+Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share", "Below", "Betas", "Rate"]
 PLAIN: tuple[Plain, ...] = get_args(Plain)
-MARKS: dict[str, Kind] = {"loss_term": "loss", "option": "option"}
+MARKS: dict[str, Kind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
-GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss
+OF_STEP = ("step", "last")
+GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,12 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item, makers) for item in items}
 
 
-def loss_terms(source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a user's file as terms of a loss, which they are by being called in one."""
-    return {item.name: _signature(item, {}, "loss") for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
+def called_as(kind: Kind, source: str) -> dict[str, Signature]:
+    """The signatures of the top-level functions of a user's file as terms of a loss, or schedules: which they are by where they are called.
+    As functions, by their marks."""
+    if kind == "function":
+        return signatures(source)
+    return {item.name: _signature(item, {}, kind) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
 
 
 def classes(source: str) -> dict[str, dict[str, Signature]]:
@@ -112,8 +120,8 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
     positional = [*a.posonlyargs, *a.args]
     names = {p.arg for p in positional}
     with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}
-    if kind == "loss":
-        fills = tuple(p.arg for p in positional if _filled(p.arg, names))
+    if kind in ("loss", "schedule"):
+        fills = tuple(p.arg for p in positional if _filled(kind, p.arg, names))
     else:  # Python gives what stands before `*columns` by order, so those are columns
         fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in GIVEN)
     columns = tuple(p for p in positional if p.arg not in fills)
@@ -141,8 +149,10 @@ def _kind(item: ast.FunctionDef) -> Kind:
     return next((MARKS[d.id] for d in item.decorator_list if isinstance(d, ast.Name) and d.id in MARKS), "function")
 
 
-def _filled(name: str, names: set[str]) -> bool:
-    """Whether the runtime fills a loss term's parameter."""
+def _filled(kind: Kind, name: str, names: set[str]) -> bool:
+    """Whether the runtime fills a parameter of a loss term or a schedule."""
+    if kind != "loss":
+        return kind == "schedule" and name in OF_STEP
     return name in FILLED or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
 
 

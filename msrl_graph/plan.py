@@ -26,6 +26,7 @@ METRICS = frozenset(
         *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
         *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens"),
         *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
+        *("lr", "entropy", "truncated"),
     }
 )
 

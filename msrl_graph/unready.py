@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from . import stepping
 from .backends import ENGINES
 from .diagnostics import Diagnostic, Span
 from .graph import Edge, Node
@@ -76,6 +77,12 @@ def _refused(plan: Plan) -> list[_Refusal]:
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
+    for node in plan.graph.verb("update"):
+        if not (made := stepping.optimizer(node)).runs:
+            call = node.attributes["optimizer"]
+            span = call.span if call.span.line else node.span
+            help = f"{made.why}; `adamw` takes the same options"
+            tell(f"the optimizer `{call.value}` of `{node.name}`", span, help, brief=f"the optimizer `{call.value}`")
     for edge in plan.graph.reshards():
         for key in _stated(edge, EDGES):
             tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .architecture import Model
 from .layout import Layout
+from .stepping import Optimizer
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Work:
     """What a node-state computes at once on a rank: `rows` of a micro-batch (of a generation, prompts at once), which have `prompts`
     distinct beginnings of `prompt` tokens, and `response` tokens each; `batches` micro-batches before an optimizer step. `divided`:
     weights at rest are divided over dp; `trained`: they have an optimizer. An update's loss has an `entropy`, or log-probabilities of ids
-    that are `given` beside the tokens."""
+    that are `given` beside the tokens; it steps by `optimizer`."""
 
     model: Model
     layout: Layout
@@ -32,3 +33,4 @@ class Work:
     recompute: bool = False
     entropy: bool = False
     given: bool = False
+    optimizer: Optimizer | None = None

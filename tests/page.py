@@ -47,7 +47,13 @@ def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_
             Node("reference.infer", "reference", "infer", ("prompt", "response"), ("ref_logp",)),
             Node("host.reward", "host", "reward", ("prompt", "response", "answer"), ("reward",), "row", {"call": call["reward"]}),
             Node("host.advantage", "host", "advantage", ("response", "reward"), ("advantage",), "prompt", {"call": call["advantage"]}),
-            Node("actor.update", "actor", "update", ("prompt", "response", "old_logp", "ref_logp", "advantage")),
+            Node(
+                "actor.update",
+                "actor",
+                "update",
+                ("prompt", "response", "old_logp", "ref_logp", "advantage"),
+                attributes={"optimizer": Expr("call", "adamw", (number(1e-6),), ("lr",))},
+            ),
         ),
         edges=(
             Edge("sample", "source", "actor.generate"),

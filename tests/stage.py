@@ -69,8 +69,8 @@ class Stage(Rank):
 
     def whole(self):
         """Update weights and Adam's state, copied."""
-        adamw = self.trainers["actor"]._optimizer.adamw
-        state = [v.clone() for s in adamw.state.values() for v in s.values()]
+        parts = self.trainers["actor"]._optimizer.parts
+        state = [v.clone() for part in parts for s in part.state.values() for v in s.values()]
         return [s.tensor.clone() for s in self.trainers["actor"].shards()], state
 
 

@@ -9,6 +9,7 @@ import torch
 import walk
 
 from msrl_graph import models
+from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp, peaks
 from msrl_graph.engine import Asked
 from msrl_graph.layout import Layout
@@ -87,7 +88,7 @@ def test_what_entropies_and_given_ids_take(tmp_path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=4000, **sizes)).save_pretrained(tmp_path / "model")
     model = models.load("./model", tmp_path, "f32")
-    engine = fsdp.Engine(model, Layout(), 0, None, False, {})
+    engine = fsdp.Engine(model, Layout(), 0, None, False, adamw(lr=0.0))
     draw = np.random.default_rng(0)
     prompt, response = (ragged(list(draw.integers(0, 4000, (40, n))), np.int32) for n in (4, 10))
     packed, ids = pack([prompt], [response], np.arange(40)), torch.from_numpy(draw.integers(0, 4000, (400, 3)))
@@ -111,7 +112,17 @@ TINY = (64, 3, 4, 2, 192, 512)
 @pytest.mark.parametrize(
     "case",
     [
-        walk.case("tied", "qwen2", TINY, "dp = 1", engine=", recompute = full", tied=True, dtype="bf16", tokens=(12, 10)),
+        walk.case(
+            "tied",
+            "qwen2",
+            TINY,
+            "dp = 1",
+            engine=", recompute = full",
+            tied=True,
+            dtype="bf16",
+            tokens=(12, 10),
+            changes=walk.by("muon(lr = 1e-4)"),
+        ),
         walk.case("divided", "llama", TINY, "dp = 2, zero = 3", "tp = 2", 4, ranks=2, tokens=(12, 10)),
     ],
     ids=lambda case: case.name,

@@ -10,6 +10,7 @@ import torch
 from place import EXAMPLE
 
 from msrl_graph import compile
+from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, fsdp, hf
 from msrl_graph.engine import Act, Asked, Sampling
 from msrl_graph.layout import Layout
@@ -29,7 +30,7 @@ def counted(engine: str, act: Act, layers: int) -> float:
 
 def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
     model = compile(EXAMPLE / "one_rank.rlg").model("actor.update")
-    engine = fsdp.Engine(model, ALONE, 0, None, False, {})  # type: ignore[arg-type]
+    engine = fsdp.Engine(model, ALONE, 0, None, False, adamw(lr=0.0))  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
     packed = pack([prompt], [response], np.arange(4))

@@ -254,7 +254,7 @@ def test_a_dock_takes_less_than_a_central_buffer() -> None:
 
 def test_each_epoch_reads_its_rows_again() -> None:
     start = page.start()
-    nodes = tuple(replace(n, attributes={"epochs": page.number(3)}) if n.verb == "update" else n for n in start.graph.nodes)
+    nodes = tuple(replace(n, attributes={**n.attributes, "epochs": page.number(3)}) if n.verb == "update" else n for n in start.graph.nodes)
     thrice = page.plan(replace(start, graph=replace(start.graph, nodes=nodes))).traffic
     for once, now in zip(PLAN.traffic, thrice, strict=True):
         times = 3 if once.dst == "actor.update" else 1
@@ -396,7 +396,9 @@ def test_an_infer_of_an_updated_worker_has_no_layout_of_its_own() -> None:
 
 def test_a_mini_batch_is_divided_evenly() -> None:
     start = page.start()
-    nodes = tuple(replace(n, attributes={"mini_batch": page.number(7)}) if n.verb == "update" else n for n in start.graph.nodes)
+    nodes = tuple(
+        replace(n, attributes={**n.attributes, "mini_batch": page.number(7)}) if n.verb == "update" else n for n in start.graph.nodes
+    )
     (found,) = told(replace(start, graph=replace(start.graph, nodes=nodes)))
     assert found == (
         "mini-batch-divide",

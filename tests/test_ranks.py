@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from msrl_graph import models
+from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import NOWHERE
@@ -112,7 +113,7 @@ def train(rank, folder, weights, out, cases):
     """For each layout two optimizer steps on a fixed batch, its rows shared over dp unevenly: the second has all rows on dp rank 0."""
     for number, layout in enumerate(cases):
         m = model(weights)
-        engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, {"weight_decay": 0.01})
+        engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, adamw(lr=0.0, weight_decay=0.01))
         prompts, responses, weight = batch()
         dp = layout.coordinates(rank).dp
         rows = np.arange(12)
@@ -244,7 +245,7 @@ def swap_engine(rank, folder):
     found = []
     for swapped in (False, True):
         layout = Layout(dp=3, zero=3)
-        engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, {})
+        engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, adamw(lr=0.0))
         swap = Swap(engine.shards())
         prompts, responses, weight = batch()
         for _ in range(2):

@@ -95,7 +95,7 @@ def with_critic(graph: Graph) -> Graph:
         *graph.nodes[:-1],
         Node("critic.infer", "critic", "infer", ("prompt", "response"), ("value",)),
         graph.nodes[-1],
-        Node("critic.update", "critic", "update", ("prompt", "response", "value", "advantage")),
+        replace(graph.nodes[-1], name="critic.update", worker="critic", reads=("prompt", "response", "value", "advantage")),
     )
     steps = ("actor.generate", "critic.infer"), ("critic.infer", "critic.update"), ("host.advantage", "critic.update")
     return replace(

@@ -16,6 +16,7 @@ from stage import EXAMPLE, Stage, one_rank, same
 from test_ranks import mesh, model
 
 from msrl_graph import compile
+from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp
 from msrl_graph.engine import Asked
 from msrl_graph.layout import Layout
@@ -260,7 +261,7 @@ def skip_on_all(rank, folder, cases):
     for layout in cases:
         found = []
         for attempt in ("plain", "unsound", "nan", "no rows"):
-            engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, {"weight_decay": 0.01})
+            engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, adamw(lr=0.0, weight_decay=0.01))
             group = layout.coordinates(rank).dp
             rows = np.array_split(np.arange(4), layout.dp)[group]
 
@@ -270,7 +271,7 @@ def skip_on_all(rank, folder, cases):
                 return engine.step(1e-3, 1.0, sound)
 
             def whole(engine=engine):
-                state = [v.clone() for s in engine._optimizer.adamw.state.values() for v in s.values()]
+                state = [v.clone() for s in engine._optimizer.parts[0].state.values() for v in s.values()]
                 return [s.tensor.clone() for s in engine.shards()], state
 
             assert math.isfinite(step())

@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ranks
@@ -216,6 +217,15 @@ def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, eng
 WIDE = (256, 4, 8, 4, 704, 2048)
 DEEP = (128, 8, 4, 2, 448, 512)
 EVEN = (192, 3, 6, 6, 512, 4096)
+# With rows so short that the optimizer's step holds most.
+FLAT = (384, 2, 6, 6, 1024, 64)
+SHORT: dict[str, Any] = {"rows": (2, 2, 4), "tokens": (6, 4)}
+
+
+def by(optimizer):
+    return (("adamw(lr = 2e-4, betas = [0.9, 0.99], weight_decay = 0, warmup = 20)", optimizer),)
+
+
 CASES = (
     case("llama", "llama", WIDE, "dp = 1"),
     case("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),
@@ -228,6 +238,13 @@ CASES = (
         "qwen2, tied, dp 2, zero 3, recompute", "qwen2", DEEP, "dp = 2, zero = 3", "tp = 2", 8, 4, ", recompute = full", ranks=2, tied=True
     ),
     case("llama, tp 2", "llama", WIDE, "tp = 2", "tp = 2", ranks=2),
+    case("llama, sgd", "llama", WIDE, "dp = 1", changes=by("sgd(lr = 2e-4, momentum = 0.9)")),
+    case("qwen2, bf16, sgd without momentum", "qwen2", WIDE, "dp = 1", dtype="bf16", changes=by("sgd(lr = 2e-4)")),
+    case("llama, muon", "llama", FLAT, "dp = 1", changes=by("muon(lr = 2e-4)"), **SHORT),
+    case("qwen2, bf16, muon", "qwen2", FLAT, "dp = 1", dtype="bf16", changes=by("muon(lr = 2e-4)"), **SHORT),
+    case("llama, dp 2, zero 1, muon", "llama", FLAT, "dp = 2, zero = 1", "dp = 2", 2, 1, ranks=2, changes=by("muon(lr = 2e-4)"), **SHORT),
+    case("llama, dp 2, zero 3, muon", "llama", WIDE, "dp = 2, zero = 3", "dp = 2", 4, 2, ranks=2, changes=by("muon(lr = 2e-4)")),
+    case("llama, tp 2, muon", "llama", FLAT, "tp = 2", "tp = 2", ranks=2, changes=by("muon(lr = 2e-4)"), **SHORT),
     case("qwen2, tied, tp 2, then dp 2", "qwen2", EVEN, "tp = 2", "dp = 2", 8, 2, ranks=2, tied=True),
     case("llama, dp 2 x tp 2, zero 3", "llama", WIDE, "dp = 2, tp = 2, zero = 3", "dp = 4", 4, 1, ranks=4),
     case("qwen2, bf16, tp 2 x dp 2, zero 2", "qwen2", EVEN, "tp = 2, dp = 2, zero = 2", "tp = 2", 4, 2, ranks=4, dtype="bf16"),

@@ -15,7 +15,7 @@ from typing import Any
 from ..functions import Kind, Signature, signatures
 
 FOLDER = Path(__file__).parent
-MODULES = ("losses", "advantages", "rewards", "filters", "states", "texts")
+MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
 
 
 @cache

@@ -1,5 +1,5 @@
-"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss, `@option` for what
-an option takes as its value."""
+"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss, `@optimizer` and
+`@schedule` for an optimizer and its learning rate, `@option` for what an option takes as its value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ Count: TypeAlias = int  # from 1 up
 Positive: TypeAlias = float  # above 0
 NotNegative: TypeAlias = float
 Share: TypeAlias = float  # from 0 to 1
+Below: TypeAlias = float  # from 0 to below 1
+Betas: TypeAlias = tuple[float, float]  # two of them
+Rate: TypeAlias = float  # a learning rate: NotNegative, a state, or the call of a schedule
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -45,6 +48,16 @@ def told() -> dict[str, float]:
 
 def loss_term(f: F) -> F:
     """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py)."""
+    return f
+
+
+def optimizer(f: F) -> F:
+    """Marks an optimizer: its options to what it does with which weights, and what it keeps of them (optimizers.py)."""
+    return f
+
+
+def schedule(f: F) -> F:
+    """Marks a learning rate that depends on the step: what the update knows, and options, to a number (optimizers.py)."""
     return f
 
 

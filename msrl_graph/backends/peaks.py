@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from .. import stepping
 from ..engine import BYTES, Moments
-from ..layout import Side, Tensor, box_at, elements, held, kinds
+from ..layout import Kind, Side, Tensor, box_at, elements, held, kinds
 from ..work import Work
 
 # Elements of a buffer that the trainer's optimizer needs beside what it holds.
@@ -245,21 +246,38 @@ def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
 
 
 def _step(s: _Sizes, gradients: int) -> Moments:
-    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then AdamW on float32 gradients."""
+    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then rule by rule on float32 gradients."""
     work = s.work
     dp = work.layout.dp
     found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
     if dp > 1 and not work.divided:
         found["the gradients' sum"] = {"gradients": gradients, "workspace": s.item * min(s.elements, max(s.largest, CHUNK))}
-    if dp > 1 and work.layout.zero == 1:
-        stretch = 4 * -(-s.elements // dp)
-        master = stretch if s.item == 4 else 0
-        found["the stretch of gradients"] = {"gradients": gradients + stretch}
-        found["the stretch of weights"] = {"gradients": stretch, "workspace": 2 * master}
-        found["weights are spread"] = {"workspace": master + dp * min(stretch, 4 * CHUNK)}
-    elif s.item == 2:
-        found["float32 gradients"] = {"gradients": 4 * s.elements, "workspace": s.item * s.largest}
+    if work.optimizer is None:
+        return found
+    flat, left = dp > 1 and work.layout.zero == 1, s.elements * s.item
+    spread = gradients - left
+    for rule, own_kinds in stepping.parted(work.optimizer, work.model.kinds):
+        count = held(own_kinds, Side(work.layout, work.divided))
+        own = -(-count // dp) if flat else count
+        left -= count * s.item  # of those that step by later rules
+        # A rank's float32 stretch of all weights, which lives only while a step lasts.
+        master = 4 * own if flat and s.item == 4 else 0
+        stepping_by = {"gradients": 4 * own + left, "workspace": master}
+        of = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
+        if flat:
+            found[f"the stretch of gradients{of}"] = {"gradients": spread + left + count * s.item + 4 * own}
+            found[f"the stretch of weights{of}"] = {**stepping_by, "workspace": 2 * master}
+            found[f"weights are spread{of}"] = {"gradients": left, "workspace": master + dp * min(4 * own, 4 * CHUNK)}
+        elif s.item == 2:
+            found[f"float32 gradients{of}"] = {"gradients": 4 * own + left, "workspace": s.item * s.largest}
+        if rule.whole:
+            found["a matrix is made orthogonal"] = {**stepping_by, "workspace": master + max(map(_orthogonal, own_kinds), default=0)}
     return found
+
+
+def _orthogonal(kind: Kind) -> int:
+    """A matrix and its next value, and two squares of its shorter side."""
+    return 8 * kind.tensor.elements + 8 * min(kind.tensor.shape) ** 2
 
 
 def generator(verb: str, work: Work) -> Moments:

@@ -11,7 +11,7 @@ from functools import partial
 from ..diagnostics import Diagnostic
 from ..dropped import Dropped, missed
 from ..graph import Graph
-from . import columns, edges, filters, levels, liveness, scope, staleness, states, temperature, terms
+from . import columns, edges, filters, levels, liveness, optimizers, scope, staleness, states, temperature, terms
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -37,6 +37,8 @@ CHECKS: tuple[Check, ...] = (
     levels.value_of_row,
     states.state_scope,
     states.weighed,
+    optimizers.rated,
+    optimizers.shared,
     filters.broken_groups,
     filters.refilled_batch,
     filters.refilled_twice,

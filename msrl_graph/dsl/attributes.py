@@ -65,6 +65,23 @@ COUNT = Number(1, MOST, whole=True)
 
 
 @dataclass(frozen=True)
+class Below:
+    """A number from 0 to below 1; with `pair`, a list of two."""
+
+    pair: bool = False
+
+    def fit(self, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+        """The value as this number or list, or a Fault that calls it `what`."""
+        numbers = value.args if self.pair and value.kind == "list" else (value,)
+        right = [n for n in numbers if n.kind == "number" and isinstance(n.value, int | float) and 0 <= n.value < 1]
+        if not len(right) == len(numbers) == 1 + self.pair:
+            if self.pair:
+                raise mistake("bad-value", f"{what} takes two numbers from 0 to below 1", value.span, "write `[0.9, 0.999]`", related)
+            raise mistake("bad-value", f"{what} takes a number from 0 to below 1, not {shown(value)}", value.span, related=related)
+        return value
+
+
+@dataclass(frozen=True)
 class Words:
     """One of some words."""
 

@@ -13,20 +13,22 @@ from ..diagnostics import Span, nearest
 from ..functions import Kind, Option, Plain, Signature
 from ..graph import Expr
 from . import ast, guesses
-from .attributes import COUNT, Number, Words, origin, shown
+from .attributes import COUNT, Below, Number, Type, Words, origin, shown
 from .expressions import Names, Problems, evaluate, mistake
 
 Folder = Callable[[Span], Path]  # of the file that a span is in
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 # What an option of each plain type takes, in words.
 TYPES = {"bool": "`true` or `false`", "int": "a whole number", "float": "a number", "str": "a string between double quotes"}
-BOUNDED = {"Count": COUNT, "Positive": Number(0, above=True), "NotNegative": Number(0), "Share": Number(0, 1)}
+BOUNDED: dict[str, Number | Below] = {"Count": COUNT, "Positive": Number(0, above=True), "NotNegative": Number(0), "Share": Number(0, 1)}
+BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 
 
 @dataclass(frozen=True)
 class Caller:
     """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of its name binds, or
-    one that names it, and where its program lies. `used` gathers the functions of user files."""
+    one that names it, and where its program lies. `kinds` read the options that take more than a plain value, by their kind. `used`
+    gathers the functions of user files."""
 
     node: str
     reads: tuple[str, ...]
@@ -36,6 +38,7 @@ class Caller:
     problems: Problems
     states: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    kinds: Mapping[str, Type] = field(default_factory=dict)
     used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
@@ -105,6 +108,7 @@ class Caller:
 
     def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
         column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
+        column = column and signature.kind != "optimizer"
         options = tuple(o.name for o in signature.options)
         known = (*signature.columns, *options)
         fitting, what = (signature.columns, "columns") if column else (options, "options")
@@ -143,6 +147,8 @@ class Caller:
         return Expr("column", expr.text, span=expr.span)
 
     def _option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+        if option.kind is not None and option.kind in self.kinds:
+            return self.kinds[option.kind].read(f"`{option.name}` of `{signature.name}`", expr, names)
         if option.calls and isinstance(expr, ast.Call):
             if expr.name.text not in option.calls:
                 help = nearest(expr.name.text, option.calls)

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from .. import stepping
 from ..diagnostics import Span, nearest
-from ..functions import Kind, Option, Signature, classes, loss_terms, signatures
+from ..functions import Kind, Signature, called_as, classes
 from ..graph import Expr
 from . import ast, guesses
-from .attributes import COUNT, TABLE, Number, Reduce, Type, shown
+from .attributes import TABLE, Number, Reduce, Type, origin, shown
 from .calls import Caller, Library
 from .expressions import TOLD, Names, evaluate, fold, mistake, negate
 
 T = TypeVar("T")
-_ADAMW_OPTIONS = (Option("lr", required=True), Option("betas"), Option("eps"), Option("weight_decay"), Option("warmup"))
-OPTIMIZERS = {"adamw": Signature("adamw", "function", (), options=_ADAMW_OPTIONS)}
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
-ADAMW = {"lr": Number(0), "eps": Number(0, above=True), "weight_decay": Number(0), "warmup": COUNT}
+# What is called in another attribute than a function's `call`, as a message says it.
+KINDS: dict[Kind, str] = {"function": "function", "loss": "loss term", "schedule": "schedule", "optimizer": "optimizer"}
+PLACES: dict[Kind, str] = {
+    "function": "it is a function, for `call`",
+    "loss": "it is a term of a loss",
+    "schedule": "it is a schedule, for `lr` of an optimizer",
+    "optimizer": "it is an optimizer",
+}
 
 
 @dataclass(frozen=True)
@@ -116,8 +123,8 @@ def _quoted(expr: ast.Expr) -> ast.Call | None:
 
 
 def _call_in_file(caller: Caller, expr: ast.Call, kind: Kind, names: Names) -> Expr:
-    """The call of a function of a user's file, or of a term of a loss."""
-    path, name, found = _in_file(caller, expr.name.text, expr.name.span, "function", loss_terms if kind == "loss" else signatures)
+    """The call of a function of a user's file, of a term of a loss, or of a schedule."""
+    path, name, found = _in_file(caller, expr.name.text, expr.name.span, "function", partial(called_as, kind))
     called = f"{path}:{name}"
     caller.used[kind, called] = (found[name], str(path))
     return replace(caller.call(expr, found[name], names), value=called)
@@ -236,41 +243,81 @@ def _has_term(expr: Expr) -> bool:
 
 @dataclass(frozen=True)
 class Optimizer:
+    """The call of an optimizer."""
+
     caller: Caller
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        if not isinstance(expr, ast.Call):
-            raise mistake("bad-value", "`optimizer` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
-        if expr.name.text not in OPTIMIZERS:
-            help = nearest(expr.name.text, OPTIMIZERS)
-            raise mistake("unknown-function", f"no optimizer is called `{expr.name.text}`", expr.name.span, help)
-        call = self.caller.call(expr, OPTIMIZERS[expr.name.text], names)
-        args: list[Expr] = []
-        for option, value in zip(call.keys, call.args, strict=True):
-            with self.caller.problems.catching():
-                if option == "betas":
-                    betas = [v.value for v in value.args if v.kind == "number" and isinstance(v.value, int | float) and 0 <= v.value < 1]
-                    if not len(value.args) == len(betas) == 2:
-                        help = "write `betas = [0.9, 0.999]`"
-                        raise mistake("bad-value", "`betas` takes two numbers from 0 to below 1", value.span, help)
-                    args.append(value)
-                else:
-                    args.append(ADAMW[option].fit(f"`{option}` of `{expr.name.text}`", value))
-        return replace(call, args=tuple(args) if len(args) == len(call.args) else call.args)
+        if not isinstance(expr, ast.Call) or expr.quoted:
+            raise mistake("bad-value", f"`{key}` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
+        signature = _find(self.caller.library, "optimizer", expr.name)
+        found = len(self.caller.problems.found)
+        call = replace(self.caller, kinds={"Rate": Rate(self.caller)}).call(expr, signature, names)
+        if len(self.caller.problems.found) > found:
+            return call
+        given = dict(zip(call.keys, call.args, strict=True))
+        if given["lr"].kind == "call" and "warmup" in given:
+            name = str(given["lr"].value).rpartition(":")[2]
+            help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
+            raise mistake("bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help)
+        try:
+            stepping.called(call)
+        except ValueError as error:  # options that do not go together
+            raise mistake("bad-value", f"`{signature.name}`: {error}", call.span) from None
+        return call
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package or of a file."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        caller = self.caller
+        quoted = _quoted(expr)
+        if quoted is not None and (quoted is expr or ".py:" in quoted.name.text):
+            return self._bound(_call_in_file(caller, quoted, "schedule", names))
+        if isinstance(expr, ast.Call):
+            return self._bound(caller.call(expr, _find(caller.library, "schedule", expr.name), names))
+        if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
+            return Number(0).fit(key, evaluate(expr, names), origin(expr, names))
+        if expr.text in caller.states:
+            return Expr("state", expr.text, span=expr.span)
+        if ("schedule", expr.text) in caller.library:
+            raise mistake("bad-value", f"the schedule `{expr.text}` is a call", expr.span, f"write `{expr.text}(1e-6)`")
+        if names.others.get(expr.text) == "state":
+            help = f"add `{expr.text}` to what `{caller.node}` reads"
+            raise mistake("term-column", f"`{caller.node}` does not read the state `{expr.text}`", expr.span, help)
+        if expr.text in names.others:
+            what = f"{key} takes a number, a state or a schedule, and `{expr.text}` is a {names.others[expr.text]}"
+            raise mistake("bad-value", what, expr.span)
+        raise mistake("unknown-name", f"nothing is called `{expr.text}`", expr.span, nearest(expr.text, (*names.params, *caller.states)))
+
+    def _bound(self, call: Expr) -> Expr:
+        """The call of a schedule, whose parameters are what it is filled with, options, and states that the update reads."""
+        caller, name = self.caller, str(call.value)
+        signature = (caller.used if ("schedule", name) in caller.used else caller.library)["schedule", name][0]
+        binds = {p: call.columns().get(p, p) for p in signature.columns}
+        for parameter, state in binds.items():
+            if state not in caller.states and parameter not in signature.optional:
+                what = f"`{signature.name}` needs `{parameter}`, which is neither `step` nor `last` nor a state that `{caller.node}` reads"
+                help = f"read it, or make it an option: `def {signature.name}(step, *, {parameter})`"
+                raise mistake("term-column", what, call.span, help)
+        return call
 
 
 def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:
     if (kind, name.text) in library:
         return library[kind, name.text][0]
-    other: Kind = "loss" if kind == "function" else "function"
-    if (other, name.text) in library:
-        help = "it is a term of a loss" if other == "loss" else "it is a function, for `call`"
+    other = next((k for k in PLACES if (k, name.text) in library), None)
+    if other is not None:
+        help = PLACES[other]
     else:
         help = nearest(name.text, (n for k, n in library if k == kind))
-        if not help.startswith("did"):
+        if not help.startswith("did") and kind != "optimizer":
             help = "; ".join(filter(None, (help, f'one of your own is `"file.py:{name.text}"`')))
-    what = "loss term" if kind == "loss" else "function"
-    raise mistake("unknown-function", f"no {what} is called `{name.text}`", name.span, help)
+    raise mistake("unknown-function", f"no {KINDS[kind]} is called `{name.text}`", name.span, help)
 
 
 def _functions(library: Library) -> list[str]:

@@ -193,7 +193,7 @@ class Costs:
         return replace(found, value=found.value * factor, basis=f"{found.basis}; x {factor:.3g}, the slowest stage and the bubbles")
 
     def optimizer_step(self) -> Figure:
-        """The norm of the gradients and AdamW on a device's part: gradients and state are read, weights and state written."""
+        """The norm of the gradients and the optimizer on a device's part: gradients and state are read, weights and state written."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self.spec.calls is not None:

@@ -6,9 +6,11 @@ for it). Functions need a plan with placements, and the engines' specs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from .. import stepping
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
 from ..graph import Expr, Node, Value, Worker
@@ -81,12 +83,22 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """AdamW's state, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of experts over their own copies."""
-    layout, kinds = plan.placement(node).layout, plan.model(node).kinds
+    """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of
+    experts over their own copies."""
+    master = stepping.MASTER * (dtype(plan, node) != "f32")
+    return _kept(plan, engines, node, lambda rule: rule.bytes + master)
+
+
+def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
+    """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
+    layout, made = plan.placement(node).layout, stepping.optimizer(plan.graph.node(node))
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
     copies = layout.cp if at.divided else 1
-    most = max(-(-dense // copies) + experts for dense, experts in stage_parts(kinds, at))
-    return most * spec(plan, engines, node).optimizer_bytes(dtype(plan, node))
+    by_stage = [0.0] * layout.pp
+    for rule, kinds in stepping.parted(made, plan.model(node).kinds):
+        for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
+            by_stage[stage] += each(rule) * (-(-dense // copies) + experts)
+    return math.ceil(max(by_stage))
 
 
 def row_tokens(plan: Plan, node: str) -> int:
@@ -174,6 +186,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         recompute=placement.engine.options.get("recompute") == "full",
         # A term of a file may ask for it: its signature is not at hand.
         entropy="loss" in state.attributes and any(c == "entropy" or ":" in c for c in _calls(state.attributes["loss"])),
+        optimizer=stepping.optimizer(state) if state.verb == "update" else None,
         given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
     )
 
@@ -267,9 +280,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
         if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
             continue
         if dtype(plan, update.name) != "f32":
-            found[f"{worker.name} masters"] = (
-                optimizer(plan, engines, update.name) * 4 // spec(plan, engines, update.name).optimizer_bytes("bf16")
-            )
+            found[f"{worker.name} masters"] = _kept(plan, engines, update.name, lambda rule: stepping.MASTER)
     return found
 
 

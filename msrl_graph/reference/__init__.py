@@ -8,7 +8,6 @@ A page is Markdown. Of its code blocks these are filled in:
 
     ```syntax           names of the grammar's rules; gives them in EBNF
     ```attributes NAME  `attribute | default | meaning` a line, of a statement; gives a table
-    ```options NAME     the same lines, of an optimizer; gives a list
     ```list NAME        nothing; gives what `facts.LISTS` makes
     ```rlg algorithm    statements of an algorithm that extends `grpo`, or (```rlg deploy) of a deploy of it; tests compile them
 
@@ -32,6 +31,7 @@ _ALSO = {
     "Losses": ("loss",),
     "Loss terms": ("loss",),
     "Optimizers": ("optimizer",),
+    "Learning rates": ("lr", "warmup", "schedule"),
     "Changing an algorithm": ("extends", "drop"),
     "Sample edges": ("->",),
     "Resharding edges": ("=>",),
@@ -85,8 +85,6 @@ def _entries() -> dict[str, list[str]]:
         if kind == "attributes":
             for row in facts.attributes(of, body):
                 found.setdefault(row.name, []).append(row.text(of))
-        elif kind == "options":
-            found.setdefault(of, []).append(f"An optimizer: {facts.options(of, body)}")
     for name, text in facts.entries():
         found.setdefault(name, []).append(text)
     return found
@@ -103,8 +101,6 @@ def _filled(kind: str, of: str, body: str) -> str:
             return f"```text\n{syntax.rules(body.split())}\n```"
         case "attributes":
             return facts.table(facts.attributes(of, body))
-        case "options":
-            return facts.options(of, body)
         case "list":
             return facts.LISTS[of]()
     return f"```{kind}\n{body}```"

@@ -18,7 +18,7 @@ from ..cluster import DEVICES, SHARES, Device, Figure
 from ..dsl import attributes as kinds
 from ..dsl import calls, computed, expressions
 from ..dsl.deploy import option_type
-from ..functions import Option, Signature
+from ..functions import Kind, Option, Signature
 from ..graph import ELEMENTS, KINDS
 from . import syntax
 
@@ -148,7 +148,7 @@ def _option(option: Option, default: ast.expr | None) -> str:
     if default is None:
         return option.name
     value = ast.literal_eval(default)
-    text = f'"{value}"' if option.kind == "str" else str(value)
+    text = f'"{value}"' if option.kind == "str" else str([*value] if isinstance(value, tuple) else value)
     shown = {True: "true", False: "false"}.get(value, text) if isinstance(value, bool) else text
     return option.name if value is None else f"{option.name} = {shown}"
 
@@ -158,7 +158,7 @@ def _function_text(signature: Signature) -> str:
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
     reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
     reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
-    facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind != "option" else []
+    facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
     facts += [f"All or none of {_words(signature.together, ' and ')}."] if signature.together else []
     filled = _words(tuple(f for f in signature.fills if not f.endswith("lengths")), " and ")
     facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
@@ -190,16 +190,6 @@ def _files() -> dict[str, str]:
         head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         found[path.stem] = " ".join(line.removeprefix("#").strip() for line in head)
     return found
-
-
-def options(optimizer: str, body: str) -> str:
-    """An optimizer with what its options mean; ValueError where these are not its options, each once."""
-    lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
-    known = [o.name for o in computed.OPTIMIZERS[optimizer].options]
-    if [name for name, *_ in lines] != known:
-        raise ValueError(f"`{optimizer}` has the options {', '.join(known)}, in this order, each with one description")
-    items = [f"- `{name}`{f' (default {default})' if default else ''}: {meaning}" for name, default, meaning in lines]
-    return "\n".join([f"**`{optimizer}({', '.join(known)})`**", "", *items])
 
 
 # Presets
@@ -300,6 +290,8 @@ LISTS: dict[str, Callable[[], str]] = {
     "algorithms": _algorithms,
     "functions": lambda: _listed("function"),
     "terms": lambda: _listed("loss"),
+    "optimizers": lambda: _listed("optimizer"),
+    "schedules": lambda: _listed("schedule"),
     "values": lambda: _listed("option"),
     "devices": _devices,
     "models": _models,
@@ -309,10 +301,19 @@ LISTS: dict[str, Callable[[], str]] = {
 }
 
 
+_KINDS: dict[Kind, str] = {
+    "loss": "A loss term",
+    "function": "A function",
+    "optimizer": "An optimizer",
+    "schedule": "A schedule",
+    "option": "A value of an option",
+}
+
+
 def entries() -> Iterator[tuple[str, str]]:
     """Name and text of what is no attribute: functions, loss terms, devices, models, engines."""
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
-        what = {"loss": "A loss term", "function": "A function", "option": "A value of an option"}[kind]
+        what = _KINDS[kind]
         yield name, f"{what}: {_function(signature)}"
     for name, text in _files().items():
         yield name, f"An algorithm of the package, `import {name}`: {text}"

@@ -19,7 +19,7 @@ from ..graph import Node
 from . import log
 from .note import ProcessDied
 
-CALLS = ("call", "keep", "select", "weights", "environment", "loss")  # attributes that name what is called
+CALLS = ("call", "keep", "select", "weights", "environment", "loss", "optimizer")  # attributes that name what is called
 MOST = 200  # characters of a value that the message shows
 FRAMES = 8  # that the message shows, of a recursion the first and the last
 LOGGED = 1_000_000  # characters of a value that the log holds

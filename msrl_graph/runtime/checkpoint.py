@@ -230,8 +230,14 @@ class Source:
             for piece in file.pieces:
                 self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
 
-    def kinds(self, worker: str) -> set[str]:
-        return {name.split("/")[1] for name in self.pieces if name.startswith(f"{worker}/")}
+    def kinds(self, worker: str) -> dict[str, set[str]]:
+        """What is kept of a worker's tensors, and of which: an optimizer may step by several rules."""
+        found: dict[str, set[str]] = {}
+        for name in self.pieces:
+            of, kind, tensor = name.split("/", 2)
+            if of == worker:
+                found.setdefault(kind, set()).add(tensor)
+        return found
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The part of a tensor that lies in `box`, from however many files."""

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import stepping
 from ..backends import transformer
 from ..engine import EngineSpec, Generator, Trainer
 from ..graph import Node
@@ -97,7 +98,7 @@ class Engines:
             if update is not None and update.name != node.name:
                 return self._build(update)  # what an update states holds for the weights that its other states share
             recompute = options.get("recompute") == "full"
-            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, {} if update else None)
+            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, stepping.optimizer(update) if update else None)
 
     def _spec(self, node: str) -> EngineSpec:
         spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
@@ -157,8 +158,9 @@ class Engines:
                 for s in trainer.shards():
                     s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
                 moments = {
-                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards()}
-                    for kind in source.kinds(name) - {"weights"}
+                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards() if s.name in of}
+                    for kind, of in source.kinds(name).items()
+                    if kind != "weights"
                 }
                 # Its optimizer has taken the steps of all of a worker's updates.
                 trainer.restore(moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name))
@@ -191,8 +193,3 @@ class Engines:
             config.write_text(json.dumps(transformer.scoring(json.loads(config.read_text())), indent=2) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
         target.rename(folder)
-
-
-def adamw(node: Node) -> dict[str, Any]:
-    """The options of torch's AdamW as the node states them; the learning rate comes with each step."""
-    return {k: v for k, v in node.attributes["optimizer"].options().items() if k in ("betas", "eps", "weight_decay")}

@@ -15,15 +15,16 @@ import torch
 from torch import distributed as dist
 
 from .. import graph as ir
+from .. import stepping
 from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
 from ..sequences import temperature
-from . import loss, wrong
+from . import loss, rates, wrong
 from .blame import blame
 from .columns import Array, Column, offsets_of
 from .dock import Batch
-from .engines import Engines, adamw
+from .engines import Engines
 from .packing import Given, flat, given
 from .readers import Task
 from .report import Report, RunError
@@ -109,14 +110,15 @@ class Training(Engines):
         step = self.steps.get(node.name, 0) + 1
         sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
         clip = node.number("clip_grad", 1.0)
-        norm = self.trainers[node.worker].step(_learning_rate(node, step), clip, sound, adamw(node))
+        lr = rates.rate(self.plan, node, step, task.states)
+        norm = self.trainers[node.worker].step(lr, clip, sound, stepping.optimizer(node))
         taken = math.isfinite(norm)
         told = [*sums, *figures] if taken else []
         if taken:
             self.steps[node.name], self.stepped = step, True
         if self.local == 0:
             # The parts of all ranks and micro-batches add up to one loss a step.
-            told += [("loss", 0.0, 1), ("grad_norm", norm, 1)] if taken else []
+            told += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if taken else []
             told += [("updates", taken, 0), ("skipped", not taken, 0)]
         report.count("rows", len(batch.rows), 0)
         # Where there are several updates each has its own metrics beside those of all.
@@ -253,9 +255,3 @@ def _ids(column: ir.Column, seen: Given, rows: Array) -> torch.Tensor:
     ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(d.size for d in column.dims[1:]))
     counts = {c: int(n[rows].sum()) for c, n in seen.lengths.items()}
     return torch.cat([ids if c == column.dims[0].like else ids.new_zeros(n, ids.shape[1]) for c, n in counts.items()])
-
-
-def _learning_rate(node: Node, step: int) -> float:
-    """The learning rate of the step-th optimizer step (from 1): it rises in equal parts over `warmup` steps, then stays."""
-    given = node.attributes["optimizer"].options()
-    return float(given["lr"]) * min(1.0, step / max(int(given.get("warmup", 1)), 1))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import algorithms, noise
-from ..functions import Kind, Signature, loss_terms, signatures
+from ..functions import Kind, Signature, called_as
 from ..graph import Expr, Node
 from ..plan import Plan
 from .blame import BadResult, reason, steps
@@ -110,8 +110,7 @@ def called(call: Expr, kind: Kind) -> tuple[Callable[..., Any], Signature]:
     if ":" not in name:
         return algorithms.load(kind, name), algorithms.library()[kind, name][0]
     path, _, function = name.rpartition(":")
-    read = loss_terms if kind == "loss" else signatures
-    return getattr(imported(path, call), function), read(Path(path).read_text(encoding="utf-8-sig"))[function]
+    return getattr(imported(path, call), function), called_as(kind, Path(path).read_text(encoding="utf-8-sig"))[function]
 
 
 def imported(path: str, call: Expr) -> Any:

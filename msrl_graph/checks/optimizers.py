@@ -1,0 +1,56 @@
+"""Optimizers: that updates of one worker agree on theirs, and that a learning rate is one number.
+
+Invariant: what an optimizer is follows from its call (stepping.py); calls whose own mistakes were told are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .. import stepping
+from ..diagnostics import Diagnostic, Span
+from ..graph import Graph, Node
+from .columns import Library
+
+
+def rated(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Learning rates from a state of which each row has one: a step has one rate."""
+    found, each = [], {s.name: s.per for s in graph.states if s.per}
+    for node in _updates(graph):
+        rate = stepping.rate(node)
+        for name in [*([str(rate.value)] if rate.kind == "state" else []), *rate.columns().values()]:
+            if name in each:
+                message = f"the learning rate of `{node.name}` is from the state `{name}`, of which each `{each[name]}` has one"
+                found.append(Diagnostic("bad-scope", message, _span(node), f"declare it without `per {each[name]}`: one for the run"))
+    return found
+
+
+def shared(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Updates of one worker whose optimizers keep something else of the weights that they share."""
+    found = []
+    for worker in graph.workers:
+        updates = [n for n in _updates(graph) if n.worker == worker.name]
+        for first, node in ((updates[0], n) for n in updates[1:]):
+            if _kept(node) != _kept(first):
+                message = f"`{node.name}` and `{first.name}` share an optimizer, and keep different states of the weights"
+                note = ((_span(first), f"the optimizer of `{first.name}`"),)
+                help = (
+                    f"write `{first.attributes['optimizer'].value}(…)` in both, with momentum in both or in none; other options may differ"
+                )
+                found.append(Diagnostic("bad-value", message, _span(node), help, related=note))
+    return found
+
+
+def _updates(graph: Graph) -> Iterator[Node]:
+    for node in graph.verb("update"):
+        if "optimizer" in node.attributes and "lr" in node.attributes["optimizer"].keys:
+            yield node
+
+
+def _kept(node: Node) -> list[tuple[str, list[str]]]:
+    return [(rule.name, [*rule.keeps]) for rule in stepping.optimizer(node).rules]
+
+
+def _span(node: Node) -> Span:
+    span = node.attributes["optimizer"].span
+    return span if span.line else node.span
