@@ -24,7 +24,7 @@ algorithm self_play {
   source(4) -> prompt, answer
   node propose: actor.generate(prompt) -> problem { samples = 2 }
   node solve: actor.generate(prompt, problem) -> solution { samples = 4 }
-  node try_once: actor.generate(prompt, problem) -> attempt { samples = 1 }
+  node try_once: actor.generate(prompt, problem) -> attempt { samples = 1, temperature = 0 }
   node host.posed(problem) { keep = "generations.py:posed" }
   node host.right(solution, answer) -> right { call = "generations.py:right" }
   node host.plain(attempt, answer) -> plain { call = "generations.py:right"(solution = attempt) }

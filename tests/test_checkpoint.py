@@ -151,7 +151,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
             resumed(plan, str(target), NOWHERE)
         (told,) = fault.value.diagnostics
         assert told.code == "bad-checkpoint" and told.message.startswith(f"the checkpoint {path} cannot be used: its ")
-        assert told.help == f"{older} is sound: --resume {older}, and another folder with --out"
+        assert told.help == f"{older} is sound: --resume {older}, with --out another folder, or --overwrite for what is newer"
     assert newest(tmp_path)[0] == older
     assert resumed(plan, str(older), NOWHERE)[1].iteration == 10
 

@@ -91,7 +91,8 @@ def test_overwrite_leaves_what_the_run_reads(ran, plan, capsys):
 
 
 def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_where_it_is_asked_to(ran, plan):
-    older, middle, _ = (save(ran, plan, i) for i in (2, 4, 6))
+    older, middle, newest = (save(ran, plan, i) for i in (2, 4, 6))
+    (newest / "manifest.json").write_text("{")  # it need not be sound
     with pytest.raises(Fault) as fault:
         supervisor.prepare(plan, None, str(older))
     assert fault.value.diagnostics[0].help == "name another folder for the results with --out, or replace them: --overwrite"

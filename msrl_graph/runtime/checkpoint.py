@@ -320,7 +320,7 @@ def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[D
         manifest = sound(path)
     except Unsound as error:
         older = newest(run)
-        help = f"{older[0]} is sound: --resume {older[0]}, and another folder with --out" if older else ""
+        help = f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer" if older else ""
         help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
     if manifest.iteration > plan.deploy.run.iterations:
