@@ -42,9 +42,11 @@ test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 	$(BIN)/pytest -n 2 --dist loadgroup -m slow
 
-# Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs; 200 take about an hour.
+# Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs: at random, 200 take about an hour, and then each process
+# on two hosts at each point of its work, about as long.
 chaos: $(VENV)/ready
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --program $(PROGRAM)
+	$(BIN)/python bench/points.py --program $(PROGRAM)
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py

@@ -87,13 +87,13 @@ class Count:
 class Place:
     """A folder with a program in it and a temporary folder of its own, by which its processes are known."""
 
-    def __init__(self, folder: Path, program: str, iterations: int) -> None:
-        self.folder, self.iterations = folder, iterations
+    def __init__(self, folder: Path, program: str, iterations: int, more: list[tuple[str, str]] | None = None) -> None:
+        self.folder, self.iterations, self.environment = folder, iterations, dict(os.environ)
         path, changes, params = PROGRAMS[program]
         self.sets = [word for param in params for word in ("--set", param)]
         text = (EXAMPLES / path).read_text()
         run = f"run {{ iterations = {iterations}, seed = 0, save = 2, restarts = 1000 }}"
-        for old, new in [*changes, ('"../', f'"{EXAMPLES}/')]:
+        for old, new in [*changes, *(more or ()), ('"../', f'"{EXAMPLES}/')]:
             assert old in text, old
             text = text.replace(old, new)
         for old, new in (
@@ -110,7 +110,7 @@ class Place:
     def start(self, out: str, *more: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"]
         command += ["p.rlg", *self.sets, *(more or ("--out", out))]
-        environment = {**os.environ, "TMPDIR": str(self.temporary)}
+        environment = {**self.environment, "TMPDIR": str(self.temporary)}
         with (self.folder / f"{out}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -227,6 +227,12 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     if process.returncode != 0:
         count.remarks.append(f"{out} ended with {process.returncode}: {(place.folder / f'{out}.log').read_text()[-1500:]}")
         return wanted - kills
+    compare(place, out, count, reference)
+    return wanted - kills
+
+
+def compare(place: Place, out: str, count: Count, reference: Result) -> None:
+    """Counts a run that came to its end, and in what it is not the undisturbed one."""
     count.finished += 1
     lines_now, weights = place.result(out)
     for line, undisturbed in zip(lines_now, reference[0], strict=False):
@@ -236,7 +242,6 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
     if (lines_now, weights) != reference:
         count.differing += 1
         count.remarks.append(f"{out}: other metrics or weights than the undisturbed run's")
-    return wanted - kills
 
 
 def clean(place: Place, count: Count, out: str) -> None:

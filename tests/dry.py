@@ -27,7 +27,7 @@ from truth import Truth
 from msrl_graph.graph import Graph, Node
 from msrl_graph.plan import Plan
 from msrl_graph.rowsets import Numbers, rowsets
-from msrl_graph.runtime import actors
+from msrl_graph.runtime import actors, client
 from msrl_graph.runtime.calling import Results
 from msrl_graph.runtime.carried import Carried
 from msrl_graph.runtime.columns import Array, Column, ragged, texts
@@ -262,7 +262,7 @@ def cells(graph: Graph, column: str, rows: Array) -> Column:
     return ragged([np.full(r % 5 + 1, r) for r in rows.tolist()], np.int64)
 
 
-class Handed(actors.Client):
+class Handed(client.Client):
     """Keeps what it hands out, and looks at the values."""
 
     def __init__(self, dry: Dry, *arguments: Any) -> None:
@@ -411,7 +411,7 @@ class Dry:
 
     def run(self, rows: int) -> Carried:
         """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a process."""
-        with patch.object(actors, "ray", self.world):
+        with patch.object(actors, "ray", self.world), patch.object(client, "ray", self.world):
             try:
                 driver = self._driver()
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph.rowsets import Rowset
-from msrl_graph.runtime.actors import _found as found_here
+from msrl_graph.runtime.client import _found as found_here
 from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
 from msrl_graph.runtime.dock import Controller, assemble, deal, wanted
 from msrl_graph.runtime.readers import Reader, Task

@@ -16,7 +16,7 @@ from msrl_graph.layout import Layout
 from msrl_graph.passes.schedule import Schedule
 from msrl_graph.plan import EngineChoice, Evaluation, Instruction, Placement, Plan, Pool, Stream
 from msrl_graph.rowsets import looping
-from msrl_graph.runtime.actors import Client
+from msrl_graph.runtime.client import Client
 from msrl_graph.runtime.readers import Task
 
 WORKERS = (
@@ -138,7 +138,7 @@ class Rounds(Client):
     """What a process does in so many rounds of prompts; an AGAIN that is asked stands there with the round after which."""
 
     def __init__(self, stream: Stream, rounds: int) -> None:
-        self.rounds = rounds
+        self.process, self.rounds = "rank 0", rounds
         self.steps: list[tuple[Instruction, int]] = []
         for step in self.walk(stream.instructions, Task("train", 0, 1)):
             self.steps.append((step, 0))

@@ -1,4 +1,4 @@
-"""The dock on Ray: controllers and warehouses as processes, and the client that ranks and function hosts hold.
+"""The dock on Ray: controllers and warehouses as processes; client.py is what ranks and function hosts hold of it.
 
 Invariant: a wait ends with rows, or with an error that says who waited how long for which rows of whom; it never polls. Samples go from
 writer to warehouse to reader; no other process sees them. A controller may die at any moment and be started again: no row is lost or
@@ -11,19 +11,17 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import ray
 
-from ..plan import Instruction
 from ..rowsets import VERDICT
-from . import log
-from .columns import Array, Column, concatenate
-from .dock import Batch, Controller, Share, assemble, split, wanted
+from . import log, points
+from .columns import Array, Column
+from .dock import Controller, Share
 from .readers import Reader, Task
 from .report import Report, RunError
 from .warehouse import Round, Warehouse, told
@@ -84,7 +82,7 @@ class ControllerHost:
     def __init__(self, readers: list[Reader], deadline: float, near: str, warehouses: list[str]) -> None:
         self.controllers = {r.node: Controller(r) for r in readers}
         self.deadline = deadline
-        self.names, self.near = warehouses, near
+        self.names, self.near, self.process = warehouses, near, f"controllers beside {near}"
         self._near: Any = None
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.order = asyncio.Lock()  # decisions are handed out in the order in which they were made
@@ -118,6 +116,7 @@ class ControllerHost:
 
     async def open(self, task: Task) -> None:
         await self._ready()
+        points.reach(self.process, f"open {task.key}")
         async with self.order:
             for node, controller in self.controllers.items():
                 if task.key not in controller.books:
@@ -125,6 +124,7 @@ class ControllerHost:
 
     async def close(self, key: str) -> None:
         await self._ready()
+        points.reach(self.process, f"close {key}")
         for controller in self.controllers.values():
             controller.close(key)
 
@@ -132,10 +132,13 @@ class ControllerHost:
         """A warehouse has got rows: by column their numbers and what is told of them (warehouse.told)."""
         await self._ready()
         self._move()
+        news = f"{', '.join(columns)} of {key}"
+        points.reach(self.process, f"told of {news}")
         decided = {
             node: [r for column, (rows, lengths) in columns.items() for r in controller.heard(key, column, rows, lengths, warehouse)]
             for node, controller in self.controllers.items()
         }
+        points.reach(self.process, f"decided on {news}")
         if any(decided.values()):
             async with self.order:
                 for node, rounds in decided.items():
@@ -143,6 +146,7 @@ class ControllerHost:
         if any(decided.values()) or any(name.endswith(VERDICT) for name in columns):
             async with self.changed:
                 self.changed.notify_all()
+        points.reach(self.process, f"handed out {news}")
 
     async def take(self, node: str, key: str, group: int, index: int, process: str = "") -> Share:
         """The group's share number `index`, as soon as there is one. A wait may last the deadline from when a row last moved: whoever asks
@@ -152,6 +156,7 @@ class ControllerHost:
         share = await self._until((node, group, key, index), lambda: controller.take(key, group, index))
         self.last = node
         self._move()
+        points.reach(self.process, f"share of {node} in {key}")
         if process and len(share.units):
             await self.at(process, f"{node} in {key}")
         return share
@@ -215,7 +220,11 @@ class RankHost:
         return self.rank.run(task, measure)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
-        return self.rank.checkpoint(folder, says)
+        process, number = f"rank {self.rank.rank}", Path(folder).stem.lstrip(".0")
+        points.reach(process, f"write checkpoint {number}")
+        found = self.rank.checkpoint(folder, says)
+        points.reach(process, f"written checkpoint {number}")
+        return found
 
     def resume(self, folder: str, steps: dict[str, int]) -> None:
         self.rank.resume(folder, steps)
@@ -232,7 +241,7 @@ class WarehouseHost:
     """A warehouse; tells the controllers of what comes in."""
 
     def __init__(self, index: int, host: int) -> None:
-        self.warehouse = Warehouse(index, host)
+        self.warehouse, self.process = Warehouse(index, host), f"warehouse {index}"
         self.tasks: dict[str, Task] = {}  # those open
         self.controllers: list[tuple[Any, frozenset[str]]] = []
         self.told: list[Any] = []
@@ -242,16 +251,21 @@ class WarehouseHost:
         self.controllers = [(handle, frozenset(columns)) for handle, columns in zip(controllers, heard, strict=True)]
 
     async def open(self, task: Task) -> None:
+        points.reach(self.process, f"open {task.key}")
         self.tasks[task.key] = task
 
     async def put(self, key: str, node: str, columns: dict[str, tuple[Array, Column]]) -> None:
+        points.reach(self.process, f"put of {node} in {key}")
         self.warehouse.put(key, node, columns)
+        points.reach(self.process, f"kept {node} in {key}")
         for handle, names in self.controllers:
             news = {n: (rows, told(n, column)) for n, (rows, column) in columns.items() if n in names}
             if news:
                 self.told.append(handle.heard.remote(key, self.warehouse.index, news))
+        points.reach(self.process, f"told {node} in {key}")
 
     async def get(self, key: str, node: str, host: int, wanted: dict[str, Array]) -> dict[str, Column]:
+        points.reach(self.process, f"get of {node} in {key}")
         return self.warehouse.get(key, node, host, wanted)
 
     async def keep(self, key: str, node: str, rounds: list[Round]) -> None:
@@ -269,133 +283,6 @@ class WarehouseHost:
         told, self.told = self.told, []
         # Not blocking: what a controller decides on these news, it keeps here.
         await asyncio.gather(*told)
+        points.reach(self.process, f"drop {key}")
         self.tasks.pop(key, None)
         return self.warehouse.drop(key)
-
-
-class Client:
-    """A process's way into the dock: `process` is its name, `home` the warehouse that it writes to. Actors are named, by node the
-    controllers."""
-
-    def __init__(
-        self, process: str, readers: list[Reader], controllers: dict[str, str], warehouses: list[str], host: int, home: int
-    ) -> None:
-        self.process = process
-        self.readers = {r.node: r for r in readers}
-        boards = {name: ray.get_actor(name) for name in sorted(set(controllers.values()))}
-        self.controllers = {node: boards[name] for node, name in controllers.items()}
-        self.warehouses = [ray.get_actor(name) for name in warehouses]
-        self._at = next(iter(boards.values())).at.options(num_returns=0)
-        self.host, self.home = host, home
-        self.taken: dict[str, tuple[str, int]] = {}  # by node: the task, and how many of its shares were asked for
-        self.known: dict[str, list[tuple[Array, Column]]] = {}  # by column: the rows of the task that this process wrote or read
-        self.here: dict[str, int] = {}  # by `node get here`: bytes that were read again from these
-        self.pending: list[Any] = []
-        self.waited = 0.0  # seconds spent waiting for shares
-        self.moving = 0.0  # seconds spent fetching and writing rows
-
-    def at(self, what: str) -> None:
-        """Tells what this process begins to do; nobody waits for it."""
-        log.at(what)
-        self._at.remote(self.process, what)
-
-    def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
-        """The group's next share with its rows; `at_once`: this process begins with it now."""
-        reader = self.readers[node]
-        start = time.perf_counter()
-        key, count = self.taken.get(node, ("", 0))
-        count = count if key == task.key else 0
-        process = self.process if at_once else ""
-        share: Share = ray.get(self.controllers[node].take.remote(node, task.key, group, count, process))
-        self.taken[node] = (task.key, count + 1)
-        taken = time.perf_counter()
-        self.waited += taken - start
-        numbers = reader.numbers(task)
-        asked_of: dict[int, dict[str, Array]] = {}
-        order: dict[str, list[Array]] = {}
-        fetched, asked_for = {}, wanted(share, reader, numbers)
-        for name, rows in asked_for.items():
-            if (mine := _found(rows, self.known.get(name, []))) is not None:
-                fetched[name] = mine
-                self.here[f"{node} get here"] = self.here.get(f"{node} get here", 0) + mine.nbytes
-                continue
-            for warehouse, positions in split(share.where[name]):
-                asked_of.setdefault(warehouse, {})[name] = rows[positions]
-                order.setdefault(name, []).append(positions)
-        asked = {w: self.warehouses[w].get.remote(task.key, node, self.host, columns) for w, columns in asked_of.items()}
-        got = {w: ray.get(reference) for w, reference in asked.items()}
-        for name, places in order.items():
-            parts = [got[w][name] for w in sorted(got) if name in got[w]]
-            column = concatenate(parts)
-            if len(parts) > 1:
-                back = np.empty(len(column), np.int64)
-                back[np.concatenate(places)] = np.arange(len(column))
-                column = column.take(back)
-            fetched[name] = column
-            self.known.setdefault(name, []).append((asked_for[name], column))
-        batch = assemble(share, reader, numbers, asked_for, fetched)
-        self.moving += time.perf_counter() - taken
-        return batch
-
-    def again(self, node: str, task: Task, rounds: int) -> bool:
-        """Whether after so many rounds of prompts the filter `node` needs another one."""
-        start = time.perf_counter()
-        found: bool = ray.get(self.controllers[node].again.remote(node, task.key, rounds))
-        self.waited += time.perf_counter() - start
-        return found
-
-    def walk(self, instructions: Sequence[Instruction], task: Task) -> Iterator[Instruction]:
-        """A stream in the order in which it is done: the instructions of a round of prompts again while the filter asks for more."""
-        at, rounds = 0, 1
-        while at < len(instructions):
-            found = instructions[at]
-            if found.op != "AGAIN":
-                yield found
-            elif self.again(found.node, task, rounds):
-                at, rounds = _back(instructions, at) - 1, rounds + 1
-            at += 1
-
-    def whole(self, task: Task) -> dict[str, tuple[Array, Column]]:
-        """Every column of a task: the numbers of its rows, ascending, and the data."""
-        parts = ray.get([w.whole.remote(task.key) for w in self.warehouses])
-        found = {}
-        for name in {n for part in parts for n in part}:
-            pieces = [part[name] for part in parts if name in part]
-            numbers = np.concatenate([rows for rows, _ in pieces])
-            order = np.argsort(numbers)
-            found[name] = (numbers[order], concatenate([column for _, column in pieces]).take(order))
-        return found
-
-    def put(self, node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
-        """Sends rows to the home warehouse; does not wait for it."""
-        start = time.perf_counter()
-        for name, (rows, column) in columns.items():
-            self.known.setdefault(name, []).append((rows, column))
-        self.pending.append(self.warehouses[self.home].put.remote(task.key, node, columns))
-        self.moving += time.perf_counter() - start
-
-    def flush(self) -> dict[str, int]:
-        """Ends a task: raises what went wrong in its writes. By `node get here`, bytes that were read where they were known already."""
-        ray.get(self.pending)
-        here, self.here = self.here, {}
-        self.pending, self.known = [], {}
-        return here
-
-
-def _back(instructions: Sequence[Instruction], at: int) -> int:
-    """Where a round begins that the AGAIN at a place repeats: with its first state, whose weights are there unless they were released."""
-    other = instructions[at].other
-    begin = [i for i, x in enumerate(instructions[:at]) if (x.op, x.node) == ("RUN", other)]
-    weights = [i for i, x in enumerate(instructions[:at]) if (x.op, x.other) == ("RESHARD", other)]
-    released = not begin or Instruction("RELEASE", other) in instructions[begin[0] : at]
-    return weights[0] if weights and released else begin[0]
-
-
-def _found(rows: Array, written: list[tuple[Array, Column]]) -> Column | None:
-    """Those rows, in this order, where one of these holds them all."""
-    for numbers, column in written:
-        order = np.argsort(numbers)
-        at = np.searchsorted(numbers[order], rows)
-        if len(rows) and at.max() < len(order) and (numbers[order[at]] == rows).all():
-            return column.take(order[at])
-    return None

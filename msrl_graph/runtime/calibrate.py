@@ -31,8 +31,9 @@ from ..calibration import VERSION, Busy, Calibration, this_machine
 from ..cluster import Curve
 from ..plan import Plan, from_json
 from . import computing, probes
-from .actors import Client, ControllerHost, WarehouseHost
+from .actors import ControllerHost, WarehouseHost
 from .calling import Function
+from .client import Client
 from .columns import Column, ragged
 from .dock import Batch, Share
 from .processes import MARK, Temporary
@@ -193,7 +194,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
         own += time.process_time() - before
         start = time.perf_counter()
         for client in (writer, reader):
-            client.flush()
+            client.flush(task)
         board.close.remote(task.key)
         ray.get(warehouse.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)

@@ -19,9 +19,10 @@ from ..algorithms.registry import told
 from ..graph import Node, State
 from ..plan import from_json
 from . import log, rows
-from .actors import Client, settle
+from .actors import settle
 from .blame import blame
 from .calling import Function, Weigher
+from .client import Client
 from .columns import Array, Column
 from .data import Dataset
 from .joining import absent
@@ -95,7 +96,7 @@ class FunctionHost:
                 report.count("prompts_drawn", drawn * task.prompts, 0)
             for name, value in task.states.items():
                 report.count(name, value, 1)
-        report.here = self.client.flush()
+        report.here = self.client.flush(task)
         return report
 
     def record(self, task: Task, folder: str) -> str:

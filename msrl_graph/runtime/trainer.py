@@ -22,7 +22,7 @@ import msgspec
 
 from ..diagnostics import Fault
 from ..plan import Evaluation, Plan
-from . import checkpoint
+from . import checkpoint, points
 from .actors import DockTimeout, Picture
 from .carried import Carried
 from .display import Display, Screen, Tail, comparison
@@ -255,6 +255,7 @@ class Driver:
         partial = None
         try:
             partial = checkpoint.begin(out, iteration)
+            points.reach("driver", f"begun checkpoint {iteration}")
             program, position, lines = checkpoint.program(self.plan), self.carried.position, self.recorder.written
             says = checkpoint.said(iteration, lines, position, program)
             parts = self._wait([r.checkpoint.remote(str(partial.absolute()), says) for r in self.pool.ranks], DISK)
@@ -263,7 +264,9 @@ class Driver:
             files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial, says))
             steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
             manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, lines, steps, program, files, position)
+            points.reach("driver", f"written checkpoint {iteration}")
             checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
+            points.reach("driver", f"kept checkpoint {iteration}")
             self.unsaved = ""
         except OSError as error:
             if partial is not None:
@@ -275,8 +278,11 @@ class Driver:
 
     def _open(self, task: Task) -> None:
         """Makes a task known: first to the warehouses, since a controller that dies is rebuilt from what they know."""
+        points.reach("driver", f"open {task.key}")
         self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
+        points.reach("driver", f"opened in warehouses {task.key}")
         self.ray.get([b.open.remote(task) for b in self.pool.boards])
+        points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
         """Starts the streams of all pools for one task."""
@@ -284,6 +290,7 @@ class Driver:
         if task.key not in self.ahead:
             self._prepare(task)
         ranks = [r.run.remote(task, measure) for r in self.pool.ranks]
+        points.reach("driver", f"begun {task.key}")
         return _Running(task, start, [*ranks, *self.ahead.pop(task.key)])
 
     def _prepare(self, task: Task) -> None:
@@ -297,22 +304,25 @@ class Driver:
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
         reports = self._wait(running.streams)
+        points.reach("driver", f"ended {running.task.key}")
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> dict[str, int]:
         """Forgets the rows of a task that has ended; bytes moved by the dock."""
         pool = self.pool
+        points.reach("driver", f"clear {task.key}")
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
             for words in filter(None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])):
                 self.display.say(words)
-        for board in pool.boards:
-            board.close.remote(task.key)
         moved: dict[str, int] = {}
         for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
             for what, size in counts.items():
                 moved[what] = moved.get(what, 0) + size
+        for board in pool.boards:  # last: one that is rebuilt takes for open what the warehouses know
+            board.close.remote(task.key)
+        points.reach("driver", f"cleared {task.key}")
         return moved
 
     def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:

@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from ..graph import Node
 from ..plan import Instruction, from_json
 from . import computing, memory
-from .actors import Client, settle
+from .actors import settle
+from .client import Client
 from .columns import Column
 from .dock import Batch
 from .generation import Generation
@@ -92,7 +93,7 @@ class Rank(Training, Generation):
             _note(report, f"peak of {name}", peak.peak)
         if measure:
             _note(report, "after", memory.held())
-        report.here = self.client.flush()
+        report.here = self.client.flush(task)
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
