@@ -162,6 +162,23 @@ def test_a_run_that_is_asked_twice_ends_at_once(place):
 
 
 @pytest.mark.slow
+def test_a_run_that_waits_for_a_function_ends_by_one_signal(place):
+    called = place.folder / "called"
+    place.function(f"open({str(called)!r}, 'w').close()\n    time.sleep(600)\n    return 0.0")
+    program(place, *ONE_RANK, MINE, evaluated=False, iterations=300)
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    until = time.monotonic() + 120
+    while not called.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and time.monotonic() - begin < 20, err
+    assert re.search(r"for \d+ s no row has moved: ending at once\n.*`actor.update`.* has waited", err, re.DOTALL), err
+    place.assert_clean()
+
+
+@pytest.mark.slow
 def test_a_full_disk_costs_a_checkpoint_and_no_more(place):
     if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
         pytest.skip("no file system of its own can be mounted here")

@@ -82,6 +82,29 @@ def test_a_keeper_that_is_killed_is_stood_in_for():
     process.wait()
 
 
+def test_shared_memory_of_what_is_killed_is_gone():
+    made = """
+import time
+from multiprocessing.shared_memory import SharedMemory
+kept = [SharedMemory(create=True, size=1000) for _ in range(20)]
+print(*(k.name for k in kept), flush=True)
+time.sleep(300)
+"""
+    kept = Temporary()
+    process = subprocess.Popen(
+        [sys.executable, "-c", made], env={**os.environ, MARK: str(kept.folder)}, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        files = [Path("/dev/shm") / name for name in process.stdout.readline().split()]
+        assert len(files) == 20 and all(f.exists() for f in files)
+        kept.ends(process.pid)
+        kept.close()
+        left = [f for f in files if f.exists()]
+        for file in left:
+            file.unlink()
+    assert not left and process.returncode == -signal.SIGKILL
+
+
 def test_what_terminals_send_does_not_reach_the_keeper():
     with closing(Temporary()) as kept:
         assert os.getsid(kept.keeper.pid) == kept.keeper.pid != os.getsid(0)

@@ -22,6 +22,9 @@ import psutil
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
+# Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their pipe, and then end.
+TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
+TIDIES = 3.0  # seconds that they are left
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
@@ -82,18 +85,26 @@ def sweep() -> None:
 
 def end(folder: str, session: int = 0) -> None:
     """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in their environment
-    (Ray's processes change their titles, which may write over it). Then removes its folder."""
-    until = time.monotonic() + MOST
+    (Ray's processes change their titles, which may write over it). Those that tidy up after others end by themselves, or last. Then removes
+    its folder."""
+    begin = time.monotonic()
+    until = begin + MOST
     while time.monotonic() < until:
-        left = []
+        left, tidying = [], False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
-                if ours and process.pid != os.getpid() and alive(process.pid):
-                    process.kill()
-                    left.append(process)
-        if not left:
+                if not ours or process.pid == os.getpid() or not alive(process.pid):
+                    continue
+                if time.monotonic() < begin + TIDIES and any(word in part for part in process.cmdline() for word in TIDY):
+                    tidying = True
+                    continue
+                process.kill()
+                left.append(process)
+        if not left and not tidying:
             break
+        if not left:
+            time.sleep(0.02)
         # Dead is enough: who is nobody's child here stays a zombie until the system's first process has time for it.
         wait = time.monotonic() + 2
         while time.monotonic() < min(wait, until) and any(alive(process.pid) for process in left):

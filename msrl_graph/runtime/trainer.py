@@ -37,16 +37,19 @@ HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 0.5  # seconds between two looks at the processes
 # Seconds that a driver leaves the docks to tell of a wait before it does.
 AFTER = 2.0
+# Seconds that an iteration which is to be the last may stand still, twice the longest so far where that is more.
+STILL = 5.0
 DISK = 3600.0  # seconds that reading or writing weights may take
 
 
 class Signals:
     """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that comes when no
-    iteration is under way, or SIGHUP, ends it at once."""
+    iteration is under way, or SIGHUP, ends it at once. So does the first where the iteration stands still."""
 
     def __init__(self, say: Any) -> None:
         self.say = say
         self.asked = 0  # the first signal that was heeded
+        self.since = 0.0  # when it came (time.monotonic)
         self.last = 0
         self.training = False
         self.heed()
@@ -60,7 +63,7 @@ class Signals:
         self.last = number
         if self.asked or not self.training or number == signal.SIGHUP:
             raise KeyboardInterrupt
-        self.asked = number
+        self.asked, self.since = number, time.monotonic()
         self.say("ending after this iteration, with a checkpoint; ask once more to end at once")
 
 
@@ -165,6 +168,7 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
         self.pictures: list[Picture] = []
+        self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
         self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
 
@@ -224,6 +228,7 @@ class Driver:
             if goes_on and self.carried.known:
                 self._prepare(self.carried.task(i + 1))
             seconds, reports = self._end(done)
+            self.longest = max(self.longest, seconds)
             self.carried.after(done.task, reports)
             goes_on = goes_on and not self.signals.asked
             running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
@@ -328,7 +333,8 @@ class Driver:
     def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:
         """The results, of references and of function hosts' calls. Fails as soon as one fails or a process dies that is not replaced, or
         when for the deadline (0: the dock's) no row has moved and nothing has ended; keeps the display alive meanwhile."""
-        left, moves, since, deadline = list(asked), -1, time.monotonic(), deadline or self.plan.docks.deadline
+        left, moves, since, rows = list(asked), -1, time.monotonic(), not deadline
+        deadline = deadline or self.plan.docks.deadline
         while left:
             ended, _ = self.ray.wait([reference(x) for x in left], num_returns=1, timeout=min(LOOK, deadline))
             for host in self.functions.mend():  # the calls of a process that died have other references now
@@ -343,11 +349,18 @@ class Driver:
                 now = sum(p.moves for p in self.pictures)
             if done or now != moves:
                 moves, since = now, time.monotonic()
+            elif rows and self.signals.asked and (still := time.monotonic() - max(since, self.signals.since)) > self._patience():
+                self.display.say(f"for {still:.0f} s no row has moved: ending at once{self.words()}")
+                raise KeyboardInterrupt
             elif time.monotonic() - since > deadline + AFTER:
                 # The dock's own deadline would have told of a wait by now: this is work that does not end.
                 last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
                 raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
         return list(self.ray.get([reference(x) for x in asked]))
+
+    def _patience(self) -> float:
+        """How long an iteration may stand still after which the run is to end: what takes minutes each time is work, and ends."""
+        return max(STILL, 2 * self.longest)
 
     def _look(self) -> None:
         """Asks controllers and warehouses; whoever is dead fails at once."""
