@@ -47,6 +47,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones")
     p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
     p.add_argument("--verbose", action="store_true", help="show what the processes print, each line with its process in front")
+    p.add_argument(
+        "--nice",
+        metavar="N",
+        type=natural,
+        choices=range(20),
+        default=0,
+        help="let what computes be nicer than msrl-run is, by N",
+    )
     p.add_argument("--measure-memory", action="store_true", help="measure what a rank's tensors take, at each instruction of an iteration")
     p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
@@ -98,6 +106,7 @@ def run_plan(text: str, out: str | None) -> int:
             dry_run=False,
             verbose=False,
             measure_memory=False,
+            nice=0,
         )
         try:
             return _execute(plan_of(text.encode(), "the plan of this script"), options)
@@ -115,7 +124,9 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
         return 2
     resume = options.resume or ""
-    watched = supervisor.Options(options.measure_memory, options.verbose, options.record, options.replay or "", options.overwrite)
+    watched = supervisor.Options(
+        options.measure_memory, options.verbose, options.record, options.replay or "", options.overwrite, options.nice
+    )
     if options.dry_run:
         made = supervisor.prepare(plan, options.out, resume, watched)
         tell(made.warnings, None, options)

@@ -206,6 +206,9 @@ class RankHost:
     """The process of a worker.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without torch."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
+        # Threads that wait for each other leave the core at once: a rank's are as many as its cores, and beside them are warehouses,
+        # functions, and other programs. OpenMP asks for it when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from .worker import Rank
 
         self.rank = Rank(plan, rank, threads, folder, logs)

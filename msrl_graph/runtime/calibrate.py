@@ -36,7 +36,7 @@ from .calling import Function
 from .client import Client
 from .columns import Column, ragged
 from .dock import Batch, Share
-from .processes import MARK, Temporary
+from .processes import MARK, Temporary, nicer
 from .readers import Task, readers
 from .record import Recorder
 from .report import Report
@@ -240,6 +240,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
+    os.environ |= nicer(0)
     ray.init(
         address="local", num_cpus=cores, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder
     )

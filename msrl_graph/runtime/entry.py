@@ -40,6 +40,7 @@ def run(
     dry_run: bool = False,
     verbose: bool = False,
     measure_memory: bool = False,
+    nice: int = 0,
     stderr: IO[str] | None = None,
 ) -> Outcome:
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
@@ -48,19 +49,20 @@ def run(
     `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints. `iterations` and `seed`
     take the place of the plan's. `record` writes the rows of each iteration; `replay` is the folder of a run that
     did, whose responses are taken in place of generated ones. `dry_run` checks all that can be checked, prints what would run and starts
-    nothing. `verbose` shows what the processes print, `measure_memory` what a rank's tensors take. What is told on the way goes to
+    nothing. `verbose` shows what the processes print, `measure_memory` what a rank's tensors take. `nice`, from 0 to 19,
+    is how much nicer than this process those are that compute. What is told on the way goes to
     `stderr` (default: the process's own).
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
     often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
     try:
-        stated = _checked(plan, {"iterations": iterations, "seed": seed}, {"out": out, "resume": resume, "replay": replay})
+        stated = _checked(plan, {"iterations": iterations, "seed": seed, "nice": nice}, {"out": out, "resume": resume, "replay": replay})
         _guarded(plan, sys._getframe(1))
         known = plan.deploy.run
         asked = replace(known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed))
         plan = replace(plan, deploy=replace(plan.deploy, run=asked))
-        options = Options(measure_memory, verbose, record, str(replay or ""), overwrite)
+        options = Options(measure_memory, verbose, record, str(replay or ""), overwrite, stated.get("nice", 0))
         if not dry_run:
             return supervisor.run(plan, out, str(resume or ""), options, stderr)
         made = supervisor.prepare(plan, out, str(resume or ""), options)

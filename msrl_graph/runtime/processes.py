@@ -20,12 +20,19 @@ from pathlib import Path
 import psutil
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
+NICENESS = "RAY_worker_niceness"  # Ray's setting
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
 # Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their pipe, and then end.
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
 TIDIES = 3.0  # seconds that they are left
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
+
+
+def nicer(by: int) -> dict[str, str]:
+    """The environment in which Ray's servers begin, so that its workers are nicer than these by so much; these are as nice as who starts
+    them. Ray's own default is 15: a thirtieth of a core that others want too. What the caller has set stays, unless `by` is more."""
+    return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
 
 def alive(pid: int) -> bool:

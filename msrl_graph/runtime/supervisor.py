@@ -34,7 +34,7 @@ from .display import Screen
 from .folder import choose, clear, lock, make
 from .joining import NoResources
 from .pool import check_machine
-from .processes import MARK, Temporary, sweep
+from .processes import MARK, Temporary, nicer, sweep
 from .record import read
 from .tokens import Tokens
 
@@ -76,6 +76,7 @@ class Options:
     record: bool = False  # the rows of each iteration are written into the run's folder
     replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
     overwrite: bool = False  # results of an earlier run in the folder are replaced
+    nice: int = 0  # by how much the processes that compute are nicer than what starts them
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class Supervisor:
         """Starts a driver, and waits for its end."""
         command = [sys.executable, *self.driver, attempt.folder]
         # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
-        environment = {**os.environ, MARK: attempt.folder, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        environment = {**os.environ, **nicer(attempt.options.nice), MARK: attempt.folder, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
         logs.mkdir(exist_ok=True)
         direct = self.stderr is None or _is_file(self.stderr)
         with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
