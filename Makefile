@@ -5,6 +5,7 @@ VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 BIN := $(VENV)/bin
 SEED ?= 0
+LOAD ?= 0
 KILLS ?= 200
 PROGRAMS ?= 5000
 PROGRAM ?= grpo
@@ -74,8 +75,9 @@ $(VENV_TRL)/ready: constraints/trl.txt
 	$(VENV_TRL)/bin/pip install --quiet --constraint constraints/trl.txt trl
 	touch $@
 
+# LOAD=2: with so many busy processes beside.
 bench-trl: $(VENV)/ready $(VENV_TRL)/ready
-	$(BIN)/python bench/trl.py
+	$(BIN)/python bench/trl.py --load $(LOAD)
 
 bench-trl-curves: $(VENV)/ready $(VENV_TRL)/ready
 	$(BIN)/python bench/trl.py --curves

@@ -16,6 +16,8 @@ A process a measurement; the first iterations are left out. Figures are medians 
 quotient, `ratio_quiet` that of lower quartiles, which other load on the machine moves less. `cpu` is user and system time of all
 processes, threads that spin in wait for others among it. Prints tables and, last, a line of JSON.
 
+With --load N so many processes that compute without end run beside both: what is left of either where a machine does other work too.
+
 With --curves: held-out accuracy (greedy) over wall time for both on one rank, over some seeds. The clock of both stands while they
 evaluate, start and end. Writes a picture.
 """
@@ -30,6 +32,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -138,6 +142,18 @@ def theirs(ranks: int, iterations: int) -> list[Line]:
     return [{names.get(k, k): v for k, v in line.items()} | {"outside": line["other"]} for line in _trl(ranks, iterations)["lines"][FIRST:]]
 
 
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """So many processes that want a core each."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def speed(rounds: int, iterations: int) -> None:
     rows = compile(PROGRAMS[1]).graph.rows[-1]
     sides = {"ours": ours, "trl": theirs}
@@ -171,6 +187,7 @@ def speed(rounds: int, iterations: int) -> None:
             f"cpu_ratio{tail}": round(medians["trl"]["cpu"] / medians["ours"]["cpu"], 3),
             f"overhead_share{tail}": round(medians["ours"]["overhead_share"], 4),
         }
+    figures["load"] = round(os.getloadavg()[0], 1)  # of the machine, others' too
     print(json.dumps(figures))
 
 
@@ -244,6 +261,7 @@ def curves(seeds: int, iterations: int, every: int, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--load", type=int, default=0, help="processes beside that are busy all the time")
     parser.add_argument("--iterations", type=int, help="of a measurement (20), of a curve (320)")
     parser.add_argument("--curves", action="store_true", help="held-out accuracy over wall time instead of speed")
     parser.add_argument("--seeds", type=int, default=3)
@@ -253,7 +271,8 @@ def main() -> None:
     if options.curves:
         curves(options.seeds, options.iterations or 320, options.every, options.out)
     else:
-        speed(options.rounds, options.iterations or 20)
+        with busy(options.load):
+            speed(options.rounds, options.iterations or 20)
 
 
 if __name__ == "__main__":
