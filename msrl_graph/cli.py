@@ -19,6 +19,7 @@ from . import codes
 from .cli_run import run_main, run_plan
 from .cli_shared import guarded, load_plan, natural, tell
 from .diagnostics import Fault, nearest
+from .shown import shown
 
 if TYPE_CHECKING:
     from .pipeline import Compilation
@@ -74,7 +75,11 @@ def _compile(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.explain is not None:
         page = _page(options.explain)
-        print(codes.shown(page, *_screen(options)) if page else _unknown(options.explain), end="", file=sys.stdout if page else sys.stderr)
+        print(
+            codes.shown(page, *_screen(options)) if page else shown(_unknown(options.explain)),
+            end="",
+            file=sys.stdout if page else sys.stderr,
+        )
         return 0 if page else 2
     from .pipeline import PASSES, decoded, read, translate
 
@@ -147,7 +152,7 @@ def _compile(argv: Sequence[str]) -> int:
         try:
             Path(options.output).write_text(output, encoding="utf-8")
         except OSError as error:
-            print(f"msrl-compile: cannot write `{options.output}`: {error.strerror}", file=sys.stderr)
+            print(f"msrl-compile: cannot write `{shown(options.output)}`: {error.strerror}", file=sys.stderr)
             return 2
     return 0
 

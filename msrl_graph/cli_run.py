@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .cli_shared import guarded, load_plan, natural, plan_of, tell
 from .diagnostics import UNFIT, Diagnostic, Fault
+from .shown import shown
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -130,7 +131,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
     if options.dry_run:
         made = supervisor.prepare(plan, options.out, resume, watched)
         tell(made.warnings, None, options)
-        print("\n".join(made.lines()))
+        print(shown("\n".join(made.lines())))
         return 0
     try:
         outcome = supervisor.run(plan, options.out, resume, watched)
@@ -139,7 +140,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         return 3
     except supervisor.Interrupted as ended:
         return ended.status
-    print(f"results in {outcome.folder}")
+    print(shown(f"results in {outcome.folder}"))
     for line in outcome.lines():
         print(line)
     return 0

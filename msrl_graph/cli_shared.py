@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .diagnostics import Diagnostic, Fault, render, render_json
+from .shown import shown
 
 if TYPE_CHECKING:
     from .pipeline import Source
@@ -105,7 +106,7 @@ def guarded(program: str, main: object, argv: list[str]) -> int:
         if os.environ.get("MSRL_DEBUG") == "1":
             raise
         where = _reproducer(program, argv)
-        print(f"{program}: internal error: {type(error).__name__}: {error}; what reproduces it is in {where}", file=sys.stderr)
+        print(f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; what reproduces it is in {where}", file=sys.stderr)
         return 2
 
 

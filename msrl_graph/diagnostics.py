@@ -16,15 +16,12 @@ from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
 from . import codes
+from .shown import SIGNS, shown
 
 # What is wrong is not the program but the machines: the exit status is 3.
 UNFIT = frozenset({"no-resources", "host-differs"})
 # Of a longer line an excerpt shows this many characters.
 LONGEST = 240
-# Characters that move a terminal's cursor, or turn what follows them around, are shown by a sign of their own, one column wide.
-_SAFE = {c: 0x2400 + c for c in range(32) if c != 9} | {0x7F: 0x2421}
-_SAFE |= dict.fromkeys((*range(0x80, 0xA0), 0x200E, 0x200F, 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A)), 0xFFFD)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Severity = Literal["error", "warning", "hint"]
@@ -131,7 +128,7 @@ def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "ful
     span = diagnostic.span
     if style == "concise":
         where = f"{span.file}:{span.line}:{span.column}: " if span.line else ""
-        return where + head + (f" (help: {diagnostic.help})" if diagnostic.help else "")
+        return shown(where + head + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
     margin = " " * len(str(max([span.line, *(s.line for s, _ in diagnostic.related)])))
     lines = [head]
     if span.line:
@@ -141,7 +138,7 @@ def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "ful
     if diagnostic.help:
         indent = "\n" + " " * (len(margin) + 9)
         lines.append(f"{margin} = help: {diagnostic.help.replace(chr(10), indent)}")
-    return "\n".join(lines)
+    return shown("\n".join(lines))
 
 
 def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
@@ -150,10 +147,10 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
     if span.line <= len(text) and span.file in sources:
         source = text[span.line - 1].rstrip("\r")
         start, end = span.column - 1, span.end_column - 1 if span.end_line == span.line else len(source)
-        shown, start, end = _window(source.translate(_SAFE), start, end)
-        under = _blank(shown[:start]) + (_blank(shown[start:end], "^") or "^")
+        part, start, end = _window(source.translate(SIGNS), start, end)
+        under = _blank(part[:start]) + (_blank(part[start:end], "^") or "^")
         number = str(span.line).rjust(len(margin))
-        lines += [f"{margin} |", f"{number} | {shown}", f"{margin} | {under}"]
+        lines += [f"{margin} |", f"{number} | {part}", f"{margin} | {under}"]
     return lines
 
 
@@ -170,8 +167,8 @@ def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
     first = max(0, min(start - LONGEST // 4, len(line) - LONGEST))
     last = min(len(line), first + LONGEST)
     before = "…" if first else ""
-    shown = before + line[first:last] + ("…" if last < len(line) else "")
-    return shown, start - first + len(before), min(end, last) - first + len(before)
+    part = before + line[first:last] + ("…" if last < len(line) else "")
+    return part, start - first + len(before), min(end, last) - first + len(before)
 
 
 def _blank(text: str, sign: str = " ") -> str:

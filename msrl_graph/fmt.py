@@ -21,6 +21,7 @@ from .cli_shared import guarded, tell
 from .diagnostics import Diagnostic, Fault
 from .dsl.format import format
 from .pipeline import Source
+from .shown import shown
 
 STDIN = "<stdin>"
 
@@ -68,7 +69,7 @@ def _fmt(argv: Sequence[str]) -> int:
             try:
                 _write(Path(file), new)
             except OSError as error:
-                print(f"msrl-fmt: cannot write `{file}`: {error.strerror}", file=sys.stderr)
+                print(f"msrl-fmt: cannot write `{shown(str(file))}`: {error.strerror}", file=sys.stderr)
                 unwritten = True
     tell(told, source, options)
     return 2 if unwritten else int(bool(told) or (differ and (options.check or options.diff)))

@@ -21,6 +21,7 @@ from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
 from msrl_graph.dsl.attributes import TABLE
 from msrl_graph.dsl.syntax import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
 from msrl_graph.pipeline import Compilation, Source, texts, translate
+from msrl_graph.shown import shown
 
 ROOT = TESTS.parent
 FILES = [
@@ -312,8 +313,7 @@ def hold(source: Source | None, found: Sequence[Diagnostic]) -> None:
                 assert span.file in known, d
                 within(span, known[span.file])
         for style in ("full", "concise"):
-            shown = render(d, known, style)
-            assert d.message in shown
+            assert shown(d.message) in render(d, known, style)
     assert len(json.loads(render_json(found))) == len(found)
 
 

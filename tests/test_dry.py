@@ -137,3 +137,11 @@ def test_a_filter_beside_one_that_repeats_rows_chooses_before_it(folder: Path, r
   node host.b(response) {{ keep = "f.py:keep"{refill} }}
   actor.generate -> host.a, host.b -> actor.update"""
     assert run(folder, GENERATE + filters, kindness=0.6) == "to its end"
+
+
+def test_a_state_of_a_prompt_that_a_filter_repeats_is_set(folder: Path) -> None:
+    algorithm = """state rate : f32 per prompt = 0.5
+  node host.twice(answer) { select = "f.py:places", per = prompt }
+  node host.track(answer, rate) -> rate { call = "f.py:numbers_rate", per = prompt }
+  source -> host.twice -> host.track"""
+    assert run(folder, algorithm) == "to its end"

@@ -20,6 +20,7 @@ from ..cluster import Figure
 from ..graph import Graph
 from ..layout import Layout
 from ..plan import EngineChoice, Instruction, Plan, Way
+from ..shown import shown
 from .placed import placed
 
 WIDTH = 100
@@ -65,10 +66,10 @@ class Page:
 
     def heading(self, text: str, more: str = "") -> None:
         self.console.print()
-        self.console.print(Text.assemble((text, "bold"), f"  {more}" if more else ""))
+        self.console.print(Text.assemble((shown(text), "bold"), f"  {shown(more)}" if more else ""))
 
     def line(self, text: str) -> None:
-        self.console.print(Padding(Text(text), (0, 0, 0, 2)))
+        self.console.print(Padding(Text(shown(text)), (0, 0, 0, 2)))
 
     def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
@@ -76,12 +77,12 @@ class Page:
             figure = i in right
             table.add_column(name, justify="right" if figure else "left", no_wrap=figure or i in keep, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
+            table.add_row(*(Text(shown(cell)) for cell in row))
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def closing(self, text: str) -> None:
         self.console.print()
-        self.console.print(Text(text, style="bold"))
+        self.console.print(Text(shown(text), style="bold"))
 
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"

@@ -14,10 +14,14 @@ from rich.table import Table
 
 from ..emit.text import duration, size
 from ..plan import Plan
+from ..shown import shown
 
 
 class Screen(Console):
     """A console whose reader may go away: no reason to end a run."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -39,14 +43,14 @@ class Display:
             TextColumn("[cyan]{task.fields[phase]}"),
             console=console,
         )
-        self.task = self.progress.add_task(plan.graph.name, total=self.total, status="", phase="starting")
+        self.task = self.progress.add_task(shown(plan.graph.name), total=self.total, status="", phase="starting")
         if self.live:
             self.progress.start()
         self.last = "the start"
 
     def phase(self, name: str) -> None:
         self.last = name
-        self.progress.update(self.task, phase=name)
+        self.progress.update(self.task, phase=shown(name))
 
     def resume(self, done: int) -> None:
         self.progress.update(self.task, completed=done)

@@ -18,6 +18,7 @@ from typing import IO, NoReturn
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
 from ..paths import is_file
 from ..plan import Plan
+from ..shown import shown
 from . import supervisor
 from .joining import called
 from .processes import MARK
@@ -66,7 +67,7 @@ def run(
         if not dry_run:
             return supervisor.run(plan, out, str(resume or ""), options, stderr)
         made = supervisor.prepare(plan, out, str(resume or ""), options)
-        print("\n".join(made.lines()))
+        print(shown("\n".join(made.lines())))
         return Outcome(made.folder, {})
     except Fault as fault:
         from ..pipeline import rendered

@@ -171,7 +171,9 @@ class FunctionHost:
                 if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
                     report.count(name, float(finite.sum()), len(finite))
             for name, (units, values) in made.states.items():
-                old = report.states.get(name, ([], []))
+                reader, old = self.readers[node.name], report.states.get(name, ([], []))
+                if not reader.whole:  # a prompt that a filter repeats is the same row of the data
+                    units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
                 report.states[name] = (old[0] + units, old[1] + values)
             self.client.put(node.name, task, made.columns)
 

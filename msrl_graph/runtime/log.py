@@ -13,6 +13,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..shown import shown
+
 
 class Lines(io.TextIOBase):
     """A text stream that puts a head before each line. `node` is the node-state at work."""
@@ -25,8 +27,8 @@ class Lines(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        head = " ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip() + " | "
-        pieces = [piece if self.open and i == 0 else head + piece for i, piece in enumerate(text.splitlines(keepends=True))]
+        head = shown(" ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip()) + " | "
+        pieces = [_shown(piece) if self.open and i == 0 else head + _shown(piece) for i, piece in enumerate(text.splitlines(keepends=True))]
         self.open = (self.open and not text) or (bool(text) and not text.endswith("\n"))
         with suppress(OSError):  # a full disk costs lines, not a run
             os.write(self.descriptor, "".join(pieces).encode("utf-8", "replace"))
@@ -34,6 +36,12 @@ class Lines(io.TextIOBase):
 
     def fileno(self) -> int:
         return self.descriptor
+
+
+def _shown(line: str) -> str:
+    """As it may be shown by who reads the log; its end stays."""
+    text = line.rstrip("\r\n")
+    return shown(text) + line[len(text) :]
 
 
 _here: list[Lines] = []
