@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .architecture import Experts, Latent, Model, Shape
+from .config import SIZE, judged
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .layout import Tensor
 from .paths import is_file, is_folder
@@ -74,13 +75,20 @@ def tokenizer(preset: str) -> str | None:
     return TOKENIZERS.get(preset.split("-")[0])
 
 
-def tokens(path: str) -> dict[int, str] | None:
-    """What each number stands for, by the tokenizer.json of a model's folder; None without one that can be read."""
+def tokens(path: str, special: bool = True) -> dict[int, str] | None:
+    """What each number stands for, by the tokenizer.json of a model's folder, with its special ones or without; None without one that can
+    be read."""
     try:
         content = json.loads((Path(path) / "tokenizer.json").read_bytes())
         vocabulary = content["model"]["vocab"]
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
-        return {**{i: text for text, i in pairs}, **{a["id"]: a["content"] for a in content.get("added_tokens", ())}}
+        added = content.get("added_tokens", ())
+        found = {i: text for text, i in pairs}
+        found |= {a["id"]: a["content"] for a in added}
+        for token in () if special else added:
+            if token.get("special"):
+                found.pop(token["id"], None)
+        return found if all(isinstance(i, int) for i in found) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
@@ -105,32 +113,54 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
         help = "a Hugging Face model folder holds a config.json"
         help = f"to plan by its shape write the preset, `{max(named, key=len)}`; {help}" if named else help
         raise Fault(Diagnostic("unknown-model", f"the model folder `{target}` {what}", span, help))
+    stated = content(config.parent, target, span)
+    if stated.get("quantization_config") is not None:
+        message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
+        raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
+    return _model(target, str(config.parent.resolve()), stated, dtype, span)
+
+
+def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
+    """The config.json of a model's folder. Raises Fault: unknown-model."""
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Fault(Diagnostic("unknown-model", f"`{target}/config.json` cannot be read: {error}", span)) from None
-    if not isinstance(content, dict):
-        raise Fault(Diagnostic("unknown-model", f"`{target}/config.json` is not a JSON object", span))
-    return _model(target, str(config.parent.resolve()), content, dtype, span)
+        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` cannot be read: {error}", span)) from None
+    if not isinstance(found, dict):
+        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` is not a JSON object", span))
+    return found
 
 
 def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
     architectures = config.get("architectures")
-    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(config.get("model_type", "unknown"))
+    kind = config.get("model_type")
+    classes = {family: architecture for architecture, family in FAMILIES.items()}
+    named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
     architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)  # with another head, Model.scoring
     if architecture not in FAMILIES:
         known = ", ".join(f"`{f}`" for f in FAMILIES)
         raise Fault(Diagnostic("not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"))
 
+    def unfit(what: str) -> Fault:
+        return Fault(
+            Diagnostic("unknown-model", f"the config.json of `{name}` {what}", span, "a config.json is its weights' own: copy both anew")
+        )
+
     def size(key: str, default: int | None = None) -> int:
         value = config.get(key)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise Fault(Diagnostic("unknown-model", f"the config.json of `{name}` has no usable `{key}`", span))
+        if not SIZE.holds(value):
+            raise unfit(f"has no usable `{key}`")
+        assert isinstance(value, int)
         return value
 
     family = FAMILIES[architecture]
+    if kind is not None and kind != family:
+        raise unfit(f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there")
+    if wrong := judged(config, family):
+        raise unfit(wrong.message)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
@@ -162,7 +192,7 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         latent=latent,
     )
     o_bias = family != "qwen2" and bias
-    tensors = tuple(_tensors(shape, o_bias, bool(config.get("mlp_bias", False)), qk_norm=family.startswith("qwen3")))
+    tensors = tuple(_tensors(shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3")))
     return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
 
 

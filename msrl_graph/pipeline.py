@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import algorithms, checks, models, unready
 from .asked import asked
 from .backends import DEFAULT, ENGINES
-from .checks import layout, lints, liveness, memory, sharing, staleness, tokenizers
+from .checks import folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, nearest, public, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -311,8 +311,10 @@ def translate(
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
-    if misread := tokenizers.check(plan):
-        raise Fault(*misread)
+    told = [*tokenizers.check(plan), *folders.check(plan)]
+    if any(d.severity == "error" for d in told):
+        raise Fault(*told)
+    warnings = (*warnings, *told)
     placed = None
     for step in PASSES:
         if step.stage == "plan" and until == "placed":

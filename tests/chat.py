@@ -48,7 +48,9 @@ def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: 
     if separate:
         (folder / "chat_template.jinja").write_text(template)
     shape = json.loads((EXAMPLE / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**shape, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1}))
+    (folder / "config.json").write_text(
+        json.dumps({**shape, "max_position_embeddings": 4096, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1})
+    )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends is not None else {}))
     shutil.copy(EXAMPLE / "model.safetensors", folder)
     return folder

@@ -28,7 +28,7 @@ from msrl_graph import Algorithm, Cluster, Deploy, compile, run
 a = Algorithm("mine", extends="grpo")
 a.node("host.reward", "response, answer", "reward", call={name})
 deploy = Deploy(a, on=Cluster("laptop", device="cpu"))
-deploy.set(prompts=8, group=4, response_len=5)
+deploy.set(prompts=8, group=4, prompt_len=6, response_len=5)
 deploy.model("policy", "./model")
 deploy.data("source", "train.jsonl", prompt="prompt", answer="answer")
 deploy.run(iterations=1)

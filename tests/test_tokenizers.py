@@ -21,6 +21,8 @@ algorithm judged extends grpo {{
 }}
 cluster one {{ device = "cpu", devices_per_node = 2 }}
 deploy judged on one {{
+  set prompt_len = 16
+  set response_len = 32
   model policy = "{policy}"
   model judge  = "{judge}"
   data source  = "train.jsonl" {{ prompt = "problem" }}

@@ -12,6 +12,8 @@ from stage import EXAMPLE, PROMPTS, Stage, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
+from msrl_graph.checks.weights import lacking
+from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime import checkpoint
 from msrl_graph.runtime.columns import Column, ragged, texts
 from msrl_graph.runtime.dock import Batch
@@ -19,7 +21,6 @@ from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import Report
 from msrl_graph.runtime.tokens import Tokens
 from msrl_graph.runtime.training import due
-from msrl_graph.runtime.weights import lacking
 
 pytestmark = pytest.mark.usefixtures("alone")
 TASK = Task("train", 3, 4, 2)
@@ -355,7 +356,11 @@ LACKING = {
 @pytest.mark.parametrize("case", LACKING)
 def test_what_a_folder_lacks_is_told_before_anything_is_started(tmp_path, case):
     change, message, help = LACKING[case]
-    found = lacking(planned(ROLLOUT, judge=rewritten(scoring(tmp_path / "judge"), change)))
+    found = []
+    try:
+        planned(ROLLOUT, judge=rewritten(scoring(tmp_path / "judge"), change))
+    except Fault as fault:
+        found = fault.diagnostics
     assert len(found) == bool(message) and all(message in d.message and help in d.help for d in found)
 
 

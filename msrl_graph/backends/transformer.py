@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..architecture import HEAD, Model
+from ..config import fields
 from ..engine import Shard
 from ..layout import elements, slices
 
@@ -20,7 +22,8 @@ def empty(model: Model) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model.path)
+    stated = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    config = AutoConfig.for_model(model.family, **fields(stated))
     dtype = getattr(torch, DTYPES[model.dtype])
     for name in [n for n in vars(config) if n.endswith("dropout")]:
         setattr(config, name, 0.0)  # a log-probability is a function of tokens and weights, in training too

@@ -24,12 +24,13 @@ from typing import IO, Any
 import msgspec
 
 from ..architecture import Model
+from ..checks import folders
 from ..diagnostics import UNFIT, Diagnostic, Fault
 from ..emit.text import many
 from ..graph import Expr, Node
 from ..plan import Plan
 from ..unready import unready
-from . import checkpoint, data, rows, weights
+from . import checkpoint, data, rows
 from .display import Screen
 from .folder import choose, clear, lock, make
 from .joining import NoResources
@@ -117,7 +118,7 @@ def check(plan: Plan) -> dict[str, int]:
     if not found:
         found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
     if not found:
-        found = weights.lacking(plan)
+        found = folders.changed(plan) or [d for d in folders.check(plan) if d.severity == "error"]
     if "source" not in plan.deploy.data:
         found.append(
             Diagnostic(

@@ -6,6 +6,8 @@ Invariant: nothing but names and shapes is read, and one number: the bias of a h
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,21 @@ from ..graph import Worker
 from ..plan import Plan
 
 BIAS = "score.bias"
+# Bytes of an element, by the types that weights may have.
+SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 SCORING = "AutoModelForSequenceClassification with num_labels = 1"
 
 
-def lacking(plan: Plan) -> list[Diagnostic]:
-    """What workers need and the folders of their models do not hold as they need it."""
+def lacking(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
+    """What workers need and the folders of their models (some of them, or all) do not hold as they need it; a folder without any weights
+    is left alone."""
     graph, found = plan.graph, []
     for worker in graph.workers:
         node = next((n for n in graph.nodes if n.worker == worker.name), None)
         model = plan.model(node.name) if node is not None and worker.kind != "function" else None
-        if model is not None and model.path and not any("*" in t.name for t in model.tensors):
+        if model is None or not model.path or (folders is not None and model.path not in folders):
+            continue
+        if not any("*" in t.name for t in model.tensors) and any(Path(model.path).glob("*.safetensors")):
             found += _wrong(worker, model, any(n.worker == worker.name for n in graph.verb("update")))
     return found
 
@@ -34,8 +41,8 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
     for file in sorted(Path(model.path).glob("*.safetensors")):
         try:
             there |= {name: (file, entry) for name, entry in _header(file).items()}
-        except (OSError, ValueError, AttributeError) as error:
-            return [Diagnostic("missing-file", f"the weights in {file} cannot be read: {error}", model.span)]
+        except (OSError, ValueError, RecursionError) as error:
+            return [Diagnostic("missing-file", f"the weights in {file} cannot be read: {error}", model.span, "copy the file anew")]
     missing = [t for t in model.tensors if t.name not in there and not (t.name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -48,6 +55,9 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
             what = f"`{tensor.name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes {[*tensor.shape]}"
             help = f"name a folder that {SCORING} saved" if tensor.name == HEAD else "the folder's config.json is of another model"
             return [Diagnostic("missing-file", what, model.span, help)]
+        if entry.get("dtype", "F32") not in SIZES:
+            what = f"`{tensor.name}` in {file} is of the type {entry['dtype']}; weights are {', '.join(SIZES)}"
+            return [Diagnostic("missing-file", what, model.span, "name a folder with weights that are not quantized")]
     if model.scores and BIAS in there and any(_bytes(*there[BIAS])):
         what = f"`{BIAS}` in {there[BIAS][0]} is not zero, and `{worker.name}` has no bias"
         return [Diagnostic("missing-file", what, model.span, f"name a folder that {SCORING} saved")]
@@ -55,10 +65,31 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file, by name: an object's length in eight bytes, and the object."""
+    """The tensors of a safetensors file, by name: an object's length in eight bytes, the object, then all tensors' bytes. Raises
+    ValueError: it is none, or not whole."""
+    size = file.stat().st_size
     with file.open("rb") as opened:
-        found: dict[str, dict[str, Any]] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return {name: entry for name, entry in found.items() if name != "__metadata__"}
+        length = int.from_bytes(opened.read(8), "little")
+        if not 0 < length <= size - 8:
+            raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
+        found = json.loads(opened.read(length))
+    if not isinstance(found, dict):
+        raise ValueError("its header is no JSON object")
+    found.pop("__metadata__", None)
+    end = 0
+    for name, entry in found.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+                isinstance(n, int) for n in shape
+            ):
+                if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(dtype, (stop - start) / max(math.prod(shape), 1)):
+                    raise ValueError(f"the bytes of `{name}` are not those of its shape")
+            case _:
+                raise ValueError(f"its header does not describe `{name}`")
+        end = max(end, stop)
+    if 8 + length + end != size:
+        raise ValueError(f"its tensors end at byte {8 + length + end:,}, the file has {size:,}")
+    return found
 
 
 def _bytes(file: Path, entry: dict[str, Any]) -> bytes:

@@ -1,0 +1,192 @@
+"""What a model's config.json may say: each field that an engine reads, judged before anything starts.
+
+Invariant: what passes here builds the model that was planned for: engines get the fields as `fields` gives them, never the file itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Config = Mapping[str, Any]
+MOST = 2**31 - 1
+LAYERS = 4096
+
+
+class Kind(NamedTuple):
+    """What a field may be, in words; `make` gives it its type."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    make: Callable[[Any], Any] = lambda value: value
+
+
+class Wrong(NamedTuple):
+    """A field that no engine could take, and what is wrong with it."""
+
+    field: str
+    message: str
+
+
+def _whole(value: object, least: int = 1, most: int = MOST) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+
+
+SIZE = Kind("a whole number of 1 or more", _whole)
+COUNT = Kind("a whole number of 0 or more", lambda v: _whole(v, 0))
+DEPTH = Kind(f"a whole number from 1 to {LAYERS}", lambda v: _whole(v, 1, LAYERS))
+ABOVE = Kind("a number above 0", lambda v: _number(v) and v > 0, float)
+SHARE = Kind("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1, float)
+BOOL = Kind("true or false", lambda v: isinstance(v, bool))
+TOKEN = Kind("a token's number", lambda v: _whole(v, -1))
+TOKENS = Kind(
+    "a token's number, or a list of them", lambda v: _whole(v, -1) or (isinstance(v, list) and bool(v) and all(_whole(x, 0) for x in v))
+)
+TABLE = Kind("an object", lambda v: isinstance(v, dict))
+NAMES = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
+# Functions of transformers (ACT2FN) without options of their own.
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh")
+ACTIVATION = Kind(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
+
+# Of a dense model; null is as good as absent.
+FIELDS = {
+    "hidden_size": SIZE,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": SIZE,
+    "head_dim": SIZE,
+    "intermediate_size": SIZE,
+    "vocab_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "hidden_act": ACTIVATION,
+    "rms_norm_eps": ABOVE,
+    "rope_theta": ABOVE,
+    "rope_scaling": TABLE,
+    "rope_parameters": TABLE,
+    "initializer_range": SHARE,
+    "attention_dropout": SHARE,
+    "use_cache": BOOL,
+    "tie_word_embeddings": BOOL,
+    "attention_bias": BOOL,
+    "mlp_bias": BOOL,
+    "use_sliding_window": BOOL,
+    "sliding_window": COUNT,
+    "max_window_layers": COUNT,
+    "layer_types": NAMES,
+    "pretraining_tp": SIZE,
+    "bos_token_id": TOKEN,
+    "eos_token_id": TOKENS,
+    "pad_token_id": TOKEN,
+}
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+# What transformers makes of a field that is left out is its class's own, not this model's: it has to be said.
+STATED = {"qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim"), "qwen3_moe": ("num_key_value_heads", "head_dim")}
+# Kinds of rotary positions, and the numbers that each needs (transformers' modeling_rope_utils).
+ROPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+ROPE_MORE = ("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+THETA = 10_000.0
+# What a config means that leaves its positions out, by the family's class.
+POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
+
+
+def judged(config: Config, family: str) -> Wrong | None:
+    """The first thing that is wrong with the config.json of a model of a family; None where there is nothing."""
+    for name, kind in FIELDS.items():
+        if (value := config.get(name)) is not None and not kind.holds(value):
+            return Wrong(name, f"has {_shown(value)} for `{name}`, which is {kind.words}")
+    for name in NEEDED:
+        if config.get(name) is None:
+            return Wrong(name, f"has no `{name}`")
+    for name in STATED.get(family, ()):
+        if name not in config or (name == "head_dim" and config[name] is None):
+            return Wrong(name, f"has no `{name}`")
+    return _heads(config, family) or _rope(config) or _ids(config) or _windows(config)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _heads(config: Config, family: str) -> Wrong | None:
+    if family == "deepseek_v3":  # its heads have sizes of their own
+        return None
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    kv, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    if (dim is None or family == "llama") and hidden % heads:
+        return Wrong("num_attention_heads", f"has {heads:,} heads, which do not divide its hidden size of {hidden:,}")
+    if (dim or hidden // heads) % 2:
+        return Wrong("head_dim", f"has heads of {dim or hidden // heads:,} elements: rotary positions take pairs")
+    if heads % kv:
+        return Wrong("num_key_value_heads", f"has {kv:,} key-value heads, which do not divide its {heads:,} heads")
+    return None
+
+
+def _rope(config: Config) -> Wrong | None:
+    stated = next((n for n in ("rope_parameters", "rope_scaling") if config.get(n) is not None), "")
+    table = config.get(stated) or {}
+    kind = table.get("rope_type", table.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPES:
+        return Wrong(stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}")
+    for name in (*ROPES[kind], *(n for n in ROPE_MORE if table.get(n) is not None)):
+        if name not in table or not ABOVE.holds(table[name]):
+            what = f"has {_shown(table[name])} for" if name in table else "lacks"
+            return Wrong(stated, f"{what} the `{name}` of `{stated}`, a number above 0")
+    if kind == "llama3" and not table["low_freq_factor"] < table["high_freq_factor"]:
+        return Wrong(stated, f"has a `low_freq_factor` in `{stated}` that is not below its `high_freq_factor`")
+    if kind != "default" and table["factor"] < 1:
+        return Wrong(stated, f"has {_shown(table['factor'])} for the `factor` of `{stated}`, a number of 1 or more")
+    if other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, "rope_type", "type", "factor", "truncate"}, key=str):
+        return Wrong(stated, f"has `{other[0]}` in `{stated}`, which is not supported yet")
+    return None
+
+
+def _ids(config: Config) -> Wrong | None:
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(name)
+        if any(v >= config["vocab_size"] for v in (value if isinstance(value, list) else [value]) if v is not None):
+            return Wrong(name, f"has {_shown(value)} for `{name}`, beyond its vocabulary of {config['vocab_size']:,}")
+    return None
+
+
+def _windows(config: Config) -> Wrong | None:
+    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is not None and len(types) != layers:
+        return Wrong("layer_types", f"has {len(types):,} `layer_types` for {layers:,} layers")
+    if other := [t for t in types or () if t != "full_attention"]:
+        return Wrong("layer_types", f"has layers of {_shown(other[0])}: only `full_attention` is supported yet")
+    window = config.get("use_sliding_window") and config.get("sliding_window") is not None and types is None
+    if window and config.get("max_window_layers", 28) < layers:
+        return Wrong("use_sliding_window", "has `use_sliding_window`: only full attention is supported yet")
+    return None
+
+
+def fields(config: Config) -> dict[str, Any]:
+    """The fields that an engine makes a model of, as a config that was judged has them; what is left out, as it was planned for."""
+    found = {name: kind.make(config[name]) for name, kind in FIELDS.items() if config.get(name) is not None}
+    table = found.pop("rope_parameters", None) or found.pop("rope_scaling", None) or {}
+    theta = found.pop("rope_theta", THETA)
+    found.pop("rope_scaling", None)
+    found["rope_parameters"] = {"rope_theta": theta, **{k: v for k, v in table.items() if v is not None and k != "type"}}
+    found["rope_parameters"]["rope_type"] = table.get("rope_type", table.get("type", "default"))
+    return {"num_key_value_heads": config["num_attention_heads"], **found}
+
+
+def positions(config: Config, family: str) -> int:
+    """How many tokens of a sequence the model has positions for, stretched ones too."""
+    stated: int = config.get("max_position_embeddings") or POSITIONS.get(family, 32768)
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if table.get("rope_type", table.get("type")) in ("linear", "dynamic", "yarn"):
+        return max(stated, int(table["factor"] * (table.get("original_max_position_embeddings") or stated)))
+    return stated
