@@ -3,7 +3,7 @@
 A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md). `compile` gives its
 Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text, `to_rlg` the text of a tree or of what
 was built. `simulate` says what iterations of a plan take when rows differ, `run` trains by one (it needs the extra `run`). What is wrong is
-told by a `Fault`, what is suspicious by a `ProgramWarning`.
+told by a `Fault`, what is suspicious by a `ProgramWarning`. `loss_term` marks a term of a loss in a file of one's own (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .algorithms.registry import loss_term
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
     from .diagnostics import Fault, ProgramWarning
     from .dsl.parse import parse
@@ -30,6 +31,7 @@ __all__ = [
     "ProgramWarning",
     "check",
     "compile",
+    "loss_term",
     "parse",
     "run",
     "simulate",
@@ -41,6 +43,7 @@ _HOMES = {
     **dict.fromkeys(("check", "compile"), ".pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
     "Graph": ".graph",
+    "loss_term": ".algorithms.registry",
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
     "run": ".runtime.entry",

@@ -3,14 +3,15 @@
 Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the same path.
 
 Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term` makes it a term of a
-loss, `@optimizer` an optimizer, `@schedule` a learning rate; `@option` makes it a value of those options that are annotated with what it
-returns.
+loss, `@loss_term(scope="mini_batch")` one that needs all rows of the mini-batch at once, `@optimizer` an optimizer, `@schedule` a learning
+rate; `@option` makes it a value of those options that are annotated with what it returns.
 
 Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node reads, in its order.
 Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers. Plain
 types are checked, and what registry.py names: `Count`, `Positive`, `NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
 
-Filled by the runtime are `rng`, `tokenizer` and `iteration`, and of a loss term these, for the rows of a micro-batch one after another:
+Filled by the runtime are `rng`, `tokenizer` and `iteration`; of a loss term `rng` where its scope is the mini-batch (what a micro-batch
+drew would depend on its size), and these, for the rows of a micro-batch, or of the mini-batch, one after another:
 
 - `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its distribution, in nats;
 - `values`, a value worker's prediction before each response token;
@@ -31,8 +32,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Kind = Literal["function", "loss", "optimizer", "schedule", "option"]
-Scope = Literal["row", "group", "batch"]
+Scope = Literal["row", "group", "batch", "mini_batch"]
 Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share", "Below", "Betas", "Rate"]
+SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "loss": ("row", "mini_batch")}
 PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, Kind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
@@ -58,7 +60,7 @@ class Signature:
     """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that receive decoded
     text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one that takes all other columns.
     Of the parameters in `together`, options too, a call gives all or none.
-    `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what a function must see
+    `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what it must see
     at once. `gives` are a function's results as its annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown."""
 
     name: str
@@ -120,8 +122,10 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
     positional = [*a.posonlyargs, *a.args]
     names = {p.arg for p in positional}
     with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}
+    scope = _scope(item, kind)
     if kind in ("loss", "schedule"):
-        fills = tuple(p.arg for p in positional if _filled(kind, p.arg, names))
+        drawn = (p.arg for p in (*positional, *a.kwonlyargs) if p.arg == "rng" and scope == "mini_batch")
+        fills = (*(p.arg for p in positional if _filled(kind, p.arg, names)), *drawn)
     else:  # Python gives what stands before `*columns` by order, so those are columns
         fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in GIVEN)
     columns = tuple(p for p in positional if p.arg not in fills)
@@ -133,7 +137,7 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
         optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
         text=frozenset(p.arg for p in (*columns, *([a.vararg] if a.vararg else [])) if _is_text(p.annotation)),
         options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg not in fills),
-        scope=_scope(item),
+        scope=scope,
         rest=a.vararg.arg if a.vararg else "",
         together=_together(item),
         gives=_gives(item.returns),
@@ -146,7 +150,8 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
 
 
 def _kind(item: ast.FunctionDef) -> Kind:
-    return next((MARKS[d.id] for d in item.decorator_list if isinstance(d, ast.Name) and d.id in MARKS), "function")
+    marks = [d.func if isinstance(d, ast.Call) else d for d in item.decorator_list]
+    return next((MARKS[d.id] for d in marks if isinstance(d, ast.Name) and d.id in MARKS), "function")
 
 
 def _filled(kind: Kind, name: str, names: set[str]) -> bool:
@@ -206,9 +211,9 @@ def _mark(item: ast.FunctionDef, key: str) -> object:
         return None
 
 
-def _scope(item: ast.FunctionDef) -> Scope:
+def _scope(item: ast.FunctionDef, kind: Kind) -> Scope:
     stated = _mark(item, "scope")
-    return next((s for s in get_args(Scope) if s == stated), "row")
+    return next((s for s in SCOPES.get(kind, ()) if s == stated), "row")
 
 
 def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:

@@ -48,6 +48,10 @@ class Expr:
             return [a.literal() for a in self.args]
         return -self.args[0].literal() if self.kind == "neg" else self.value
 
+    def calls(self) -> tuple[Expr, ...]:
+        """The calls in an expression, itself perhaps; not those in their arguments."""
+        return (self,) if self.kind == "call" else tuple(call for part in self.args for call in part.calls())
+
     def options(self) -> dict[str, Any]:
         """The options of a call, by name: its arguments but for the columns that they bind."""
         return {k: a.literal() for k, a in zip(self.keys, self.args, strict=True) if a.kind != "column"}
@@ -123,7 +127,8 @@ class Worker:
 @dataclass(frozen=True)
 class Node:
     """A worker state. `per` is its scope: row, batch, or a column whose rows stay together. `states` are the names of those that it
-    reads, as they were when the iteration began. Where it gives next values of states, `gives` are all names that it writes, in order."""
+    reads, as they were when the iteration began. Where it gives next values of states, `gives` are all names that it writes, in order.
+    `whole` says of an update that a term of its loss needs all rows of the mini-batch at once."""
 
     name: str
     worker: str
@@ -135,6 +140,7 @@ class Node:
     span: Span = NOWHERE
     states: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
+    whole: bool = False
 
     @property
     def sets(self) -> tuple[str, ...]:
@@ -384,15 +390,6 @@ class Graph(GraphViews):
                 if ends in found:
                     found[ends].append(column)
         return {ends: tuple(columns) for ends, columns in found.items()}
-
-    def to_networkx(self) -> nx.MultiDiGraph[str]:
-        """All nodes and edges, with `node=` and `edge=` data."""
-        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
-        for node in self.nodes:
-            graph.add_node(node.name, node=node)
-        for edge in self.edges:
-            graph.add_edge(edge.src, edge.dst, key=edge.kind, edge=edge)
-        return graph
 
 
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:

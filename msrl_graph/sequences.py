@@ -6,7 +6,7 @@ scores none, the context alone. What a generation writes stands where another st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .graph import Expr, Graph, Node, Worker
 
@@ -114,3 +114,12 @@ def bound(graph: Graph, column: str) -> int:
         return graph.bound(column)
     known = (c for c in map(graph.column, graph.writer(column).reads) if is_tokens(graph, c.name) or (c.element == "text" and c.dims))
     return max(TEXT_TOKENS, sum(bound(graph, c.name) for c in known))
+
+
+def reads_tempered(graph: Graph, node: Node) -> Node:
+    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on them."""
+    if node.verb == "source":
+        return node
+    reads = dict.fromkeys((*node.reads, *(str(e.value) for e in tempered(graph, node) if e.kind == "column")))
+    states = dict.fromkeys((*node.states, *(str(e.value) for e in tempered(graph, node) if e.kind == "state")))
+    return replace(node, reads=tuple(reads), states=tuple(states))

@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import networkx as nx
+
     from .graph import Graph
     from .plan import Plan
 
 
 class GraphViews:
-    """The methods of a Graph that need the floors above it."""
+    """The methods of a Graph that need the floors above it, or a library of graphs."""
 
     def __str__(self: Graph) -> str:  # type: ignore[misc]
         """The text that `msrl-compile --emit graph` shows."""
@@ -31,6 +33,17 @@ class GraphViews:
         from .emit.html import graph_fragment
 
         return graph_fragment(self)
+
+    def to_networkx(self: Graph) -> nx.MultiDiGraph[str]:  # type: ignore[misc]
+        """All nodes and edges, with `node=` and `edge=` data."""
+        import networkx as nx
+
+        graph: nx.MultiDiGraph[str] = nx.MultiDiGraph(name=self.name)
+        for node in self.nodes:
+            graph.add_node(node.name, node=node)
+        for edge in self.edges:
+            graph.add_edge(edge.src, edge.dst, key=edge.kind, edge=edge)
+        return graph
 
 
 class PlanViews:

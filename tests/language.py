@@ -63,8 +63,7 @@ def told(text: str, folder: Path) -> list[Diagnostic]:
     with contextlib.chdir(folder):
         try:
             done = translate(Source("program.rlg", text, Path()), deploy=deploy, model=model, sets=sets)
-            if "\n# run\n" in f"\n{text}" and done.plan is not None:
-                supervisor.check(done.plan)
+            runs = "\n# run\n" in f"\n{text}" and done.plan is not None
+            return [*done.warnings, *(supervisor.prepare(done.plan).warnings if runs else ())]
         except Fault as fault:
             return list(fault.diagnostics)
-    return list(done.warnings)

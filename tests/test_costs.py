@@ -59,6 +59,21 @@ def test_an_update_is_three_forward_passes() -> None:
     assert both - sums == pytest.approx(3 * (forward - forward_sums), rel=0.01)
 
 
+def test_a_loss_of_the_whole_mini_batch_takes_a_forward_pass_more() -> None:
+    rows = Rows.alike(4, 2048, 8192)
+
+    def seconds(whole: bool, micro_batch: int) -> float:
+        engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "micro_batch": micro_batch})}
+        plan = page.plan(page.start(engines=engines))
+        nodes = tuple(replace(n, whole=whole and n.verb == "update") for n in plan.graph.nodes)
+        plan = replace(plan, graph=replace(plan.graph, nodes=nodes))
+        return Costs(plan, ENGINES, "actor.update").micro_batch(rows).value
+
+    forward = INFER.micro_batch(rows).value - rows.count * PLAN.cluster.device.overheads.row.value
+    assert seconds(True, 4) == pytest.approx(seconds(False, 4) + forward)
+    assert seconds(True, 10**6) == seconds(False, 10**6)  # one micro-batch: its pass is the first
+
+
 def test_attention_is_counted_once_and_grows_with_the_square() -> None:
     """Of one row alone, by hand: 2 x parameters x tokens, and 2 x tokens^2 x heads x size of a causal layer."""
     model = PLAN.model("actor.infer")

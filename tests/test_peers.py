@@ -153,6 +153,19 @@ def leave_one_out(batch):
     return {"advantage": alone(batch, by_group(batch, FUNCTIONS["leave_one_out"]))}
 
 
+@check("compute_opo_outcome_advantage", "optimal_baseline")
+def optimal_baseline(batch):
+    """verl gives a group of one its score."""
+    return {"advantage": alone(batch, by_group(batch, FUNCTIONS["optimal_baseline"]))}
+
+
+@check("compute_remax_outcome_advantage", "over_baseline")
+def over_baseline(batch, kl):
+    """The scores in reverse stand for those of the greedy responses."""
+    rows = zip(tokens(batch), batch["score"], batch["score"][::-1], arrays(batch["old_logp"]), arrays(batch["ref_logp"]), strict=True)
+    return {"advantage": [FUNCTIONS["over_baseline"](*row, kl=kl) for row in rows]}
+
+
 @check("compute_gae_advantage_return", "gae")
 def gae(batch, kl, gamma, lam):
     value, old, ref = (arrays(batch[name]) for name in ("value", "old_logp", "ref_logp"))
@@ -201,6 +214,29 @@ def gspo(batch, name, low, high, dual):
     old = flat(batch["old_logp"]) + over
     ours, figures = told_by("clip", logp, advantage, old, lengths, low=low, high=high, ratio="sequence")
     return {"tokens": ours, "gradient": gradient(logp, ours.sum()) * (over == 0), "clipped": share(figures["clipped"])}
+
+
+@check("compute_policy_loss_cispo", "cispo")
+def cispo(batch, name, low, high, dual):
+    """verl clamps log-ratios to +-20."""
+    logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
+    ours, figures = told_by("cispo", logp, bounded(batch, "logp", "old_logp", -20, 20), advantage, low=low, high=high)
+    return {"tokens": ours, "gradient": gradient(logp, ours.sum()), "clipped": share(figures["clipped"])}
+
+
+@check("compute_policy_loss_kl_cov", "kl_cov")
+def kl_cov(batch, share, coef):
+    logp = differentiable(batch, "logp")
+    ours = term("kl_cov", logp, *tensors(batch, "old_logp", "advantage"), share=share, coef=coef)
+    return {"tokens": ours, "gradient": gradient(logp, ours.sum())}
+
+
+@check("compute_policy_loss_clip_cov", "clip_cov")
+def clip_cov(batch, **options):
+    """Which of the tokens within the bounds are chosen is chance: here all are."""
+    logp = differentiable(batch, "logp")
+    ours = term("clip_cov", logp, *tensors(batch, "old_logp", "advantage"), np.random.default_rng(0), **options)
+    return {"tokens": ours, "gradient": gradient(logp, ours.sum())}
 
 
 @check("kl_penalty", "kl")
@@ -272,18 +308,21 @@ def f1(batch):
     return {"f1": [FUNCTIONS["f1"](response, answer) for response, answer in told("verl")["texts"]]}
 
 
-@check("GRPOTrainer._compute_loss", "clip", "kl", "entropy")
+@check("GRPOTrainer._compute_loss", "clip", "cispo", "kl", "entropy")
 def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
-    """trl does not clamp the KL estimator, and takes one advantage a row for sequences."""
+    """trl does not clamp the KL estimator, takes one advantage a row for sequences, and bounds CISPO's ratio by `high` itself."""
     lengths = batch["lengths"]
     logp, old, ref, advantage, spread = differentiable(batch, "logp"), *tensors(batch, "old_logp", "ref_logp", "advantage", "entropy")
     if level == "sequence":
         advantage = flat([[s] * n for s, n in zip(batch["score"], lengths, strict=True)])
-    ours = term("clip", logp, advantage, old, torch.tensor(lengths), low=low, high=high, dual=delta, ratio=level)
+    if loss_type == "cispo":
+        ours = term("cispo", logp, old, advantage, high=high - 1)
+    else:
+        ours = term("clip", logp, advantage, old, torch.tensor(lengths), low=low, high=high, dual=delta, ratio=level)
     d = ref - logp
     clamped = (d.abs() > 20) | (d.exp() - d - 1 > 10)
     ours = ours + beta * torch.where(clamped, d.exp() - d - 1, term("kl", logp, ref)) - entropy * term("entropy", spread)
-    how = {"bnpo": ("tokens",), "dapo": ("tokens",), "grpo": ("sequences",), "dr_grpo": ("constant", 16)}[loss_type]
+    how = {"bnpo": ("tokens",), "dapo": ("tokens",), "cispo": ("tokens",), "grpo": ("sequences",), "dr_grpo": ("constant", 16)}[loss_type]
     total = reduced(ours, lengths, *how)
     return {"loss": total, "gradient": gradient(logp, total)}
 

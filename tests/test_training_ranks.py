@@ -20,9 +20,16 @@ ROWS = 8
 TASK = Task("train", 3, 4, 2)
 STILL = ("adamw(lr = 1e-3)", "adamw(lr = 0)")  # so that every case meets the same weights
 BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
-PROGRAMS = {"rollout": (ROLLOUT, STILL), "sequences": (ROLLOUT, STILL, BY_ROWS), "pairs": (PAIRS, STILL)}
-TRAINED = {"rollout": ("actor.update", "critic.update"), "sequences": ("actor.update", "critic.update"), "pairs": ("actor.update",)}
-FROZEN = {"rollout": ("teacher.infer", "judge.infer"), "sequences": ("teacher.infer", "judge.infer"), "pairs": ("reference.infer",)}
+# Terms of the whole mini-batch, beside others: one token has the largest covariance, and of several that may one is drawn.
+WHOLE = ("clip(0.2, ratio = sequence)", "kl_cov(0.05) + clip_cov(share = 0.1, least = 0)")
+PROGRAMS = {
+    "rollout": (ROLLOUT, STILL),
+    "sequences": (ROLLOUT, STILL, BY_ROWS),
+    "whole": (ROLLOUT, STILL, WHOLE),
+    "pairs": (PAIRS, STILL),
+}
+TRAINED = dict.fromkeys(PROGRAMS, ("actor.update", "critic.update")) | {"pairs": ("actor.update",)}
+FROZEN = dict.fromkeys(PROGRAMS, ("teacher.infer", "judge.infer")) | {"pairs": ("reference.infer",)}
 
 
 def laid(program, layout):

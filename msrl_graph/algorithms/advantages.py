@@ -45,6 +45,48 @@ def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.floa
     return _each_token(response, _centred(reward) * (n / (n - 1) if n > 1 else 0.0))  # s - (sum - s) / (n - 1)
 
 
+@function(scope="group")
+def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
+    """OPO's advantage, s minus the mean of a prompt's s weighted by their responses' lengths, given to every token (arXiv:2505.23585).
+
+    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0; one with a nan
+    gets nan. Gives one array a row, as long as its response.
+    """
+    import numpy as np
+
+    centred, lengths = _centred(reward), np.array([len(tokens) for tokens in response], np.float64)
+    return _each_token(response, centred - (centred * lengths).sum() / max(lengths.sum(), 1.0))
+
+
+@function(together=("old_logp", "ref_logp", "kl"))
+def over_baseline(
+    response: NDArray[np.int32],
+    reward: float,
+    baseline: float,
+    old_logp: NDArray[np.float32] | None = None,
+    ref_logp: NDArray[np.float32] | None = None,
+    mask: NDArray[np.bool_] | None = None,
+    *,
+    kl: NotNegative = 0.0,
+) -> Array:
+    """ReMax's advantage: what a token's rewards from there on add up to, minus the reward of the prompt's greedy response
+    (arXiv:2310.10505, algorithm 2).
+
+    A token's reward is -kl (old_logp - ref_logp), and on the last token of the response its `reward` besides; `baseline` is the greedy
+    response's. Without log-probabilities there is no penalty. `mask` leaves out tokens of an environment. Gives an array as long as the
+    response.
+    """
+    (rewards,) = _token_rewards(
+        [response],
+        [reward],
+        None if old_logp is None else [old_logp],
+        None if ref_logp is None else [ref_logp],
+        kl,
+        None if mask is None else [mask],
+    )
+    return _laid([_returns(rewards, 1.0) - baseline], None if mask is None else [mask])[0]
+
+
 @function(scope="batch", together=("old_logp", "ref_logp", "kl"))
 def discounted(
     response: Sequence[NDArray[np.int32]],
@@ -117,7 +159,7 @@ def _each_token(response: Sequence[NDArray[np.int32]], values: Array) -> list[Ar
 
 def _token_rewards(
     response: Sequence[NDArray[np.int32]],
-    score: NDArray[np.float32],
+    score: NDArray[np.float32] | Sequence[float],
     old_logp: Sequence[NDArray[np.float32]] | None,
     ref_logp: Sequence[NDArray[np.float32]] | None,
     kl: float,

@@ -1,9 +1,10 @@
 """Terms of a loss.
 
 Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives such a tensor
-back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What the update
-fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers. A term may
-give figures beside its loss, (loss, {name: values}), whose means are metrics.
+back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What it gives for a
+row depends on that row alone, unless its mark says `scope="mini_batch"`: then it is called once with all rows of the mini-batch, and may
+draw by `rng`. What the update fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths`
+are whole numbers. A term may give figures beside its loss, (loss, {name: values}), whose means are metrics.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from .registry import NotNegative, Positive, Share, loss_term
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     Tokens: TypeAlias = Tensor
@@ -44,9 +46,8 @@ def clip(
     token, whether it is `clipped`, so that it has no gradient, and `kl`, r - 1 - log r of its own r, in nats: an estimate of
     KL(old, new), how far the policy has gone from the one that drew (k3, http://joschu.net/blog/kl-approx.html).
     """
-    old = logp.detach() if old_logp is None else old_logp
-    log_ratio = logp - old
-    own = log_ratio.detach().clamp(max=60)  # finite, as `most` is below
+    log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
+    kl = _kl(log_ratio)
     if ratio == "sequence":
         if lengths is None:
             raise ValueError("the ratio of a sequence needs the rows' lengths")
@@ -58,7 +59,71 @@ def clip(
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
     loss = (-advantage * r).maximum(-advantage * clipped)
     loss = loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
-    return loss, {"ratio": r, "clipped": (loss != -advantage * r).float(), "kl": own.expm1() - own}
+    return loss, {"ratio": r, "clipped": (loss != -advantage * r).float(), "kl": kl}
+
+
+@loss_term
+def cispo(
+    logp: Tokens, old_logp: Tokens, advantage: Tokens, *, low: Share | None = None, high: NotNegative = 4.0
+) -> tuple[Tokens, Figures]:
+    """CISPO: -clip(r, 1 - low, 1 + high) A logp, the ratio r = exp(logp - old_logp) without gradient (arXiv:2506.13585, eq. 4 and 5).
+
+    Every token keeps its gradient, and that of a token whose ratio is large is bounded. Without `low` there is no bound below, as in the
+    paper; ratios up to 5 are arXiv:2510.13786's. Tells what `clip` tells.
+    """
+    log_ratio = logp.detach() - old_logp
+    r = log_ratio.clamp(max=60).exp()  # finite, or a large ratio of an advantage of 0 is nan
+    weight = r.clamp(0.0 if low is None else 1 - low, 1 + high)
+    return -weight * advantage * logp, {"ratio": r, "clipped": (weight != r).float(), "kl": _kl(log_ratio)}
+
+
+@loss_term(scope="mini_batch")
+def kl_cov(logp: Tokens, old_logp: Tokens, advantage: Tokens, *, share: Share = 0.002, coef: NotNegative = 1.0) -> tuple[Tokens, Figures]:
+    """KL-Cov: -A r, and for the tokens of the mini-batch that make its entropy fall most coef |logp - old_logp| besides
+    (arXiv:2505.22617, section 4.2).
+
+    These are the `share` of all tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means over the
+    mini-batch; of equals the first. r = exp(logp - old_logp). Tells the `ratio` of each token, whether it is `chosen`, and `kl` as `clip`.
+    """
+    import torch
+
+    log_ratio = logp - old_logp
+    chosen = _covariance(logp, advantage).argsort(descending=True, stable=True)[: _count(logp, share)]
+    picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
+    r = log_ratio.exp()
+    loss = -advantage * r + coef * log_ratio.abs() * picked
+    return loss, {"ratio": r, "chosen": picked.float(), "kl": _kl(log_ratio)}
+
+
+@loss_term(scope="mini_batch")
+def clip_cov(
+    logp: Tokens,
+    old_logp: Tokens,
+    advantage: Tokens,
+    rng: np.random.Generator,
+    *,
+    low: Share = 0.2,
+    high: NotNegative | None = None,
+    share: Share = 0.0002,
+    least: float = 1.0,
+    most: float = 5.0,
+) -> tuple[Tokens, Figures]:
+    """Clip-Cov: `clip`, and some tokens of the mini-batch that would make its entropy fall have no gradient
+    (arXiv:2505.22617, section 4.2).
+
+    They are drawn, as many as the `share` of all tokens, one at least, from those that are not clipped and whose covariance
+    (logp - mean)(A - mean), the means over the mini-batch, lies between `least` and `most`; their loss is 0. Tells the `ratio` of each
+    token, whether it is `clipped` either way or `chosen` so, and `kl`, as `clip`.
+    """
+    import torch
+
+    loss, told = clip(logp, advantage, old_logp, low=low, high=high)
+    cov = _covariance(logp, advantage)
+    able = ((cov > least) & (cov < most) & (told["clipped"] == 0)).nonzero().flatten()
+    chosen = able[torch.from_numpy(rng.permutation(len(able))[: _count(logp, share)])]
+    picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
+    clipped = told["clipped"].masked_fill(picked, 1.0)
+    return loss.masked_fill(picked, 0.0), told | {"clipped": clipped, "chosen": picked.float()}
 
 
 @loss_term
@@ -170,3 +235,20 @@ def _sums(tokens: Tokens, lengths: Rows) -> Rows:
 
     rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
     return torch.stack(rows) if rows else tokens[:0]
+
+
+def _kl(log_ratio: Tokens) -> Tokens:
+    """r - 1 - log r of each ratio, finite for any."""
+    own = log_ratio.detach().clamp(max=60)
+    return own.expm1() - own
+
+
+def _covariance(logp: Tokens, advantage: Tokens) -> Tokens:
+    """What each token has of the covariance of log-probability and advantage."""
+    logp = logp.detach()
+    return (logp - logp.mean()) * (advantage - advantage.mean())
+
+
+def _count(tokens: Tokens, share: float) -> int:
+    """How many tokens a share of them is, one at least."""
+    return max(1, int(share * len(tokens)))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 # What an option of a function may be told to be; the compiler knows these names.
 Count: TypeAlias = int  # from 1 up
@@ -46,9 +46,22 @@ def told() -> dict[str, float]:
     return found
 
 
-def loss_term(f: F) -> F:
-    """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py)."""
-    return f
+@overload
+def loss_term(f: F) -> F: ...
+
+
+@overload
+def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
+
+
+def loss_term(f: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
+    """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py). `scope` is what it must see at once:
+    any row, so that it may be handed the rows of any micro-batch, or all rows of the mini-batch."""
+
+    def mark(f: F) -> F:
+        return f
+
+    return mark if f is None else f
 
 
 def optimizer(f: F) -> F:

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ..diagnostics import Fault, Span, nearest
 from ..functions import Kind, Signature
 from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
-from ..sequences import tempered
+from ..sequences import reads_tempered
 from . import ast
 from .attributes import COUNT, TABLE, read, shown
 from .calls import Caller, Folder, Library
@@ -268,7 +268,7 @@ class _Algorithm:
             self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
-        per, attributes = "row", dict[str, Expr]()
+        per, attributes, whole = "row", dict[str, Expr](), False
         if kind in KINDS and not statement:
             # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its attributes mean nothing.
             help = nearest(verb, KINDS[kind])
@@ -280,6 +280,7 @@ class _Algorithm:
             attributes = read(node.attrs, statement, types(statement, caller, self.columns, above), self.names, self.problems)
             per = str(attributes.pop("per").value) if "per" in attributes else "row"
             self._need(node, statement)
+            whole = "loss" in attributes and caller.whole(attributes["loss"])
             calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
             # Of several each may take some of the columns.
             if statement == "function" and [c.kind for c in calls] == ["call"]:
@@ -287,7 +288,7 @@ class _Algorithm:
             elif "environment" in attributes:
                 self._taken(node, attributes["environment"], caller, ("text", "json"))
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
-        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives)
+        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole)
 
     def _find_meant(self) -> None:
         """What edges may call nodes whose worker or verb is misspelt: the mistake is told once, at the node."""
@@ -406,16 +407,7 @@ class _Algorithm:
             states=tuple(self.states.values()),
             under=tuple(found.under),
         )
-        return replace(graph, nodes=tuple(_tempered(graph, n) for n in graph.nodes))
-
-
-def _tempered(graph: Graph, node: Node) -> Node:
-    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on them."""
-    if node.verb == "source":
-        return node
-    reads = dict.fromkeys((*node.reads, *(str(e.value) for e in tempered(graph, node) if e.kind == "column")))
-    states = dict.fromkeys((*node.states, *(str(e.value) for e in tempered(graph, node) if e.kind == "state")))
-    return replace(node, reads=tuple(reads), states=tuple(states))
+        return replace(graph, nodes=tuple(reads_tempered(graph, n) for n in graph.nodes))
 
 
 def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:

@@ -41,6 +41,11 @@ class Caller:
     kinds: Mapping[str, Type] = field(default_factory=dict)
     used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
 
+    def whole(self, loss: Expr) -> bool:
+        """Whether a term of a loss needs all rows of the mini-batch at once. One that nobody knows is told elsewhere."""
+        keys: list[tuple[Kind, str]] = [("loss", str(term.value)) for term in loss.calls()]
+        return any(of[key][0].scope == "mini_batch" for key in keys for of in (self.library, self.used) if key in of)
+
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
         """The call with a key for each argument; each wrong argument is told by itself."""
         args: list[Expr] = []

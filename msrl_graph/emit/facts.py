@@ -72,7 +72,14 @@ def _type(column: Column) -> str:
 def _state(node: Node) -> dict[str, Fact]:
     names = {"reads": node.reads, "writes": node.writes, "reads states": node.states, "gives": node.gives}
     found = {k: Fact(", ".join(v)) for k, v in names.items() if v}
-    return {"worker": Fact(node.worker), "verb": Fact(node.verb), **found, "per": Fact(node.per), **_attributes(node.attributes)}
+    return {
+        "worker": Fact(node.worker),
+        "verb": Fact(node.verb),
+        **found,
+        "per": Fact(node.per),
+        "whole mini-batch": Fact(node.whole or None),
+        **_attributes(node.attributes),
+    }
 
 
 def _attributes(stated: Mapping[str, Expr]) -> dict[str, Fact]:

@@ -113,6 +113,10 @@ class Costs:
         return int(self.state.number("epochs", 1))
 
     @cached_property
+    def _ahead(self) -> bool:
+        return holdings.looks_ahead(self.plan, self.node)
+
+    @cached_property
     def _weights(self) -> int:
         return holdings.weights(self.plan, self.engines, self.node)
 
@@ -165,8 +169,8 @@ class Costs:
         return total(*parts, self.collectives.experts(sequences, 1))
 
     def micro_batch(self, rows: Rows) -> Figure:
-        """One micro-batch: a forward pass of an infer; of an update the backward pass too, and with full recomputation a second forward
-        pass."""
+        """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a second forward pass,
+        and one ahead of all where a loss is of the whole mini-batch."""
         update = self.state.verb == "update"
         tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
         laid = 0.0
@@ -177,14 +181,16 @@ class Costs:
         moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]
         work = _Work(tokens, rows.response, count, pairs, moved)
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
-        if update and self.recomputes:
-            parts.append(self._pass("infer", work))
-        elif update:
+        ahead = update and self._ahead
+        parts += [self._pass("infer", work)] * (ahead + (update and self.recomputes))
+        if update and not self.recomputes:
             parts.append(self._kept(tokens, moved))
-        passes = (3 if update else 1) + (update and self.recomputes)
+        passes = (3 if update else 1) + (update and self.recomputes) + ahead
         among, cp = self.collectives, self.layout.cp
         parts += [among.tensor_parallel(tokens / cp, rows.response / cp, backward=update), among.context(tokens, passes)]
         parts += [among.experts(tokens / cp, passes), among.gathers(update)]
+        if ahead:
+            parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
         found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
         if self.layout.pp == 1:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from .. import stepping
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
-from ..graph import Expr, Node, Value, Worker
+from ..graph import Node, Value, Worker
 from ..layout import Side, held, stage_parts
 from ..plan import Placement, Plan
 from ..sequences import bound, sequences
@@ -185,15 +185,18 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         trained=update_of(plan, state.worker) is not None,
         recompute=placement.engine.options.get("recompute") == "full",
         # A term of a file may ask for it: its signature is not at hand.
-        entropy="loss" in state.attributes and any(c == "entropy" or ":" in c for c in _calls(state.attributes["loss"])),
+        entropy="loss" in state.attributes
+        and any(str(c.value) == "entropy" or ":" in str(c.value) for c in state.attributes["loss"].calls()),
         optimizer=stepping.optimizer(state) if state.verb == "update" else None,
         given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
     )
 
 
-def _calls(expr: Expr) -> set[str]:
-    """The names of the calls in an expression."""
-    return {str(expr.value)} if expr.kind == "call" else {name for part in expr.args for name in _calls(part)}
+def looks_ahead(plan: Plan, node: str) -> bool:
+    """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several micro-batches."""
+    state = plan.graph.node(node)
+    step = int(state.number("mini_batch", row_count(plan, node)))
+    return state.whole and -(-step // plan.placement(node).layout.dp) > micro_batch(plan, node)
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:

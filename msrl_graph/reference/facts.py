@@ -160,11 +160,16 @@ def _function_text(signature: Signature) -> str:
     reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
     facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
     facts += [f"All or none of {_words(signature.together, ' and ')}."] if signature.together else []
-    filled = _words(tuple(f for f in signature.fills if not f.endswith("lengths")), " and ")
+    filled = _words(tuple(f for f in signature.fills if f != "rng" and not f.endswith("lengths")), " and ")
     facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
     facts += [f"{_words(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
     facts += [f"`{o.name}`: {_words((*o.words, *(f'{c}(…)' for c in o.calls)))}." for o in signature.options if o.words or o.calls]
-    facts += {"row": [], "group": ["Needs whole groups or the batch: `per`."], "batch": ["Needs `per = batch`."]}[signature.scope]
+    needs = {
+        "group": "whole groups or the batch: `per`",
+        "batch": "`per = batch`",
+        "mini_batch": "all rows of the mini-batch, and gets them",
+    }
+    facts += [f"Needs {needs[signature.scope]}."] if signature.scope in needs else []
     facts += ["Draws at random, by the run's seed."] if signature.rng else []
     return "\n\n".join(part for part in (" ".join(first.split()), " ".join(facts), rest) if part)
 

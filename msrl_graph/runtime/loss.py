@@ -1,22 +1,29 @@
 """The loss of an update: an expression of named terms, and how tokens are reduced.
 
-Invariant: neither the micro-batch nor the layout changes the loss or its gradient: each micro-batch contributes a sum that is divided
-by a count of the whole mini-batch, all ranks and micro-batches together.
+Invariant: neither the micro-batch nor the layout changes the loss or its gradient: a term gives each row what it would give it alone
+(split.py holds a user's to that), or is of the whole mini-batch (ahead.py); and each micro-batch contributes a sum that is divided by a
+count of the whole mini-batch, all ranks and micro-batches together.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..engine import Outputs
 from ..functions import Signature
-from ..graph import Expr, Node
+from ..graph import Column, Expr, Graph, Node
+from ..sequences import sequences
 from .blame import BadResult
+from .columns import Array
+from .packing import Given, flat
 from .values import brief, called
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -32,14 +39,16 @@ class Whole:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What terms are computed from, of the rows of a micro-batch one after another. `fills` by name: `logp`, `entropy` and `values` of each
-    token of the one column that is scored, `lengths` its tokens of each row. By column: `logps` of its tokens, or of each token's ids;
-    `lengths` of the tokens of each row; and what `columns` hold."""
+    """What terms are computed from, of the rows of a micro-batch, or of the mini-batch, one after another. `fills` by name: `logp`,
+    `entropy` and `values` of each token of the one column that is scored, `lengths` its tokens of each row. By column: `logps` of its
+    tokens, or of each token's ids; `lengths` of the tokens of each row; and what `columns` hold. `rng` is what terms of the mini-batch
+    draw by."""
 
     fills: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     logps: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    rng: np.random.Generator | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,7 @@ class Value:
 
 def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
     """The calls in a loss, with their signatures."""
-    if expr.kind == "call":
-        yield expr, _term(expr)[1]
-    else:
-        for part in expr.args:
-            yield from terms(part)
+    return ((call, _term(call)[1]) for call in expr.calls())
 
 
 def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
@@ -81,6 +86,29 @@ def columns(node: Node) -> tuple[set[str], set[str]]:
     return held, scored
 
 
+def beside(graph: Graph, node: Node) -> dict[str, Column]:
+    """The columns of ids whose log-probabilities terms want beside those of the tokens that are scored."""
+    return {c: graph.column(c) for c in sorted(columns(node)[1] - {*sequences(graph, node).scored})}
+
+
+def inputs(graph: Graph, node: Node, seen: Given, rows: Array, made: Outputs, rng: np.random.Generator | None = None) -> Inputs:
+    """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
+    wants, target = fills(node), next(iter(seen.lengths))
+    lengths = {c: torch.from_numpy(n[rows]) for c, n in seen.lengths.items()}
+    logps = {} if made.logp is None else seen.split(rows, made.logp)
+    if made.given is not None:
+        ids = beside(graph, node)
+        widths = [math.prod(d.size for d in column.dims[1:]) for column in ids.values()]
+        for part, (name, column) in zip(torch.split(made.given, widths, 1), ids.items(), strict=True):
+            logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(-1, *(d.size for d in column.dims[1:]))
+            lengths[name] = lengths[column.dims[0].like]
+    # A scalar stands for each token of its row, but where the loss is of rows.
+    spread = None if of_rows(node) else seen.lengths[target][rows]
+    held = {c: flat(seen.columns[c], rows, spread) for c in sorted(columns(node)[0] & seen.columns.keys())}
+    filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
+    return Inputs(filled | {"lengths": lengths[target]}, held, logps, lengths, rng)
+
+
 def _named(expr: Expr) -> set[str]:
     """Columns and states that stand in the loss itself, as factors of terms."""
     return {str(expr.value)} if expr.kind in ("column", "state") else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
@@ -91,8 +119,13 @@ def of_rows(node: Node) -> bool:
     return any(signature.rows for _, signature in terms(node.attributes["loss"]))
 
 
+def of_mini_batch(node: Node) -> bool:
+    """Whether a term of the loss needs all rows of the mini-batch at once."""
+    return any(signature.scope == "mini_batch" for _, signature in terms(node.attributes["loss"]))
+
+
 def evaluate(node: Node, inputs: Inputs) -> Value:
-    """The loss of the rows of a micro-batch."""
+    """The loss of the rows of a micro-batch, or of the mini-batch."""
     found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
     return Value(_value(node.attributes["loss"], node, inputs, *found), *found)
 
@@ -115,13 +148,13 @@ def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor
     return OPERATORS[expr.kind](left, right)
 
 
-def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, torch.Tensor]:
+def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
     _, signature = _term(term)
     binds = bound(term, signature, node)
-    given = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
+    given: dict[str, Any] = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
     for name in signature.fills:
         of = name.removesuffix("_lengths")
-        given[name] = inputs.lengths[binds[of]] if of != name else inputs.fills[name]
+        given[name] = inputs.rng if name == "rng" else inputs.lengths[binds[of]] if of != name else inputs.fills[name]
     return given
 
 

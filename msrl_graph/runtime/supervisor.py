@@ -38,6 +38,7 @@ from .pool import check_machine
 from .processes import MARK, Temporary, nicer, sweep
 from .record import read
 from .tokens import Tokens
+from .tried import tried
 
 DRIVER = ("-m", "msrl_graph.runtime.trainer")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -181,15 +182,17 @@ class Prepared:
 
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
     """Everything that can be checked without starting a process; `Fault` for what is wrong."""
-    sizes = check(plan)
+    sizes, warnings = check(plan), tried(plan)
+    if any(d.severity == "error" for d in warnings):
+        raise Fault(*warnings)
     plan = _absolute(plan)
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
         folder = choose(plan, out, options.overwrite, options.replay)
-        return Prepared(plan, sizes, folder, out is not None, None, None, [])
+        return Prepared(plan, sizes, folder, out is not None, None, None, warnings)
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
-    begin, manifest, warnings = checkpoint.resumed(plan, target, span)
+    begin, manifest, changed = checkpoint.resumed(plan, target, span)
     home = begin.parent.parent
     here = out is None or Path(out).resolve() == home.resolve()
     if here and begin != checkpoint.found(home)[-1] and not options.overwrite:
@@ -198,7 +201,7 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
         raise Fault(Diagnostic("bad-checkpoint", what, span, help))
     rows.check(plan, options.record, options.replay, manifest.iteration)
     folder = home if here else choose(plan, out, options.overwrite, options.replay)
-    return Prepared(plan, sizes, folder, True, begin, manifest, warnings)
+    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed])
 
 
 def run(

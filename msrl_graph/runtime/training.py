@@ -7,6 +7,7 @@ engine, ranks without rows too.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 from torch import distributed as dist
 
 from .. import graph as ir
-from .. import stepping
+from .. import noise, stepping
 from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
 from ..sequences import temperature
-from . import loss, rates, wrong
+from . import ahead, loss, rates, wrong
 from .blame import blame
 from .columns import Array, Column, offsets_of
 from .dock import Batch
@@ -74,29 +75,31 @@ class Training(Engines):
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
                 known = known | wrong.not_finite(column)
         whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
-        micro = self._micro_batches(node, batch, seen)
+        micro, target = self._micro_batches(node, batch, seen), next(iter(seen.lengths))
+        joint, passed = self._ahead(node, task, batch, seen, micro, known, whole) if loss.of_mini_batch(node) else (None, [])
         outputs, losses = [], []
         sums: list[Sum] = []
         figures: list[Sum] = []
-        for rows in micro:
-            inputs, own = self._computed(node, seen, rows)
-            found = self._loss(node, task, inputs)
-            total = loss.reduce(node, found.loss, inputs.lengths[next(iter(seen.scored))], whole)
-            trainer.backward(total)
-            outputs.append(own)
+        for i, rows in enumerate(micro):
+            made = passed[i] if passed else self._asked(node, seen, rows)
+            found = joint.found(rows) if joint else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made))
+            total = loss.reduce(node, found.loss, torch.from_numpy(seen.lengths[target][rows]), whole)
+            trainer.backward(joint.linear(made, rows) if joint else total)
+            outputs.append(detached(made))
             losses.append(found.loss.detach())
             sums.append(("loss", float(total.detach()), 0))
             sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
             figures += [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
-            del inputs, found, total  # or the next micro-batch would have them beside its own
+            del made, found, total  # or the next micro-batch would have them beside its own
         order = np.concatenate(micro)
         if len(batch.rows):
             numbers, known = batch.rows[order], known[order]
-            for target in map(self.plan.graph.column, seen.scored):
-                as_drawn = self._as_drawn(node, seen, target, order)
-                known = self._look(node, task, report, numbers, _made(target, seen, micro, outputs), as_drawn, known)
+            for scored in map(self.plan.graph.column, seen.scored):
+                as_drawn = self._as_drawn(node, seen, scored, order)
+                known = self._look(node, task, report, numbers, _made(scored, seen, micro, outputs), as_drawn, known)
             each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(next(iter(seen.lengths.values()))[order]))
             cost = Column(torch.cat(losses).numpy(), offsets)
+            known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
         self._step(node, task, batch, report, bool(known.any()), sums, figures)
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
@@ -164,25 +167,29 @@ class Training(Engines):
             return np.full(len(rows), stated.literal(), np.float32)
         return seen.columns[str(stated.value)].values[rows].astype(np.float32)
 
-    def _computed(self, node: Node, seen: Given, rows: Array) -> tuple[loss.Inputs, Outputs]:
-        """What the terms of an update are computed from, and of the forward pass, apart from its graph, what is looked at."""
-        held, asked = loss.columns(node)
-        wants, graph = loss.fills(node), self.plan.graph
-        beside = {c: graph.column(c) for c in sorted(asked - seen.scored.keys())}
-        ids = [_ids(column, seen, rows) for column in beside.values()]
-        made = self._forward(node, seen, rows, entropy="entropy" in wants, given=torch.cat(ids, 1) if ids else None)
-        lengths = {c: torch.from_numpy(n[rows]) for c, n in seen.lengths.items()}
-        logps = {} if made.logp is None else seen.split(rows, made.logp)
-        if made.given is not None:
-            for part, (name, column) in zip(torch.split(made.given, [i.shape[1] for i in ids], 1), beside.items(), strict=True):
-                logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(-1, *(d.size for d in column.dims[1:]))
-                lengths[name] = lengths[column.dims[0].like]
-        # A scalar stands for each token of its row, but where the loss is of rows.
-        spread = None if loss.of_rows(node) else seen.lengths[next(iter(seen.scored))][rows]
-        columns = {c: flat(seen.columns[c], rows, spread) for c in sorted(held & seen.columns.keys())}
-        fills = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
-        inputs = loss.Inputs(fills | {"lengths": lengths[next(iter(seen.scored))]}, columns, logps, lengths)
-        return inputs, Outputs(*(x if x is None else x.detach() for x in made[:2]))
+    def _asked(self, node: Node, seen: Given, rows: Array) -> Outputs:
+        """A forward pass with all that the terms of an update want."""
+        ids = [_ids(column, seen, rows) for column in loss.beside(self.plan.graph, node).values()]
+        return self._forward(node, seen, rows, entropy="entropy" in loss.fills(node), given=torch.cat(ids, 1) if ids else None)
+
+    def _ahead(
+        self, node: Node, task: Task, batch: Batch, seen: Given, micro: list[Array], known: Array, whole: loss.Whole
+    ) -> tuple[ahead.Joint, list[Outputs]]:
+        """The loss of the whole mini-batch, before its micro-batches are trained on; and what those gave, if it has a gradient: where
+        there is one, no second pass over it is needed."""
+        with torch.set_grad_enabled(len(micro) == 1):
+            passed = [self._asked(node, seen, rows) for rows in micro]
+        placement = self.plan.placement(node.name)
+        group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
+        held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
+        joint = ahead.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
+        # Which rows are a mini-batch's is the same on any layout, and what they draw is to be.
+        key = (task.number, zlib.crc32(node.name.encode()), batch.share.epoch, int(joint.numbers[0]))
+        rng = noise.generator(self.plan.deploy.run.seed, *key)
+        everyone = np.arange(len(joint.numbers))
+        found = self._loss(node, task, loss.inputs(self.plan.graph, node, joint.seen, everyone, joint.outputs, rng))
+        joint.back(found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole))
+        return joint, passed if len(micro) == 1 else []
 
     def _loss(self, node: Node, task: Task, inputs: loss.Inputs) -> loss.Value:
         try:
@@ -221,6 +228,11 @@ class Training(Engines):
         if self.plan.model(node.name).scores:
             return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)
         return self.watch.logp(node, task, report, rows, made, as_drawn, known)
+
+
+def detached(made: Outputs) -> Outputs:
+    """What is looked at of a forward pass, apart from its graph."""
+    return Outputs(*(x if x is None else x.detach() for x in made[:2]))
 
 
 def due(node: Node, iteration: int) -> bool:

@@ -125,3 +125,7 @@ def ranked(best: "LogProbs", best_logp) -> "Rows":  # noqa: F821
 
 def falling(step, peak):
     return peak / step
+
+
+def normed(logp, advantage):
+    return -logp * advantage / (advantage.std() + 1e-6)

@@ -35,6 +35,8 @@ def grpo(batch: inputs.Batch) -> list[dict[str, Any]]:
         ("grpo", "sequence", 3e-4, 4e-4, None, 0.0, 0.0),
         ("grpo", "sequence", 0.2, 0.2, None, 0.0, 0.0),
         ("dr_grpo", "token", 0.2, 0.2, None, 0.0, 0.0),
+        ("cispo", "token", 0.2, 5.0, None, 0.0, 0.0),
+        ("cispo", "token", 0.2, 1.1, None, 0.04, 0.0),
     ):
         logp = padded(batch["logp"]).requires_grad_()
         mask = torch.tensor([[int(t < n) for t in range(logp.shape[1])] for n in batch["lengths"]])

@@ -20,7 +20,7 @@ from transformers.data.metrics.squad_metrics import compute_f1
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos, ray_trainer, rollout_corr_helper
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.reward_manager.dapo import DAPORewardManager
 
 Tensor = torch.Tensor
@@ -63,6 +63,12 @@ def advantages(b: Padded) -> list[dict[str, Any]]:
         found.append(value("compute_grpo_outcome_advantage", {"std": std}, advantage=b.ragged(given)))
     given, _ = core_algos.compute_rloo_outcome_advantage(b.last.clone(), b.mask, b.groups)
     found.append(value("compute_rloo_outcome_advantage", {}, advantage=b.ragged(given)))
+    given, _ = core_algos.compute_opo_outcome_advantage(b.last.clone(), b.mask, b.groups)
+    found.append(value("compute_opo_outcome_advantage", {}, advantage=b.ragged(given)))
+    for kl in (0.0, 0.1):
+        rewards, _ = penalized(b, kl)
+        given, _ = core_algos.compute_remax_outcome_advantage(rewards, b.score.flip(0), b.mask)  # as if of greedy responses
+        found.append(value("compute_remax_outcome_advantage", {"kl": kl}, advantage=b.ragged(given)))
     for kl, gamma, lam in ((0.0, 1.0, 1.0), (0.1, 1.0, 0.95), (0.05, 0.9, 0.7)):
         rewards, _ = penalized(b, kl)
         given, returns = core_algos.compute_gae_advantage_return(rewards, b.value, b.mask, gamma, lam)
@@ -96,6 +102,8 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         ("vanilla", 0.1, 0.3, 1.5),
         ("gspo", 3e-4, 4e-4, None),
         ("gspo", 0.2, 0.2, None),
+        ("cispo", 1.0, 0.2, None),
+        ("cispo", 0.3, 0.1, None),
     ):
         options = {"name": name, "low": low, "high": high, "dual": dual}
         logp = b.logp.clone().requires_grad_()
@@ -104,6 +112,12 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         tokens = [policy_loss(b, b.logp, weights=one, **options)[0].item() for one in b.each()]
         clipped = told["actor/pg_clipfrac"] + told["actor/pg_clipfrac_lower"]  # the second is of the dual clip
         found.append(value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad), clipped=clipped))
+    for share, coef in ((0.0002, 1.0), (0.3, 0.5)):
+        found.append(chosen(b, "kl_cov", {"share": share, "coef": coef}, kl_cov_ratio=share, ppo_kl_coef=coef))
+    for least, most in ((0.2, 5.0), (-0.5, 0.5), (50.0, 60.0)):
+        # It draws from those within the bounds: here as many as there are.
+        options = {"share": 1.0, "least": least, "most": most}
+        found.append(chosen(b, "clip_cov", options, clip_cov_ratio=1.0, clip_cov_lb=least, clip_cov_ub=most))
     for form in ("k1", "abs", "mse", "low_var_kl"):
         logp = b.logp.clone().requires_grad_()
         given = core_algos.kl_penalty(logp, b.ref_logp, form)
@@ -121,6 +135,21 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         given, _ = rollout_corr_helper.compute_rollout_correction_weights(b.old_logp - b.gen_logp, b.mask, rollout_is_threshold=most)
         found.append(value("compute_rollout_correction_weights", {"most": most}, tokens=b.ragged(given)))
     return found
+
+
+def chosen(b: Padded, name: str, options: dict[str, Any], **policy: float) -> dict[str, Any]:
+    """A loss that chooses among all tokens of the batch: of each token its part, by the weights of rollout correction."""
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2,
+        policy_loss=PolicyLossConfig(loss_mode=name, **policy),
+    )  # fmt: skip
+    config.global_batch_info.update(batch_num_tokens=1)
+    loss = core_algos.get_policy_loss_fn(name)
+    logp = b.logp.clone().requires_grad_()
+    whole, _ = loss(b.old_logp, logp, b.advantage, b.mask, "token-mean", config, None)
+    whole.backward()
+    tokens = [loss(b.old_logp, b.logp.clone(), b.advantage, b.mask, "token-mean", config, one)[0].item() for one in b.each()]
+    return value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad))
 
 
 def policy_loss(

@@ -1,0 +1,127 @@
+"""Terms of a loss are per row, or of the whole mini-batch: what does not keep to it is found before a run."""
+
+import inspect
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import PAIRS, ROLLOUT, planned
+
+from msrl_graph import algorithms
+from msrl_graph.runtime import loss, split
+
+# A term of the package -> the program, its update, and what it is called with there.
+CALLS = {
+    "cispo": (ROLLOUT, "actor.update", "cispo(low = 0.3)"),
+    "clip": (ROLLOUT, "actor.update", "clip(0.2, dual = 3.0)"),
+    "clip_cov": (ROLLOUT, "actor.update", "clip_cov(share = 0.01, least = 0)"),
+    "distil": (ROLLOUT, "actor.update", "distil(reverse)"),
+    "dpo": (PAIRS, "actor.update", "dpo(form = ipo)"),
+    "entropy": (ROLLOUT, "actor.update", "entropy()"),
+    "kl": (ROLLOUT, "actor.update", "kl()"),
+    "kl_cov": (ROLLOUT, "actor.update", "kl_cov(0.01)"),
+    "sft": (ROLLOUT, "actor.update", "sft()"),
+    "truncated": (ROLLOUT, "actor.update", "truncated(gen_logp = ref_logp)"),
+    "value_clip": (ROLLOUT, "critic.update", "value_clip()"),
+}
+LOSS = "clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)"
+
+
+def update(term):
+    """A graph, and an update in it with this term as its loss."""
+    text, name, call = CALLS[term]
+    graph = planned(text).graph
+    if name == "critic.update":
+        return graph, graph.node(name)
+    graph = planned(text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call)).graph
+    return graph, graph.node(name)
+
+
+def test_every_term_of_the_package_is_looked_at():
+    assert {*CALLS} == {name for kind, name in algorithms.library() if kind == "loss"}
+
+
+@pytest.mark.parametrize("term", CALLS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=5)
+def test_a_term_is_per_row_or_says_that_it_is_not(term, seed):
+    graph, node = update(term)
+    if not loss.of_mini_batch(node):
+        assert split.per_row(graph, node, seed)
+
+
+def own(tmp_path, source, parameters="logp, old_logp, advantage", rest=""):
+    """What is found of a term with this body."""
+    path = tmp_path / "mine.py"
+    body = (
+        source if "def " in source else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
+    )
+    path.write_text(body)
+    return split.found(planned(ROLLOUT, (LOSS, f'"{path}:term"')))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return -r * (advantage - advantage.mean())",
+        "return -r * advantage / (advantage.std() + 1e-6)",
+        "return -r * advantage / len(logp)",
+        "return torch.where(advantage >= advantage.quantile(0.999), logp, -r * advantage)",
+        "k = int(0.0002 * len(logp)); return -r * advantage * torch.ones_like(logp).index_fill(0, advantage.topk(k).indices, 0)",
+        "return -r * advantage * (torch.rand(len(logp)) < 0.5)",
+        "return -r * advantage.roll(1)",
+        "return -r.detach() * advantage + logp.mean() - logp.mean().detach()",  # the same numbers, other slopes
+        "return -r * advantage * advantage.cumsum(0)",
+    ],
+)
+def test_a_statistic_of_what_is_beside_a_row_is_found(tmp_path, body):
+    (found,) = own(tmp_path, body)
+    assert (found.code, found.severity) == ("bad-scope", "error")
+    assert found.message.startswith("`term` gives a row another loss where other rows are beside it")
+
+
+def test_what_remembers_is_found(tmp_path):
+    (found,) = own(tmp_path, "calls = []\ndef term(logp):\n    calls.append(1)\n    return -logp / len(calls)\n")
+    assert found.severity == "error"
+
+
+@pytest.mark.parametrize("term", ["kl_cov", "clip_cov"])
+def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, term):
+    source = inspect.getsource(inspect.getmodule(algorithms.load("loss", term))).replace('(scope="mini_batch")', "")
+    source = source.replace("from .registry", "from msrl_graph.algorithms.registry").replace("rng: np.random.Generator,", "")
+    source = source.replace("rng.", "np.random.default_rng(0).").replace("import torch\n", "import numpy as np; import torch\n")
+    (found,) = own(tmp_path, source.replace(f"def {term}(", "def term("))
+    assert found.severity == "error"
+
+
+@pytest.mark.parametrize(
+    ("body", "parameters", "rest"),
+    [
+        ("return -r * advantage", "logp, old_logp, advantage", ""),
+        # A statistic of the row alone.
+        ("return torch.cat([x - x.mean() for x in (-r * advantage).split(lengths.tolist())])", "logp, old_logp, advantage, lengths", ""),
+        ("return torch.stack([x.sum() for x in (-r).split(lengths.tolist())])", "logp, old_logp, lengths", ' -> "Rows"'),
+        ("return -r * advantage.clamp(max=0).sqrt()", "logp, old_logp, advantage", ""),  # nan everywhere but at 0
+    ],
+)
+def test_what_looks_at_each_row_alone_is_not(tmp_path, body, parameters, rest):
+    assert own(tmp_path, body, parameters, rest) == []
+
+
+def test_what_cannot_be_run_is_told(tmp_path):
+    (found,) = own(tmp_path, "raise ValueError('no')")
+    assert (found.severity, found.message) == ("warning", "`term` could not be tried on made-up rows: ValueError: no")
+
+
+def test_a_mark_makes_it_one_of_the_whole(tmp_path):
+    source = "from msrl_graph.algorithms.registry import loss_term\n\n\n@loss_term(scope='mini_batch')\n"
+    assert own(tmp_path, source + "def term(logp):\n    return -logp / logp.std()\n") == []
+
+
+def test_made_up_rows_have_their_columns_shapes():
+    graph, node = update("distil")
+    seen, made = split._made_up(graph, node, np.random.default_rng(0), 4, 3, False)
+    tokens = int(seen.lengths["response"].sum())
+    assert seen.columns["top_logp"].values.shape == made["given"]["response"].values.shape == (tokens, 3)
+    assert made["logp"]["response"].values.shape == (tokens,)
