@@ -161,12 +161,14 @@ def _fitting(deploy: Deploy, plan: Plan, pool: str) -> Plan | None:
 
 @dataclass(frozen=True)
 class Source:
-    """A program's text; `folder` is what the paths in it are relative to. With `tree`, the program that a Python file of this text made."""
+    """A program's text; `folder` is what the paths in it are relative to. With `tree`, the program that a Python file of this text made;
+    `deploy` is the one of it that is meant, where nobody chooses another."""
 
     name: str
     text: str
     folder: Path
     tree: ast.File | None = None
+    deploy: str | None = None
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,9 @@ def no_deploy() -> Fault:
 def read(source: str | Path | Program | ast.File, text: str | None = None) -> Source:
     """The source that a path or the name of a package's algorithm stands for, or that a program was built in."""
     if not isinstance(source, str | Path):
-        tree = source if isinstance(source, ast.File) else _built(source)
+        tree, meant = (source, None) if isinstance(source, ast.File) else _built(source)
         path = Path(tree.path)
-        return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if is_file(path) else Path(), tree)
+        return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if is_file(path) else Path(), tree, meant)
     path = Path(source)
     if text is not None:
         return Source(str(source), _plain(text, str(source)), path.parent if path.suffix else Path())
@@ -261,12 +263,13 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
     return Source(str(source), _text(path, str(source)), path.parent)
 
 
-def _built(source: object) -> ast.File:
-    from .builder import Program
+def _built(source: object) -> tuple[ast.File, str | None]:
+    """The tree, and the deploy that is meant by itself: one that extends another has that beside it in the file."""
+    from .builder import Deploy, Program
 
     if not isinstance(source, Program):
         raise Fault(Diagnostic("bad-value", f"a program is a path, or what was built in Python, not {kind_of(source)}"))
-    return source.tree()
+    return source.tree(), source.name if isinstance(source, Deploy) else None
 
 
 @contextmanager
@@ -298,7 +301,7 @@ def translate(
     if until == "ast":
         return Compilation(source, tree)
     try:
-        lowered = lower(tree, context(source, deploy, model, sets))
+        lowered = lower(tree, context(source, deploy or source.deploy, model, sets))
     except Refused as fault:
         # What could be read of the graph may have more to tell, in the same run.
         told = checks.check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph is not None else []

@@ -22,7 +22,7 @@ from msrl_graph.simulation import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data
 PROGRAMS = TESTS / "programs"
-NAMES = ("agent", "async", "curriculum", "dapo", "distil", "dpo", "judge", "pf_ppo", "ppo", "rft", "two_deploys", "variants")
+NAMES = ("agent", "async", "curriculum", "dapo", "distil", "dpo", "judge", "pf_ppo", "ppo", "rft", "sweep", "two_deploys", "variants")
 POD = 'cluster pod_of_two { device = "ascend-910c", nodes = 2, devices_per_node = 8, network = 300 MB/s }\n'
 
 

@@ -110,6 +110,7 @@ STATEMENTS = st.one_of(
 RANGE = made(ast.Range, st.integers(0, 9), st.integers(0, 9))
 NAMED_STRING = (name(), literal("string", st.text()), ATTRS)
 REFS = several(ref(NAMES), 1)
+A_REF = st.sampled_from(NAMES).map(lambda text: (ast.Ref(text, NOWHERE),))
 DEPLOYED = st.one_of(
     made(ast.Set, name(), EXPR),
     made(ast.Model, *NAMED_STRING),
@@ -122,6 +123,11 @@ DEPLOYED = st.one_of(
     made(ast.Apart, REFS),
     made(ast.Options, st.sampled_from(("dock", "reshard", "run")), ATTRS),
     made(ast.Evaluate, name(), ATTRS),
+    made(ast.Undo, st.sampled_from(("set", "model", "data", "evaluate")), A_REF, st.none()),
+    made(ast.Undo, st.just("data"), st.just((ast.Ref("source", NOWHERE),)), st.none()),
+    made(ast.Undo, st.sampled_from(("layout", "engine")), REFS, st.none()),
+    made(ast.Undo, st.sampled_from(("place", "apart", "dock", "reshard", "run")), st.just(()), st.none()),
+    made(ast.Undo, st.just("edge"), st.just(()), edges(NAMES)),
     edges(NAMES),
 )
 ITEMS = st.one_of(
@@ -130,5 +136,6 @@ ITEMS = st.one_of(
     made(ast.Algorithm, A_NAME, NO_NAME | A_NAME, several(STATEMENTS, most=6)),
     made(ast.Cluster, name(), ATTRS),
     made(ast.Deploy, name(), name(), NO_NAME | name(), several(DEPLOYED, most=6)),
+    st.builds(ast.Deploy, st.none(), NO_NAME | name(), name(), several(DEPLOYED, most=6), st.just(NOWHERE), name()),
 )
 FILES = several(ITEMS, 1).map(lambda items: ast.File("p.rlg", items, NOWHERE))

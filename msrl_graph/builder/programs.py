@@ -20,6 +20,7 @@ from types import FunctionType
 from ..diagnostics import Span, public
 from ..dsl import ast
 from ..dsl.format import format
+from ..dsl.parse import parse_undo
 from ..dsl.write import write
 from .arguments import Arguments, Names, Value, at
 
@@ -192,18 +193,35 @@ class Cluster(Program):
 
 
 class Deploy(Program):
-    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name."""
+    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy in place of the
+    algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER [on CLUSTER] { … }`."""
 
-    def __init__(self, algorithm: Algorithm | Imported | str, on: Cluster | Imported, name: str | None = None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm | Imported | str | None = None,
+        on: Cluster | Imported | None = None,
+        name: str | None = None,
+        *,
+        extends: Deploy | Imported | None = None,
+    ) -> None:
         call = Arguments("algorithm", "on", "name")
         super().__init__(call.site.span)
-        named = call.argument("algorithm").span
-        self._algorithm = _algorithm(call, "algorithm", algorithm)
-        if not isinstance(on, Cluster | Imported):
-            call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', call.argument("on").span)
-        self._on = on
-        self._head = ast.Name(self._algorithm.name, named), ast.Name(on.name, call.argument("on").span)
+        if (algorithm is None) == (extends is None):
+            call.fail("a deploy is of an algorithm, or extends another deploy", call.site.span, "give one of `algorithm` and `extends`")
+        if extends is not None and not isinstance(extends, Deploy | Imported):
+            call.refuse(extends, "`extends` takes a Deploy, or an Imported one", call.argument("extends").span)
+        if extends is not None and name is None:
+            call.fail("a deploy that extends another has a name of its own", call.site.span, 'add `name="…"`', "bad-value")
+        if not isinstance(on, Cluster | Imported) and (on is not None or extends is None):
+            at = call.site.span if on is None else call.argument("on").span
+            call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', at)
+        self._algorithm = None if algorithm is None else _algorithm(call, "algorithm", algorithm)
+        self._base, self._on = extends, on
+        self._named = None if self._algorithm is None else ast.Name(self._algorithm.name, call.argument("algorithm").span)
+        self._cluster = None if on is None else ast.Name(on.name, call.argument("on").span)
+        self._extends = None if extends is None else ast.Name(extends.name, call.argument("extends").span)
         self._alias = None if name is None else call.name("name", name)
+        self.name: str = (self._alias or self._named or ast.Name("", call.site.span)).text
         self._body: list[ast.DeployStatement] = []
 
     def set(self, /, **values: Value) -> None:
@@ -286,11 +304,20 @@ class Deploy(Program):
         """`A -> B { stream = … }`: how rows move on an edge that the algorithm has."""
         self._body.append(_edge(Arguments("groups"), groups, attributes))
 
+    def drop(self, *statements: str) -> None:
+        """`drop layout NODE`, `drop data NAME`, `drop run`, `drop A -> B` …: what the deploy that it extends states."""
+        call = Arguments("statements")
+        if not statements:
+            call.fail("`drop` names nothing", call.site.span, "name at least one")
+        for i, statement in enumerate(statements):
+            part = call.argument("statements", i)
+            self._body.append(call.text(call.string(statement, "`drop` takes a str", part.span), part, parse_undo))
+
     def _needs(self) -> tuple[Program, ...]:
-        return self._algorithm, self._on
+        return tuple(p for p in (self._base, self._algorithm, self._on) if p is not None)
 
     def _item(self) -> ast.Item:
-        return ast.Deploy(*self._head, self._alias, tuple(self._body), self._span)
+        return ast.Deploy(self._named, self._cluster, self._alias, tuple(self._body), self._span, self._extends)
 
 
 def tree(*programs: Program) -> ast.File:

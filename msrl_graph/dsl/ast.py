@@ -294,16 +294,42 @@ class Evaluate:
     span: Span
 
 
-DeployStatement = Set | Model | Data | Layout | Engine | Place | Apart | Options | Evaluate | Edge
+@dataclass(frozen=True)
+class Undo:
+    """`drop` in a deploy, of statements of the one that it extends: `kind` is their word, or edge, `names` what they are of."""
+
+    kind: str
+    names: tuple[Ref, ...]
+    edge: Edge | None
+    span: Span
+
+
+DeployStatement = Set | Model | Data | Layout | Engine | Place | Apart | Options | Evaluate | Undo | Edge
 
 
 @dataclass(frozen=True)
 class Deploy:
-    algorithm: Name
-    cluster: Name
+    """One that `extends` another has its own name as `alias`, no `algorithm`, and a `cluster` if it states one (variants.py)."""
+
+    algorithm: Name | None
+    cluster: Name | None
     alias: Name | None
     body: tuple[DeployStatement, ...]
     span: Span
+    extends: Name | None = None
+
+    @property
+    def name(self) -> Name:
+        named = self.alias or self.algorithm
+        assert named is not None
+        return named
+
+    @property
+    def head(self) -> Span:
+        """The names before its braces."""
+        first, last = (self.alias, self.extends) if self.extends else (self.algorithm, self.alias or self.cluster)
+        assert first is not None and last is not None
+        return first.span.to(last.span)
 
 
 Item = Import | Algorithm | Cluster | Deploy

@@ -75,7 +75,7 @@ def lower_deploy(
     nodes: Collection[str],
     engines: Mapping[str, EngineSpec],
     load_model: LoadModel,
-    folder: Path,
+    folder: Callable[[Span], Path],
     model: str | None,
     cluster: Cluster | None,
     problems: Problems,
@@ -96,7 +96,7 @@ class _Deploy:
     nodes: Collection[str]
     engines: Mapping[str, EngineSpec]
     load_model: LoadModel
-    folder: Path
+    folder: Callable[[Span], Path]  # of the file where a statement stands
     problems: Problems
     models: dict[str, Model] = field(default_factory=dict)
     data: dict[str, Data] = field(default_factory=dict)
@@ -114,10 +114,10 @@ class _Deploy:
         for statement in self.deploy.body:
             with self.problems.catching():
                 self._statement(statement, model)
-        span = self.deploy.algorithm.span.to((self.deploy.alias or self.deploy.cluster).span)
+        span = self.deploy.head
         if model is not None:
             with self.problems.catching():
-                self.models = dict.fromkeys(self.needed, self.load_model(model, self.folder, None, Span("", 0, 0, 0, 0)))
+                self.models = dict.fromkeys(self.needed, self.load_model(model, self.folder(span), None, Span("", 0, 0, 0, 0)))
         for name in sorted(self.needed - self.models.keys()):
             if f"model {name}" not in self.stated and not self.misnamed:
                 users = ", ".join(f"`{w.name}`" for w in self.graph.workers if w.model == name)
@@ -132,7 +132,7 @@ class _Deploy:
                 help = nearest(name, known) or f'add `data {name} = "file.jsonl"`'
                 self.problems.tell("unknown-name", f"no data are called `{name}`", evaluation.span, help)
         self._warn_of_idle_updates()
-        name = (self.deploy.alias or self.deploy.algorithm).text
+        name = self.deploy.name.text
         evaluations = tuple(self.evaluations.values())
         lowered = Deploy(name, self.models, self.data, self.layouts, self.chosen, self.dock, self.reshard, evaluations, self.run, span)
         return lowered, self.graph
@@ -183,7 +183,7 @@ class _Deploy:
         if model is None:
             target = str(statement.target.value)
             self.models[name.text] = self.load_model(
-                target, self.folder, None if dtype is None else str(dtype.value), statement.target.span
+                target, self.folder(statement.target.span), None if dtype is None else str(dtype.value), statement.target.span
             )
 
     def _data(self, statement: ast.Data) -> None:
@@ -201,7 +201,7 @@ class _Deploy:
         span = statement.target.span
         if not target.endswith((".jsonl", ".parquet")):
             raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
-        path = self.folder / target
+        path = self.folder(span) / target
         self.data[name] = Data(name, str(path), fields, span)
         if not is_file(path):
             help = "a run needs it; the path is relative to the program's folder"
@@ -286,7 +286,7 @@ class _Deploy:
             self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
         else:
             if values.get("resume"):
-                values["resume"] = str(self.folder / str(values["resume"]))
+                values["resume"] = str(self.folder(attributes["resume"].span) / str(values["resume"]))
             self.run = replace(self.run, span=span, **values)  # type: ignore[arg-type]
 
     def _evaluate(self, statement: ast.Evaluate) -> None:

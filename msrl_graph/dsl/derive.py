@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import TypeVar
 
 from ..diagnostics import nearest
 from ..dropped import Dropped
 from . import ast
 from .expressions import Problems, mistake
 
+T = TypeVar("T", ast.Algorithm, ast.Deploy)
 Key = tuple[str, str]  # what is declared, and its name
 
 
@@ -27,25 +29,9 @@ def derive(
 ) -> ast.Algorithm | None:
     """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import failed. None where
     what it extends cannot be had. What is dropped on the way, and stays so, is added to `dropped`."""
-    line: list[ast.Algorithm] = [algorithm]
-    seen = {id(algorithm)}
-    while (base := line[-1].extends) is not None:
-        found = known.get(base.text)
-        if found is None:
-            if broken:
-                return None
-            others = [name for name in known if name != line[-1].name.text]
-            help = nearest(base.text, others) or f"`import {base.text}` first, or the file that has it"
-            problems.tell("unknown-name", f"no algorithm is called `{base.text}`", base.span, help)
-            return None
-        if id(found) in seen:
-            # Told once for the cycle, at what leads back to the first of its algorithms.
-            if found is algorithm and found.span == min(a.span for a in line):
-                way = " -> ".join(a.name.text for a in (*line, found))
-                problems.tell("cycle", f"`{found.name.text}` extends itself: {way}", base.span, "write one of them out")
-            return None
-        line.append(found)
-        seen.add(id(found))
+    line = lineage(algorithm, known, "algorithm", problems, broken)
+    if line is None:
+        return None
     if len(line) == 1 and not any(isinstance(s, ast.Drop) or _patches(s) for s in algorithm.body):
         return algorithm
     written = _Written()
@@ -59,6 +45,32 @@ def derive(
     if dropped is not None:
         dropped |= written.dropped
     return replace(algorithm, extends=None, body=tuple(written.statements()))
+
+
+def lineage(part: T, known: Mapping[str, T], what: str, problems: Problems, broken: bool, others: str = "") -> list[T] | None:
+    """An algorithm or a deploy, and all that it extends, the next one first; None where that cannot be had. `others` is the help where a
+    base is none of those that are `known`."""
+    line: list[T] = [part]
+    seen = {id(part)}
+    while (base := line[-1].extends) is not None:
+        found = known.get(base.text)
+        if found is None:
+            if broken:
+                return None
+            help = others or nearest(base.text, [name for name in known if name != line[-1].name.text])
+            import_ = f"`import {base.text}` first, or" if what == "algorithm" else "import"
+            help = help or f"{import_} the file that has it"
+            problems.tell("unknown-name", f"no {what} is called `{base.text}`", base.span, help)
+            return None
+        if id(found) in seen:
+            # Told once for the cycle, at what leads back to the first of its parts.
+            if found is part and found.span == min(a.span for a in line):
+                way = " -> ".join([a.name.text for a in line] + [found.name.text])
+                problems.tell("cycle", f"`{found.name.text}` extends itself: {way}", base.span, "write one of them out")
+            return None
+        line.append(found)
+        seen.add(id(found))
+    return line
 
 
 def _regrouped(node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems) -> None:
@@ -113,11 +125,11 @@ class _Written:
             case ast.Node():
                 self._node(statement)
             case ast.Edge():
-                for one in _single(statement):
+                for one in single(statement):
                     # One that is stated again has its place, and the new attributes.
                     self.edges[_ends(one)] = one
             case ast.Drop(target=ast.Edge() as edge):
-                for one in _single(edge):
+                for one in single(edge):
                     self._drop_edge(one)
             case ast.Drop(target=ast.Ref() as ref):
                 self._drop(ref)
@@ -200,7 +212,7 @@ def node_name(node: ast.Node) -> str:
     return node.label.text if node.label else f"{node.worker.text}.{node.verb.text}"
 
 
-def _single(edge: ast.Edge) -> list[ast.Edge]:
+def single(edge: ast.Edge) -> list[ast.Edge]:
     """An edge for each pair of states."""
     return [
         ast.Edge(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))

@@ -150,7 +150,7 @@ class _Reader:
 
     def block(self, children: Iterable[Any], rule: str, end: int) -> _Block:
         """What a statement of this rule holds between its braces; the closing one begins at `end`."""
-        block = _Block(rule in ("algorithm", "deploy", "start"))
+        block = _Block(rule in ("algorithm", "deploy", "variant", "start"))
         comments, blank = list[_Comment](), False
 
         def arrive(at: int) -> None:
@@ -231,7 +231,7 @@ def _split(tree: Any) -> tuple[list[Any], list[Any]]:
     for i, child in enumerate(children):
         if isinstance(child, Token) and child.type == "LBRACE":
             return children[:i], children[i:]
-    if isinstance(children[-1], Tree) and children[-1].data in ("attrs", "edge"):
+    if isinstance(children[-1], Tree) and children[-1].data in ("attrs", "edge", "stated"):
         head, braces = _split(children[-1])
         return [*children[:-1], *head], braces
     return children, []

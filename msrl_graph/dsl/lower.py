@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..cluster import Cluster
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
@@ -24,6 +24,7 @@ from .derive import derive
 from .expressions import Problems, mistake
 from .params import Override, unused
 from .parse import parse_set
+from .variants import written_out
 
 T = TypeVar("T")
 
@@ -68,6 +69,15 @@ class Refused(Fault):
         self.graph, self.library, self.dropped = graph, library or {}, dropped or {}
 
 
+class Gathered(NamedTuple):
+    """Algorithms, clusters and deploys by name, and whether an import failed."""
+
+    algorithms: dict[str, ast.Algorithm]
+    clusters: dict[str, ast.Cluster]
+    deploys: dict[str, ast.Deploy]
+    broken: bool
+
+
 def lower(file: ast.File, context: Context) -> Lowered:
     """The chosen deploy and its algorithm, or the last algorithm of the file; raises Refused with all that is wrong."""
     try:
@@ -78,10 +88,13 @@ def lower(file: ast.File, context: Context) -> Lowered:
 
 def _lower(file: ast.File, context: Context) -> Lowered:
     problems = Problems()
-    algorithms, clusters, broken = _gather(file, context, problems)
+    algorithms, clusters, deploys, broken = _gather(file, context, problems)
     deploy = None
     with problems.catching():
         deploy = _choose(file, context)
+    for other in [i for i in file.items if isinstance(i, ast.Deploy) and i is not deploy]:
+        written_out(other, deploys, algorithms, problems, broken)
+    deploy = written_out(deploy, deploys, algorithms, problems, broken) if deploy else None
     overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.Set)] if deploy else []
     for name, text in context.sets.items():
         with problems.catching():
@@ -89,6 +102,7 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     chosen: ast.Algorithm | None = None
     if deploy:
         # Of two that have the name, which is told, the file's own is meant.
+        assert deploy.algorithm is not None and deploy.cluster is not None
         own = [i for i in file.items if isinstance(i, ast.Algorithm) and i.name.text == deploy.algorithm.text]
         chosen = own[0] if own else _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
     elif algorithms:
@@ -115,12 +129,13 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     deployed: Deploy | None = None
     graph = lowering.graph if lowering else None
     if deploy:
+        assert deploy.cluster is not None
         found = _named(deploy.cluster, clusters, "cluster", broken, problems)
         if found and found.name.text not in lowered_clusters:
             lowered_clusters[found.name.text] = lower_cluster(found, problems)
         cluster = lowered_clusters.get(deploy.cluster.text)
         if lowering and graph and any(n.verb == "source" for n in graph.nodes):
-            outside = (context.engines, context.load_model, context.folder, context.model)
+            outside = (context.engines, context.load_model, folder, context.model)
             deployed, graph = lower_deploy(deploy, graph, lowering.nodes, *outside, cluster, problems)
     elif graph and context.model is not None:
         with problems.catching():
@@ -143,10 +158,11 @@ def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
     return told
 
 
-def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[str, ast.Algorithm], dict[str, ast.Cluster], bool]:
-    """The algorithms and clusters by name, and whether an import failed; each file is read once, however often it is imported."""
+def _gather(file: ast.File, context: Context, problems: Problems) -> Gathered:
+    """What the file and its imports have; each file is read once, however often it is imported."""
     algorithms: dict[str, ast.Algorithm] = {}
     clusters: dict[str, ast.Cluster] = {}
+    deploys: dict[str, ast.Deploy] = {}
     seen: dict[str, bool] = {file.path: False}  # whether the file is read to its end
     broken: list[Diagnostic] = []
 
@@ -163,6 +179,11 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[
                         elif not seen[other.path]:
                             raise mistake("cycle", f"`{item.target}` imports itself", item.span, "move what both need to a third file")
                     broken.extend(problems.found[whole:])
+                case ast.Deploy():
+                    # Two of one name are told where one is chosen; of an import's and the file's own, its own is meant.
+                    deploys.setdefault(item.name.text, item)
+                    if part is file:
+                        deploys[item.name.text] = item
                 case ast.Algorithm() | ast.Cluster():
                     known: dict[str, ast.Algorithm] | dict[str, ast.Cluster] = algorithms if isinstance(item, ast.Algorithm) else clusters
                     what = type(item).__name__.lower()
@@ -176,7 +197,7 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> tuple[dict[
         seen[part.path] = True
 
     add(file)
-    return algorithms, clusters, bool(broken)
+    return Gathered(algorithms, clusters, deploys, bool(broken))
 
 
 def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
@@ -184,9 +205,9 @@ def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
     deploys: dict[str, ast.Deploy] = {}
     for item in file.items:
         if isinstance(item, ast.Deploy):
-            name = item.alias or item.algorithm
+            name = item.name
             if name.text in deploys:
-                note = ((deploys[name.text].algorithm.span, "the first one"),)
+                note = ((deploys[name.text].head, "the first one"),)
                 raise mistake("duplicate-name", f"a second deploy `{name.text}`", name.span, "name them: `deploy … on … as NAME`", note)
             deploys[name.text] = item
     listed = ", ".join(f"`{n}`" for n in deploys)

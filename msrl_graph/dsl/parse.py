@@ -56,6 +56,12 @@ def parse_edge(text: str, file: str) -> ast.Edge:
     return edge
 
 
+def parse_undo(text: str, file: str) -> ast.Undo:
+    """The tree of what a deploy drops, as `layout actor.update`."""
+    stated, builder = _tree(text, file, "stated"), _Builder(file)
+    return builder.undo(stated, builder.span(stated))
+
+
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
     """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see `flag_text`)."""
     lead = f"{FLAG}{name}="
@@ -159,6 +165,7 @@ class _Builder:
             "algorithm": self.algorithm,
             "cluster": self.cluster,
             "deploy": self.deploy,
+            "variant": self.variant,
         }
         return items[tree.data](tree)
 
@@ -179,6 +186,11 @@ class _Builder:
         algorithm, cluster, alias, *body = tree.children
         statements = tuple(self.statement(s) for s in body)
         return ast.Deploy(self.name(algorithm), self.name(cluster), self.maybe(alias), statements, self.span(tree))
+
+    def variant(self, tree: Any) -> ast.Deploy:
+        name, base, cluster, *body = tree.children
+        statements = tuple(self.statement(s) for s in body)
+        return ast.Deploy(None, self.maybe(cluster), self.name(name), statements, self.span(tree), self.name(base))
 
     def statement(self, tree: Any) -> Any:
         return getattr(self, f"_{tree.data}")(*tree.children, span=self.span(tree))
@@ -239,6 +251,16 @@ class _Builder:
 
     def _evaluate(self, name: Token, attrs: Any, span: Span) -> ast.Evaluate:
         return ast.Evaluate(self.name(name), self.attrs(attrs), span)
+
+    def _undo(self, stated: Any, span: Span) -> ast.Undo:
+        return self.undo(stated, span)
+
+    def undo(self, stated: Any, span: Span) -> ast.Undo:
+        what, of = [*stated.children, None][:2]
+        if isinstance(what, Tree):
+            return ast.Undo("edge", (), self.statement(what), span)
+        names = () if of is None else self.refs(of) if isinstance(of, Tree) else (ast.Ref(str(of), self.span(of)),)
+        return ast.Undo(str(what), names, None, span)
 
     def range(self, tree: Any) -> ast.Range | None:
         if tree is None:

@@ -18,7 +18,7 @@ from ..diagnostics import Diagnostic, Span, nearest
 
 ITEMS = ("import", "algorithm", "cluster", "deploy")
 ALGORITHM = ("param", "columns", "state", "worker", "source", "node", "drop")
-DEPLOY = ("set", "model", "data", "layout", "engine", "place", "apart", "dock", "reshard", "evaluate", "run")
+DEPLOY = ("set", "model", "data", "layout", "engine", "place", "apart", "dock", "reshard", "evaluate", "run", "drop")
 RESERVED = (*ITEMS, *ALGORITHM, "true", "false")
 UNITS = tuple(
     [f"{p}B" for p in ("", "K", "M", "G", "T", "P", "Ki", "Mi", "Gi", "Ti", "Pi")]
@@ -272,11 +272,11 @@ def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Pi
         return None
     if len(brackets) > 1:
         return None
-    if head == "deploy" and here.text in ALGORITHM and here.text != "source":
+    if head == "deploy" and here.text in ALGORITHM and here.text not in ("source", *DEPLOY):
         return Diagnostic("syntax", f"`{here.text}` belongs in an algorithm, not in a deploy", here.span)
     if last and last.kind == "name" and here.kind in ("name", "sign") and here.text not in ("}", ",", "."):
         words, other, name = (ALGORITHM, DEPLOY, "a deploy, not in an algorithm") if head == "algorithm" else (DEPLOY, ALGORITHM, "")
-        if name and last.text in other and head == "algorithm":
+        if name and last.text in other and last.text not in words and head == "algorithm":
             return Diagnostic("syntax", f"`{last.text}` belongs in {name}", last.span)
         if head in ("algorithm", "deploy") and last.text not in words and _begins(before) and here.text not in ("->", "=>"):
             lead = "param" if head == "algorithm" else "set"

@@ -38,8 +38,12 @@ def _item(item: ast.Item) -> Iterator[str]:
                 yield from _indented(_statement(s))
             yield "}"
         case ast.Deploy():
-            alias = f" as {item.alias.text}" if item.alias else ""
-            yield f"deploy {item.algorithm.text} on {item.cluster.text}{alias} {{"
+            cluster = f" on {item.cluster.text}" if item.cluster else ""
+            if item.extends:
+                yield f"deploy {item.name.text} extends {item.extends.text}{cluster} {{"
+            else:
+                assert item.algorithm is not None
+                yield f"deploy {item.algorithm.text}{cluster}{f' as {item.alias.text}' if item.alias else ''} {{"
             for d in item.body:
                 yield from _indented(_deployed(d))
             yield "}"
@@ -90,6 +94,10 @@ def _deployed(s: ast.DeployStatement) -> Iterator[str]:
             yield f"apart {_names(s.targets)}"
         case ast.Options():
             yield from _attrs(s.kind, s.attrs, braces=True)
+        case ast.Undo(edge=ast.Edge() as edge):
+            yield from _attrs(f"drop {_chain(edge)}", edge.attrs)
+        case ast.Undo():
+            yield f"drop {s.kind}{f' {_names(s.names)}' if s.names else ''}"
         case ast.Evaluate():
             yield from _attrs(f"evaluate {s.data.text}", s.attrs, braces=True)
         case ast.Edge():

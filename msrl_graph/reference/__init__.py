@@ -36,6 +36,7 @@ _ALSO = {
     "Sample edges": ("->",),
     "Resharding edges": ("=>",),
     "Function nodes": ("function", "filter"),
+    "Deploys that extend others": ("extends", "drop"),
 }
 _BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
