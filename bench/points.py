@@ -95,7 +95,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), options.program, options.iterations, CHANGES[options.program])
-        points = place.folder / "points"
+        count, points = Count(), place.folder / "points"
         points.mkdir()
         os.environ["MSRL_POINTS"] = str(points)  # which the raylets' processes inherit
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -107,17 +107,18 @@ def main() -> None:
             assert process.wait() == 0, (place.folder / "quiet.log").read_text()
             reference, left = place.result("quiet"), found(points / "seen", options)
             print(f"{len(left)} points", flush=True)
-            count = Count()
             while left:
                 left = disturb(place, points, left, options, count, reference)
                 print(
                     f"{sum(count.kills.values())} kills, {count.runs} runs, {count.finished} finished, {len(left)} points left", flush=True
                 )
         finally:
+            for pid in place.processes():
+                os.kill(pid, signal.SIGKILL)
             cluster.shutdown()
             ray.shutdown()
             shutil.rmtree(place.temporary, ignore_errors=True)
-    report(count)
+            report(count)  # of what was done, where it is ended before
 
 
 def found(seen: Path, options: argparse.Namespace) -> list[Point]:
