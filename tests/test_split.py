@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PAIRS, ROLLOUT, planned
+from tiny import PAIRS, ROLLOUT, planned, scoring
 
 from msrl_graph import algorithms
 from msrl_graph.runtime import loss, split
@@ -28,13 +28,18 @@ CALLS = {
 LOSS = "clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)"
 
 
-def update(term):
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    return str(scoring(tmp_path_factory.mktemp("judge") / "model"))
+
+
+def update(term, judge):
     """A graph, and an update in it with this term as its loss."""
     text, name, call = CALLS[term]
-    graph = planned(text).graph
+    graph = planned(text, judge=judge).graph
     if name == "critic.update":
         return graph, graph.node(name)
-    graph = planned(text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call)).graph
+    graph = planned(text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call), judge=judge).graph
     return graph, graph.node(name)
 
 
@@ -45,20 +50,20 @@ def test_every_term_of_the_package_is_looked_at():
 @pytest.mark.parametrize("term", CALLS)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=5)
-def test_a_term_is_per_row_or_says_that_it_is_not(term, seed):
-    graph, node = update(term)
+def test_a_term_is_per_row_or_says_that_it_is_not(judge, term, seed):
+    graph, node = update(term, judge)
     if not loss.of_mini_batch(node):
         assert split.per_row(graph, node, seed)
 
 
-def own(tmp_path, source, parameters="logp, old_logp, advantage", rest=""):
+def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""):
     """What is found of a term with this body."""
     path = tmp_path / "mine.py"
     body = (
         source if "def " in source else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
     )
     path.write_text(body)
-    return split.found(planned(ROLLOUT, (LOSS, f'"{path}:term"')))
+    return split.found(planned(ROLLOUT, (LOSS, f'"{path}:term"'), judge=judge))
 
 
 @pytest.mark.parametrize(
@@ -75,23 +80,23 @@ def own(tmp_path, source, parameters="logp, old_logp, advantage", rest=""):
         "return -r * advantage * advantage.cumsum(0)",
     ],
 )
-def test_a_statistic_of_what_is_beside_a_row_is_found(tmp_path, body):
-    (found,) = own(tmp_path, body)
+def test_a_statistic_of_what_is_beside_a_row_is_found(tmp_path, judge, body):
+    (found,) = own(tmp_path, judge, body)
     assert (found.code, found.severity) == ("bad-scope", "error")
     assert found.message.startswith("`term` gives a row another loss where other rows are beside it")
 
 
-def test_what_remembers_is_found(tmp_path):
-    (found,) = own(tmp_path, "calls = []\ndef term(logp):\n    calls.append(1)\n    return -logp / len(calls)\n")
+def test_what_remembers_is_found(tmp_path, judge):
+    (found,) = own(tmp_path, judge, "calls = []\ndef term(logp):\n    calls.append(1)\n    return -logp / len(calls)\n")
     assert found.severity == "error"
 
 
 @pytest.mark.parametrize("term", ["kl_cov", "clip_cov"])
-def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, term):
+def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, judge, term):
     source = inspect.getsource(inspect.getmodule(algorithms.load("loss", term))).replace('(scope="mini_batch")', "")
     source = source.replace("from .registry", "from msrl_graph.algorithms.registry").replace("rng: np.random.Generator,", "")
     source = source.replace("rng.", "np.random.default_rng(0).").replace("import torch\n", "import numpy as np; import torch\n")
-    (found,) = own(tmp_path, source.replace(f"def {term}(", "def term("))
+    (found,) = own(tmp_path, judge, source.replace(f"def {term}(", "def term("))
     assert found.severity == "error"
 
 
@@ -105,22 +110,22 @@ def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, term):
         ("return -r * advantage.clamp(max=0).sqrt()", "logp, old_logp, advantage", ""),  # nan everywhere but at 0
     ],
 )
-def test_what_looks_at_each_row_alone_is_not(tmp_path, body, parameters, rest):
-    assert own(tmp_path, body, parameters, rest) == []
+def test_what_looks_at_each_row_alone_is_not(tmp_path, judge, body, parameters, rest):
+    assert own(tmp_path, judge, body, parameters, rest) == []
 
 
-def test_what_cannot_be_run_is_told(tmp_path):
-    (found,) = own(tmp_path, "raise ValueError('no')")
+def test_what_cannot_be_run_is_told(tmp_path, judge):
+    (found,) = own(tmp_path, judge, "raise ValueError('no')")
     assert (found.severity, found.message) == ("warning", "`term` could not be tried on made-up rows: ValueError: no")
 
 
-def test_a_mark_makes_it_one_of_the_whole(tmp_path):
+def test_a_mark_makes_it_one_of_the_whole(tmp_path, judge):
     source = "from msrl_graph.algorithms.registry import loss_term\n\n\n@loss_term(scope='mini_batch')\n"
-    assert own(tmp_path, source + "def term(logp):\n    return -logp / logp.std()\n") == []
+    assert own(tmp_path, judge, source + "def term(logp):\n    return -logp / logp.std()\n") == []
 
 
-def test_made_up_rows_have_their_columns_shapes():
-    graph, node = update("distil")
+def test_made_up_rows_have_their_columns_shapes(judge):
+    graph, node = update("distil", judge)
     seen, made = split._made_up(graph, node, np.random.default_rng(0), 4, 3, False)
     tokens = int(seen.lengths["response"].sum())
     assert seen.columns["top_logp"].values.shape == made["given"]["response"].values.shape == (tokens, 3)
