@@ -317,11 +317,12 @@ def engine_on(layout, rank, dtype):
     from torch.distributed.device_mesh import DeviceMesh
 
     from msrl_graph import models
+    from msrl_graph.algorithms.optimizers import adamw
     from msrl_graph.backends.fsdp import Engine
 
     model = models.load("./model", EXAMPLE, dtype)
     mesh = DeviceMesh("cpu", [[layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)], mesh_dim_names=("dp", "tp"))
-    return model, Engine(model, layout, rank, mesh, False, {})
+    return model, Engine(model, layout, rank, mesh, False, adamw(lr=1e-3))
 
 
 def step(engine, layout, rank):
@@ -361,10 +362,10 @@ def _go_on(rank, folder, layout, dtype, target, same):
     with torch.no_grad():
         for s in engine.shards():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
-    assert source.kinds("actor") == {"weights", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype == "bf16" else set())
+    assert source.kinds("actor").keys() == {"weights", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype == "bf16" else set())
     moments = {
         kind: {s.name: source.read(f"actor/{kind}/{s.name}", s.box, torch.float32) for s in engine.shards()}
-        for kind in source.kinds("actor") - {"weights"}
+        for kind in source.kinds("actor").keys() - {"weights"}
     }
     engine.restore(moments, 3)
     norm = step(engine, layout, rank)

@@ -113,3 +113,13 @@ def test_a_file_of_tensors_has_the_mode_that_the_umask_gives(tmp_path: Path, mas
     finally:
         os.umask(before)
     assert {stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()} == {0o666 & ~mask}
+
+
+def test_a_file_without_tensors_is_read_again(tmp_path: Path) -> None:
+    import torch
+    from safetensors import safe_open
+
+    for write, none in ((saved.tensors, dict[str, torch.Tensor]()), (saved.arrays, dict[str, np.ndarray]())):
+        write(tmp_path / "one", none, {})  # type: ignore[operator]
+        with safe_open(tmp_path / "one", framework="np") as file:
+            assert not list(file.keys()) and not file.metadata()

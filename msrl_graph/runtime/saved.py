@@ -24,11 +24,11 @@ FOLDERS = ("additional_chat_templates",)  # those that transformers reads of a t
 
 
 def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file."""
+    """Writes a safetensors file. (With {} for its metadata the library writes one that it cannot read, where there are no tensors.)"""
     from safetensors.torch import save_file
 
     with _as_files_are(path):
-        save_file(dict(named), path, metadata=dict(metadata))
+        save_file(dict(named), path, metadata=dict(metadata) or None)
 
 
 def arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ def arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str,
     from safetensors.numpy import save_file
 
     with _as_files_are(path):
-        save_file(dict(named), path, metadata=dict(metadata))
+        save_file(dict(named), path, metadata=dict(metadata) or None)
 
 
 @contextmanager
