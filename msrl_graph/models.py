@@ -18,7 +18,7 @@ from .architecture import Experts, Latent, Model, Shape
 from .config import SIZE, judged
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from .layout import Tensor
-from .paths import is_file, is_folder
+from .paths import hub_name, is_file, is_folder
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 FAMILIES = {
@@ -107,12 +107,17 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
         return _model(target, "", PRESETS[target], dtype, span)
     config = folder / target / "config.json"
     if not is_file(config):
-        what = "has no config.json" if is_folder(config.parent) else "does not exist"
-        # `Qwen/Qwen2.5-7B-Instruct` is the name of a repository; its shape may be a preset's.
-        named = [p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)]
-        help = "a Hugging Face model folder holds a config.json"
-        help = f"to plan by its shape write the preset, `{max(named, key=len)}`; {help}" if named else help
-        raise Fault(Diagnostic("unknown-model", f"the model folder `{target}` {what}", span, help))
+        # The shape of a model may be a preset's.
+        near = max((p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)), key=len, default="")
+        if (hub := hub_name(target)) and not is_folder(config.parent):
+            beside = f"./{hub.rsplit('/', 1)[-1]}"
+            what = f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+            help = f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
+        else:
+            what = f"the model folder `{target}` {'has no config.json' if is_folder(config.parent) else 'does not exist'}"
+            help = "a Hugging Face model folder holds a config.json"
+        help = f"to plan by its shape write the preset, `{near}`; {help}" if near else help
+        raise Fault(Diagnostic("unknown-model", what, span, help))
     stated = content(config.parent, target, span)
     if stated.get("quantization_config") is not None:
         message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"

@@ -214,3 +214,24 @@ def test_a_sequence_that_may_be_longer_than_the_model_has_positions_is_a_warning
     told = capsys.readouterr().err
     assert "warning[unknown-model]" in told
     assert "`actor.generate` computes on up to 11 tokens, `prompt` and `response`; `./model` has 8 positions" in told
+
+
+@pytest.mark.parametrize("kind", ["plan.json", "script.py"])
+def test_what_was_compiled_runs_from_anywhere(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "score.py").write_text("def score(response: str, answer: str) -> float:\n    return float(response == answer)\n")
+    text = (folder / "p.rlg").read_text(encoding="utf-8")
+    assert "exact_match()" in text
+    (folder / "p.rlg").write_text(text.replace("exact_match()", '"score.py:score"'), encoding="utf-8")
+    monkeypatch.chdir(folder)
+    made = ["--format", "json"] if kind == "plan.json" else ["--emit", "ray"]
+    assert compile_main(["p.rlg", *made, "-o", kind]) == 0
+    (elsewhere := folder / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    content = (folder / kind).read_text(encoding="utf-8")
+    if kind == "script.py":
+        content = content[content.index('{\n"') : content.rindex("}") + 1]
+    (elsewhere / "plan.json").write_text(content, encoding="utf-8")
+    capsys.readouterr()
+    assert run_main(["plan.json", "--dry-run"]) == 0, capsys.readouterr().err

@@ -17,7 +17,7 @@ from ..diagnostics import Span, nearest
 from ..engine import EngineSpec
 from ..graph import ELEMENTS, KINDS, Expr, Graph
 from ..layout import Layout
-from ..paths import is_file
+from ..paths import hub_name, is_file
 from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run, reported
 from . import ast
 from .algorithm import unknown_node
@@ -199,6 +199,11 @@ class _Deploy:
         known = tuple(a for a in statement.attrs if a.key.text in types)
         fields |= {k: str(v.value) for k, v in self._read(known, "data", types).items()}
         span = statement.target.span
+        if hub := hub_name(target):
+            made = f"{hub.rsplit('/', 1)[-1]}.jsonl"
+            help = f'write a file of it: `datasets.load_dataset("{hub}", split="train").to_json("{made}")`, and name that: `"{made}"`'
+            message = f"`{target}` is no file: it looks like the name of data on the Hugging Face Hub, which is not read"
+            raise mistake("bad-value", message, span, help)
         if not target.endswith((".jsonl", ".parquet")):
             raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
         path = self.folder(span) / target

@@ -1,6 +1,7 @@
 """JSON of every stage.
 
-Invariant: the plan's is `plan.to_json()`, which `plan.from_json` reads back; the others carry `format_version` and `stage`.
+Invariant: the plan's is `plan.to_json()`, its files' places said, which `plan.from_json` reads back; the others carry `format_version` and
+`stage`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import fields, is_dataclass
 import msgspec
 
 from ..graph import Graph
+from ..located import located
 from ..plan import FORMAT_VERSION, Plan
 from .placed import placed
 
@@ -37,7 +39,7 @@ def placed_json(plan: Plan) -> str:
 
 
 def plan_json(plan: Plan) -> str:
-    return plan.to_json()
+    return located(plan).to_json()
 
 
 def _text(content: object) -> str:

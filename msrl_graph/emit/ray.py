@@ -10,11 +10,13 @@ from pathlib import Path
 import jinja2
 import msgspec
 
+from ..located import located
 from ..plan import Plan
 
 
 def ray_script(plan: Plan) -> str:
-    """The script's text."""
+    """The script's text, which finds the files of the plan from any folder."""
+    plan = located(plan)
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from ..architecture import Model
 from ..checks import folders
 from ..diagnostics import UNFIT, Diagnostic, Fault
 from ..emit.text import many
-from ..graph import Expr, Node
+from ..located import absolute
 from ..plan import Plan
 from ..unready import unready
 from . import checkpoint, data, rows
@@ -185,7 +185,7 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
     sizes, warnings = check(plan), tried(plan)
     if any(d.severity == "error" for d in warnings):
         raise Fault(*warnings)
-    plan = _absolute(plan)
+    plan = absolute(plan)
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
@@ -384,24 +384,6 @@ def _first(message: str, more: str) -> str:
     """The message with more at the end of its first line: what follows is the wait-for graph."""
     head, newline, rest = message.partition("\n")
     return head + more + newline + rest
-
-
-def _absolute(plan: Plan) -> Plan:
-    """The plan with absolute paths: Ray's processes have a working directory of their own."""
-
-    def expression(e: Expr) -> Expr:
-        path, colon, name = str(e.value).rpartition(":")
-        value = f"{Path(path).absolute()}:{name}" if e.kind == "call" and colon else e.value
-        return replace(e, value=value, args=tuple(map(expression, e.args)))
-
-    def node(n: Node) -> Node:
-        return replace(n, attributes={key: expression(e) for key, e in n.attributes.items()})
-
-    data = {name: replace(d, path=str(Path(d.path).absolute())) for name, d in plan.deploy.data.items()}
-    models = {name: replace(m, path=str(Path(m.path).absolute())) for name, m in plan.deploy.models.items()}
-    graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
-    run = replace(plan.deploy.run, resume=str(Path(plan.deploy.run.resume).absolute())) if plan.deploy.run.resume else plan.deploy.run
-    return replace(plan, graph=graph, deploy=replace(plan.deploy, data=data, models=models, run=run))
 
 
 __all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]
