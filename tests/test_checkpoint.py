@@ -173,7 +173,7 @@ def test_a_manifest_that_cannot_be_right_is_refused_whoever_wrote_it(tmp_path, p
 
 def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, plan):
     path = save(tmp_path, plan, 10).rename(tmp_path / "checkpoints" / "000018")
-    what = "its folder is called 000018, and its manifest.json is of iteration 10"
+    what = "its folder is called 000018, and its manifest.json is of 10 iterations"
     assert refusal(plan, tmp_path) == f"the checkpoint {path} cannot be used: {what}"
 
 

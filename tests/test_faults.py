@@ -33,7 +33,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     for arguments in (["--out", "whole"], ["--out", "again", "--resume", "whole/checkpoints/000002"]):
         code, _, err = place.run("p.rlg", *SMALL, *arguments)
         assert code == 0, err
-    assert "resumed after iteration 2" in err
+    assert "resumed after 2 iterations" in err
     whole, first = computed(place.folder / "whole")
     again, second = computed(place.folder / "again")
     assert again == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
@@ -194,11 +194,11 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(place):
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script], cwd=place.folder, env=environment, capture_output=True, text=True, check=False
     )
-    assert "the checkpoint after iteration 4 could not be written" in done.stderr and "000002 stays the last one" in done.stderr, (
+    assert "the checkpoint after 4 iterations could not be written" in done.stderr and "000002 stays the last one" in done.stderr, (
         done.stderr
     )
-    assert "000002" in done.stdout and "000004" not in done.stdout.split() and "iteration 6/6" in done.stderr
+    assert "000002" in done.stdout and "000004" not in done.stdout.split() and "iteration 5 (6 of 6)" in done.stderr
     # The run goes on to its end, and does not end as one that has the checkpoint that it was asked for.
-    assert done.returncode == 3 and "error[run-failed]: the checkpoint after iteration 6 could not be written" in done.stderr
+    assert done.returncode == 3 and "error[run-failed]: the checkpoint after 6 iterations could not be written" in done.stderr
     assert "Traceback" not in done.stderr
     place.assert_clean()

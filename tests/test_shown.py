@@ -72,3 +72,14 @@ def test_what_a_run_says_and_logs():
     with os.fdopen(read, newline="") as file:
         text = file.read()
     assert "two\r\n" in text and "␛" in safe(text.replace("\r\n", "\n"))
+
+
+def test_an_iteration_is_called_by_its_number_in_the_progress_as_in_its_metrics():
+    out = io.StringIO()
+    display = Display(compile(str(PAGE)), Screen(file=out, width=120))
+    display.resume(1)
+    for number in (1, 2):
+        display.iteration({"iteration": number, "reward": 0.5, "tokens_per_second": 10.0, "seconds": 1.0}, ["reward"])
+    total = display.total
+    lines = ["resumed after 1 iteration", *(f"iteration {n} ({n + 1} of {total})  reward 0.500  10 tokens/s  1.00 s" for n in (1, 2))]
+    assert out.getvalue().splitlines() == lines

@@ -173,7 +173,7 @@ def manifest_of(path: Path) -> Manifest:
     if below := next((what for what, count in counts.items() if count < 0), ""):
         raise Unsound(f"its {MANIFEST} cannot be right: {below} is below zero")
     if path.name.isdecimal() and int(path.name) != manifest.iteration:
-        raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of iteration {manifest.iteration}")
+        raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations")
     return manifest
 
 

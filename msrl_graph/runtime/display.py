@@ -1,4 +1,7 @@
-"""What a person sees of a run: a live line on a terminal, one plain line an iteration elsewhere."""
+"""What a person sees of a run: a live line on a terminal, one plain line an iteration elsewhere.
+
+Invariant: an iteration is called by its number, from 0, as in metrics, rows, logs and errors; what is counted are those that are done.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..emit.text import duration, size
+from ..emit.text import duration, many, size
 from ..plan import Plan
 from ..shown import shown
 
@@ -54,7 +57,7 @@ class Display:
 
     def resume(self, done: int) -> None:
         self.progress.update(self.task, completed=done)
-        self.say(f"resumed after iteration {done}")
+        self.say(f"resumed after {many(done, 'iteration')}")
 
     def say(self, text: str) -> None:
         with suppress(OSError):
@@ -68,7 +71,7 @@ class Display:
         if self.live:
             self.progress.update(self.task, completed=done, status="  ".join(shown))
         else:
-            self.say(f"iteration {done}/{self.total}  " + "  ".join(shown))
+            self.say(f"iteration {line['iteration']} ({done} of {self.total})  " + "  ".join(shown))
 
     def close(self) -> None:
         if self.live:

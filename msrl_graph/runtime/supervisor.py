@@ -276,7 +276,11 @@ class Supervisor:
                 kept = f"; go on from its last checkpoint with --resume {out}" if checkpoint.found(out) else ""
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
                 raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {out}{kept}"))
-            where = f"from the checkpoint of iteration {known[1].iteration}" if known else "from the beginning, for want of a checkpoint"
+            where = (
+                f"from the checkpoint after {many(known[1].iteration, 'iteration')}"
+                if known
+                else "from the beginning, for want of a checkpoint"
+            )
             self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from ..diagnostics import Fault
+from ..emit.text import many
 from ..plan import Evaluation, Plan
 from . import checkpoint, points
 from .actors import DockTimeout, Picture
@@ -242,7 +243,7 @@ class Driver:
             if self.signals.asked or saves:
                 self._checkpoint(i + 1, out)
             if self.signals.asked:
-                self.display.say(f"ended after iteration {i + 1}" + ("" if self.unsaved else f"; go on with --resume {out}"))
+                self.display.say(f"ended after {many(i + 1, 'iteration')}" + ("" if self.unsaved else f"; go on with --resume {out}"))
                 return Result("interrupted", status=128 + self.signals.asked)
         self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
@@ -256,7 +257,7 @@ class Driver:
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
         """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
-        self.display.phase(f"saving after iteration {iteration}")
+        self.display.phase(f"saving after {many(iteration, 'iteration')}")
         partial = None
         try:
             partial = checkpoint.begin(out, iteration)
@@ -278,7 +279,7 @@ class Driver:
                 shutil.rmtree(partial, ignore_errors=True)
             kept = checkpoint.found(out)
             older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
-            self.unsaved = f"the checkpoint after iteration {iteration} could not be written: {error}; {older}"
+            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
 
     def _open(self, task: Task) -> None:
@@ -400,7 +401,7 @@ class Driver:
         found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
         if not self.display.live:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
-            self.display.say(f"after {iteration} iterations, {evaluation.data}: {shown}")
+            self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.data}: {shown}")
 
 
 if __name__ == "__main__":
