@@ -143,7 +143,7 @@ class Outputs(NamedTuple):
 
     logp: Tensor | None = None
     values: Tensor | None = None  # the score of the state before each token, or of a whole sequence
-    entropy: Tensor | None = None  # nats
+    entropy: Tensor | None = None  # nats; of an update always, differentiable where it was asked for
     given: Tensor | None = None
     best: Tensor | None = None  # log-probabilities, the likeliest first
     ids: Tensor | None = None  # of the best

@@ -82,7 +82,8 @@ class Evaluation:
 @dataclass(frozen=True)
 class Run:
     """`save`: a checkpoint every so many iterations (0: none), of which the newest `keep` stay. `restarts`: how often processes that died
-    are started anew before the run ends. `on_nan`: what a wrong number does, end the run or skip the optimizer step that it is in."""
+    are started anew before the run ends. `on_nan`: what a wrong number does, end the run or skip the optimizer step that it is in.
+    `warn_…`: the thresholds of symptoms.py."""
 
     iterations: int = 1
     seed: int = 0
@@ -91,6 +92,10 @@ class Run:
     resume: str = ""  # the folder of a run or of a checkpoint
     restarts: int = 3
     on_nan: str = "stop"
+    warn_flat: int = 5
+    warn_truncated: float = 0.5
+    warn_entropy: float = 0.1
+    warn_kl: float = 1.0
     span: Span = NOWHERE
 
 

@@ -89,6 +89,19 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
     assert np.allclose(np.concatenate(logps), expected, atol=2e-5)
 
 
+def test_an_update_is_told_the_entropy_of_each_token(generator):
+    engine = fsdp.Engine(model(), Layout(), 0, None, False, adamw(lr=0.0))
+    tokens, _ = generator.generate(PROMPTS, np.arange(12), sampling(samples=4))
+    packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
+    with torch.no_grad():
+        found = engine.forward(packed, Asked(0.8, best=16))
+        assert found.entropy is None and engine.forward(packed, Asked(0.8)).entropy is None  # nobody asks
+    expected = torch.distributions.Categorical(logits=found.best).entropy()
+    for asked in (Asked(0.8), Asked(0.8, best=2), Asked(0.8, entropy=True)):
+        told = engine.forward(packed, asked).entropy
+        assert told.requires_grad == asked.entropy and torch.allclose(told.detach(), expected, atol=1e-5)
+
+
 def test_at_temperature_0_a_token_is_sure(generator):
     _, logps = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
     assert not np.concatenate(logps).any()

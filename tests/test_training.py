@@ -419,10 +419,29 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
         assert torch.equal(one.tensor, other.tensor), one.name
 
 
-def test_when_an_update_is_due():
+def test_when_an_update_is_due(judge):
     stated = ("optimizer = adamw(lr = 1e-3)\n", "optimizer = adamw(lr = 1e-3)\n    after = 2\n    every = 3\n")
-    late, always = (planned(ROLLOUT, *changes).graph.node("actor.update") for changes in ([stated], []))
+    late, always = (planned(ROLLOUT, *changes, judge=judge).graph.node("actor.update") for changes in ([stated], []))
     assert [i for i in range(12) if due(late, i)] == [2, 5, 8, 11] and all(due(always, i) for i in range(12))
+
+
+@pytest.mark.parametrize(("most", "cut"), [(2, 8), (3, 0)])  # the example's answers are two digits and the end token
+def test_what_is_told_of_responses_and_steps(most, cut):
+    stage = Stage(
+        one_rank(
+            ("adamw(lr = 2e-4, betas = [0.9, 0.99], weight_decay = 0, warmup = 20)", "adamw(lr = linear(4e-4, steps = 5))"),
+            ("{ samples = group, temperature = 1.0 }", f"{{ samples = group, temperature = 1.0, max_tokens = {most} }}"),
+        )
+    )
+    columns = stage.sampled()
+    responses = [columns["response"][i] for i in range(8)]
+    assert stage.told.sums["truncated"] == (cut, 8) and {*map(len, responses)} == {most}
+    logp = stage.act("actor.infer", columns)["old_logp"]
+    stage.act("actor.update", columns | {"old_logp": logp, "ref_logp": logp})
+    stage.act("actor.update", columns | {"old_logp": logp, "ref_logp": logp})
+    total, count = stage.told.sums["entropy"]
+    assert count == 2 * sum(map(len, responses)) and 0 < total / count < np.log(16)
+    assert stage.told.sums["lr"] == (pytest.approx(4e-4 + 3e-4), 2)
 
 
 @pytest.mark.parametrize(("of", "per"), [("", "batch"), (" per prompt", "prompt")])

@@ -44,6 +44,9 @@ def _calls(act: Act, layout: Layout) -> Calls:
     return found if layout.tp == 1 else Calls(3 * found.layer, 3 * found.rest)
 
 
+ENTROPY = 1 << 18  # logits whose entropies are computed at once
+
+
 SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
@@ -163,18 +166,31 @@ def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Aske
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # FSDP2's hooks would be lost on a view
     logits = module.lm_head(hidden).float() / asked.temperature
     if not asked.entropy and not asked.best and asked.given is None:
-        return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"))
+        entropy = _entropy(logits) if torch.is_grad_enabled() else None
+        return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)
+    told = _entropy(logits) if torch.is_grad_enabled() and not asked.entropy else None
     logps = logits.log_softmax(-1)
     del logits
     best, ids = logps.detach().topk(asked.best) if asked.best else (None, None)
     return Outputs(
         logp=-torch.nn.functional.nll_loss(logps, token, reduction="none"),
         # A product of vectors keeps the two of them and makes no third.
-        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else None,
+        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else told,
         given=None if asked.given is None else logps.gather(1, asked.given),
         best=best,
         ids=ids,
     )
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    """The entropy of each token's distribution, apart from any graph. A few tokens at a time, so that at no moment as much is held as a
+    cross-entropy takes."""
+    import torch
+
+    with torch.no_grad():
+        each = max(1, min(len(logits) // 4, ENTROPY // logits.shape[-1]))
+        parts = (part.log_softmax(-1) for part in torch.split(logits, each))
+        return torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in parts]) if len(logits) else logits.new_zeros(0)
 
 
 def _local(parameter: Any) -> torch.Tensor:

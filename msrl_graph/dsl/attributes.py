@@ -271,6 +271,10 @@ TABLE: dict[str, dict[str, Type]] = {
         "resume": String(),
         "restarts": Number(0, MOST, whole=True),
         "on_nan": Words(("stop", "skip")),
+        "warn_flat": Number(0, MOST, whole=True),
+        "warn_truncated": Number(0, 1),
+        "warn_entropy": Number(0, 1),
+        "warn_kl": Number(0),
     },
 }
 

@@ -66,6 +66,10 @@ class Display:
     def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
         """`scalars` are the columns whose means are shown."""
         shown = [f"{name} {line[name]:.3f}" for name in scalars if name in line]
+        # Of several updates all together; how far the policy is from the reference, or else from the one that drew.
+        kl = next((k for k in ("loss/kl", "clip/kl") if k in line), "")
+        for name, key in (("loss", "loss"), ("kl", kl), ("grad_norm", "grad_norm"), ("length", "response_length")):
+            shown += [f"{name} {line[key]:.3g}"] if key in line else []
         shown += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['seconds']:.2f} s"]
         done = line["iteration"] + 1
         if self.live:

@@ -29,6 +29,7 @@ from .joining import absent
 from .note import Note, ProcessDied
 from .readers import Task, home, readers
 from .report import Report, RunError
+from .spread import Means
 from .wrong import Watch
 
 
@@ -57,7 +58,7 @@ class FunctionHost:
         plan = self.plan
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
-        self.watch = Watch(plan)
+        self.watch, self.means = Watch(plan), Means(plan)
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
         with self._noted(source, "its import"):
@@ -167,9 +168,8 @@ class FunctionHost:
                     continue
                 spoilt = known if len(numbers) == len(known) else None
                 self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", numbers, column, spoilt)
-                finite = column.values[np.isfinite(column.values)]
-                if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
-                    report.count(name, float(finite.sum()), len(finite))
+                if column.offsets is None and column.values.dtype.kind == "f":
+                    self.means.count(report, node, task, name, numbers, column.values)
             for name, (units, values) in made.states.items():
                 reader, old = self.readers[node.name], report.states.get(name, ([], []))
                 if not reader.whole:  # a prompt that a filter repeats is the same row of the data

@@ -24,6 +24,7 @@ from .packing import distinct, kept
 from .readers import Task
 from .report import Report, RunError
 from .rows import Recording
+from .spread import Means
 from .tokens import Tokens, ends, tokenised
 from .turns import Responses
 
@@ -32,6 +33,7 @@ class Generation(Engines):
     """A rank of one of the pools of devices, as far as it generates: a batch in, the written columns out."""
 
     watch: wrong.Watch
+    means: Means
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -84,6 +86,7 @@ class Generation(Engines):
             written = {response: ids, as_drawn: logp} | ({name: alone} if (name := of_response(graph, node, "bool")) else {})
         column = written[response]
         responses = [column[i] for i in range(len(column))]
+        report.count(f"{head}truncated", float(self._truncated(node, responses, sampling)), len(responses))
         report.count(f"{head}response_length", float(len(column.values)), len(column))
         report.count(f"{head}prompt_tokens", float(sum(map(len, context)) * sampling.samples), 0)
         report.count(f"{head}response_tokens", float(len(column.values)), 0)
@@ -92,6 +95,14 @@ class Generation(Engines):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(column.lengths.max(initial=0)))
         return {name: (rows, made) for name, made in written.items()}
+
+    def _truncated(self, node: Node, responses: list[Array], sampling: Sampling) -> int:
+        """How many responses are as long as one may get and end with neither an end token nor a stop string."""
+        full = [r for r in responses if len(r) >= sampling.max_tokens and int(r[-1]) not in sampling.ends]
+        if not full or not sampling.stop:
+            return len(full)
+        texts = Tokens(self.plan.model(node.name).path).decode(full, special=True)
+        return sum(not any(stop in text for stop in sampling.stop) for text in texts)
 
     def _episodes(
         self, node: Node, task: Task, batch: Batch, rows: Array, context: list[Array], sampling: Sampling, report: Report, head: str
@@ -130,9 +141,8 @@ class Generation(Engines):
         """What environments returned, looked at as the results of functions are."""
         for name, column in values.items():
             self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column)
-            finite = column.values[np.isfinite(column.values)]
-            if column.offsets is None and column.values.dtype.kind == "f" and len(finite):
-                report.count(name, float(finite.sum()), len(finite))
+            if column.offsets is None and column.values.dtype.kind == "f":
+                self.means.count(report, node, task, name, rows, column.values)
         return values
 
     def _temperature(self, node: Node, task: Task, batch: Batch, evaluation: Evaluation | None, samples: int) -> float | Array:

@@ -15,6 +15,7 @@ from ..plan import Plan
 from .board import Board
 from .predicted import estimate
 from .report import Report
+from .spread import spreads
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
@@ -61,6 +62,7 @@ class Recorder:
         """Adds the metrics of one iteration and returns them."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
         line |= {name: total / weight if weight else total for name, (total, weight) in sorted(_sums(reports).items())}
+        line |= spreads(reports)
         for name, value in (peak for r in reports for peak in r.peaks.items()):
             line[name] = max(value, line.get(name, value))
         graph, devices = self.plan.graph, self.plan.cluster.devices

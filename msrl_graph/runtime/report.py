@@ -29,6 +29,7 @@ class Report:
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  # what a person should hear of
+    groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, what spread.py tells of each prompt's rows
     bytes: dict[str, int] = field(default_factory=dict)
     here: dict[str, int] = field(default_factory=dict)  # by `node get here`: bytes read where they were known already
     states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # next values, by the number of their unit

@@ -33,6 +33,7 @@ from .readers import Task
 from .record import Recorder
 from .report import Report, RunError
 from .supervisor import Attempt, Result
+from .symptoms import Symptoms
 
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 0.5  # seconds between two looks at the processes
@@ -217,6 +218,9 @@ class Driver:
             for evaluation in plan.deploy.evaluations:
                 self._evaluate(evaluation, 0, sizes)
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
+        symptoms = Symptoms(plan)
+        for line in self.recorder.lines:  # of what was told already
+            symptoms.look(line)
         self.signals.training = True
         running = None
         for i in range(begin, run.iterations):
@@ -235,7 +239,10 @@ class Driver:
             running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
             if self._measured(i):
                 self.recorder.memory(reports)
-            self.display.iteration(self.recorder.training(i, seconds, reports, self._clear(done.task, reports)), scalars)
+            line = self.recorder.training(i, seconds, reports, self._clear(done.task, reports))
+            self.display.iteration(line, scalars)
+            for words in symptoms.look(line):
+                self.display.say(words)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
             if running is not None:

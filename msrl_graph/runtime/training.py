@@ -29,6 +29,7 @@ from .engines import Engines
 from .packing import Given, flat, given
 from .readers import Task
 from .report import Report, RunError
+from .spread import Means
 from .tokens import tokenised
 
 Sum = tuple[str, float, float]  # name, total, weight
@@ -39,7 +40,7 @@ class Training(Engines):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.watch = wrong.Watch(plan)
+        self.watch, self.means = wrong.Watch(plan), Means(plan)
         self.stepped = False  # whether weights have changed since the task began
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
@@ -57,8 +58,7 @@ class Training(Engines):
             if column.element != "i32":
                 known = self._look(node, task, report, rows, made, self._as_drawn(node, seen, column, order), known)
             if made.offsets is None:
-                finite = made.values[np.isfinite(made.values)]
-                report.count(column.name, float(finite.sum()), len(finite))
+                self.means.count(report, node, task, column.name, rows, made.values)
         for made in found.values():
             if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
                 made.values[np.repeat(known, made.lengths)] = math.nan
@@ -90,6 +90,8 @@ class Training(Engines):
             sums.append(("loss", float(total.detach()), 0))
             sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
             figures += [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
+            if made.entropy is not None:
+                figures.append(("entropy", float(made.entropy.detach().sum()), made.entropy.numel()))
             del made, found, total  # or the next micro-batch would have them beside its own
         order = np.concatenate(micro)
         if len(batch.rows):

@@ -1,0 +1,102 @@
+"""Warnings of a run that goes wrong: sequences of metrics in, words out. And how far rewards differ, whoever had which rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from stage import one_rank
+
+from msrl_graph import compile
+from msrl_graph.runtime.columns import Column
+from msrl_graph.runtime.readers import Task
+from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.spread import Means, spreads
+from msrl_graph.runtime.symptoms import PAGE, Symptoms, judged
+
+WHERE = {"reward": "`host.reward`, line 26 of grpo.rlg", "generate": "`actor.generate`, line 23 of grpo.rlg"}
+WHERE["update"] = "`actor.update`, line 28 of grpo.rlg"
+
+
+def told(metrics, *changes):
+    """By iteration, the first of them 1, what is told of these lines."""
+    symptoms = Symptoms(one_rank(*changes))
+    return {i: words for i, line in enumerate(metrics, 1) if (words := symptoms.look({"iteration": i, **line}))}
+
+
+def stated(text):
+    return ("iterations = 320, seed = 0", f"iterations = 320, seed = 0, {text}")
+
+
+def test_a_reward_without_spread():
+    flat = {"reward/flat": 1.0}
+    found = told([flat] * 7 + [{"reward/flat": 0.5}] + [flat] * 6)
+    words = "`reward` has been the same for all responses to a prompt for 5 iterations: nothing is learnt from it, in iteration {}"
+    assert found == {i: [f"warning: {words.format(i)} ({WHERE['reward']}): {PAGE}"] for i in (5, 13)}
+    assert told([flat] * 3, stated("warn_flat = 2")).keys() == {2} and told([flat] * 20, stated("warn_flat = 0")) == {}
+    # An iteration that tells nothing of it, as one without rows, begins anew.
+    assert told([flat] * 4 + [{}] + [flat] * 4) == {}
+
+
+def test_responses_that_are_cut():
+    found = told([{"truncated": x} for x in (0.5, 0.51, 0.9, 0.2, 0.625)])
+    assert found[2] == [f"warning: 51% of the responses were cut at their bound in iteration 2 ({WHERE['generate']}): {PAGE}"]
+    assert found.keys() == {2, 5} and told([{"truncated": 1.0}], stated("warn_truncated = 1")) == {}
+
+
+def test_an_entropy_that_collapses():
+    found = told([{"entropy": x} for x in (2.0, 1.0, 0.21, 0.19, 0.1, 0.3, 0.1)])
+    assert found[4] == [f"warning: the entropy has fallen from 2 to 0.19 nats a token in iteration 4 ({WHERE['update']}): {PAGE}"]
+    assert found.keys() == {4, 7} and told([{"entropy": 2.0}, {"entropy": 0.0}], stated("warn_entropy = 0")) == {}
+
+
+def test_a_divergence_past_its_bound():
+    found = told([{"loss/kl": 0.9, "clip/kl": 0.1}, {"loss/kl": 1.25, "clip/kl": 3}, {"loss/kl": 1.5, "clip/kl": 0.1}])
+    text = "warning: `{}` is {} nats a token, over 1, in iteration 2 ({}): {}"
+    assert found == {2: [text.format("loss/kl", "1.25", WHERE["update"], PAGE), text.format("clip/kl", "3", WHERE["update"], PAGE)]}
+    assert told([{"loss/kl": 9.0}], stated("warn_kl = 0")) == {} and told([{"loss/kl": 9.0}], stated("warn_kl = 9.5")) == {}
+
+
+def test_a_run_that_goes_on_does_not_tell_again():
+    lines = [{"iteration": i, "entropy": e} for i, e in enumerate((2.0, 0.1, 0.1))]
+    symptoms = Symptoms(one_rank())
+    for line in lines[:2]:
+        symptoms.look(line)
+    assert symptoms.look(lines[2]) == []
+
+
+def test_the_page_of_warnings_is_there():
+    page, _, anchor = PAGE.partition("#")
+    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
+
+
+def test_what_advantages_are_made_of():
+    assert judged(one_rank().graph) == ["reward"]
+    ppo = compile("ppo", model="tiny").graph
+    assert judged(ppo) == ["score"]
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_the_spread_of_rewards_is_that_of_all_rows(samples):
+    plan, draw = compile("grpo", model="tiny", sets={"prompts": "16", "group": str(samples)}), np.random.default_rng(0)
+    node, rows = plan.graph.node("host.reward"), np.arange(16 * samples)
+    values = (1e6 + draw.integers(0, 3, len(rows)) / 8).astype(np.float32)
+    values[:8] = 1e6
+    parts = np.array_split(draw.permutation(rows), 5)
+    reports = []
+    for part in parts:  # of whoever had these rows
+        reports.append(Report(""))
+        Means(plan).count(reports[-1], node, Task("train", 0, 16), "reward", part, Column(values[part]).values)
+    found = spreads(reports)
+    groups = values.astype(np.float64).reshape(-1, samples) if samples > 1 else values.astype(np.float64)[None]
+    assert found["reward/std"] == pytest.approx(groups.std(1, ddof=1).mean(), rel=1e-9)
+    assert found["reward/flat"] == np.mean([len({*g}) == 1 for g in groups])
+    assert sum(r.sums["reward"][0] for r in reports) == pytest.approx(values.astype(np.float64).sum())
+
+
+def test_what_is_not_finite_has_no_spread():
+    plan, report = compile("grpo", model="tiny", sets={"prompts": "2", "group": "2"}), Report("")
+    means, node = Means(plan), plan.graph.node("host.reward")
+    means.count(report, node, Task("train", 0, 2), "reward", np.arange(4), np.array([1.0, np.nan, 2.0, 4.0]))
+    assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (7.0, 3)
+    means.count(report, node, Task("held_out", 0, 2), "reward", np.arange(2), np.ones(2))
+    assert spreads([report])["reward/flat"] == 0.0  # of training alone
