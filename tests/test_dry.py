@@ -145,3 +145,12 @@ def test_a_state_of_a_prompt_that_a_filter_repeats_is_set(folder: Path) -> None:
   node host.track(answer, rate) -> rate { call = "f.py:numbers_rate", per = prompt }
   source -> host.twice -> host.track"""
     assert run(folder, algorithm) == "to its end"
+
+
+def test_who_reads_only_a_state_works_in_every_round_of_a_refill(folder: Path) -> None:
+    algorithm = """state step : f32 = 0
+  node host.number(step) -> number { call = "f.py:count" }
+  node host.keep(response, number) { keep = "f.py:keep", per = prompt, refill = 30 }
+  source -> host.number -> host.keep -> actor.update
+  actor.generate -> host.keep"""
+    assert run(folder, GENERATE + algorithm, kindness=0.3) == "to its end"
