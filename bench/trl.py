@@ -144,8 +144,9 @@ def theirs(ranks: int, iterations: int) -> list[Line]:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes that want a core each."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    """So many processes that want a core each, while this one is there."""
+    code = "import os\nwhile os.getppid() == int(os.sys.argv[1]): pass"
+    others = [subprocess.Popen([sys.executable, "-c", code, str(os.getpid())]) for _ in range(processes)]
     try:
         yield
     finally:
