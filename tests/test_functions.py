@@ -371,3 +371,7 @@ def test_a_function_of_one_row_gives_a_value_for_the_row_above_where_that_has_on
     assert list(results(tmp_path, "", ("reward",), "prompt", keys, named=matches, prompts=4).columns["reward"][1].values) == [1, 0, 0, 1]
     with pytest.raises(RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` is of one row, and there are 2"):
         results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches)
+
+
+def test_a_function_of_many_rows_has_the_defaults_of_the_one_of_a_row(tmp_path):
+    assert len(results(tmp_path, "", ("reward",), named="math_verify").columns["reward"][0]) == 4

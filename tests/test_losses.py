@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from msrl_graph import algorithms
 
-clip, entropy, sft, truncated, value_clip, dpo, distil = (
-    algorithms.load("loss", name) for name in ("clip", "entropy", "sft", "truncated", "value_clip", "dpo", "distil")
+clip, cispo, kl_cov, clip_cov, entropy, sft, truncated, value_clip, dpo, distil = (
+    algorithms.load("loss", name)
+    for name in ("clip", "cispo", "kl_cov", "clip_cov", "entropy", "sft", "truncated", "value_clip", "dpo", "distil")
 )
 
 
@@ -68,6 +70,30 @@ def test_the_ratio_of_a_sequence_by_hand():
     assert same(clip(logp.detach(), advantage, old, lengths, low=0.05, ratio="sequence"), -2.1, -2.1, -two)
     with pytest.raises(ValueError, match="lengths"):
         clip(logp, advantage, old, ratio="sequence")
+
+
+def test_the_tokens_that_a_covariance_chooses_by_hand():
+    # logp - mean and A - mean: (2, 0, -2) and (1, 0, -1), so covariances 2, 0 and 2: of equals the first.
+    logp, advantage, old = f64(-1, -3, -5), f64(2, 1, 0), f64(-1.5, -3, -5)
+    r = math.exp(0.5)
+    loss, told = kl_cov(logp, old, advantage, share=0.5, coef=0.1)
+    assert same(loss, -2 * r + 0.05, -1, 0) and told["chosen"].tolist() == [1, 0, 0]
+    # Of the first and the last one is drawn; the first is clipped by itself.
+    loss, told = clip_cov(logp, old, advantage, np.random.default_rng(0))
+    assert same(loss, -2.4, -1, 0) and told["chosen"].tolist() == [0, 0, 1] and told["clipped"].tolist() == [1, 0, 1]
+    drawn = {tuple(clip_cov(logp, logp, advantage, np.random.default_rng(i), share=0.4)[1]["chosen"].tolist()) for i in range(20)}
+    assert drawn == {(1, 0, 0), (0, 0, 1)}
+    assert not clip_cov(logp, logp, advantage, np.random.default_rng(0), share=1.0, least=2.5)[1]["chosen"].any()
+    for none in (kl_cov(logp[:0], old[:0], advantage[:0]), clip_cov(logp[:0], old[:0], advantage[:0], np.random.default_rng(0))):
+        assert len(none[0]) == 0
+
+
+def test_a_ratio_without_gradient_by_hand():
+    logp = f64(math.log(6), math.log(0.5)).requires_grad_()
+    loss, told = cispo(logp, f64(0, 0), f64(2, -1))
+    assert same(loss.detach(), -5 * 2 * math.log(6), 0.5 * math.log(0.5)) and told["clipped"].tolist() == [1, 0]
+    loss.sum().backward()
+    assert same(logp.grad, -10, 0.5)  # the clipped token has a gradient too
 
 
 def test_plain_terms():

@@ -160,9 +160,10 @@ class Function:
         """The results for all rows, of a function that takes many."""
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
+        options = {**(self.call.__kwdefaults__ or {}), **self.options}  # the defaults stand where a row's function is
         try:
             with self.note.at(f"{self.node.name}: {where} of {task.key}"):
-                return iter(self.many(**dict(seen), **self.options))
+                return iter(self.many(**dict(seen), **options))
         except (Exception, SystemExit) as error:
             raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
 
