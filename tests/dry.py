@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import random
 import threading
+import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
@@ -27,12 +28,11 @@ from truth import Truth
 from msrl_graph.graph import Graph, Node
 from msrl_graph.plan import Plan
 from msrl_graph.rowsets import Numbers, rowsets
-from msrl_graph.runtime import actors, client
+from msrl_graph.runtime import actors, client, functions
 from msrl_graph.runtime.calling import Results
 from msrl_graph.runtime.carried import Carried
 from msrl_graph.runtime.columns import Array, Column, ragged, texts
 from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.functions import FunctionHost
 from msrl_graph.runtime.hosts import FunctionHosts
 from msrl_graph.runtime.note import Note
 from msrl_graph.runtime.readers import Task, home, readers
@@ -41,10 +41,10 @@ from msrl_graph.runtime.supervisor import Options
 from msrl_graph.runtime.trainer import Driver
 from msrl_graph.runtime.training import Training
 from msrl_graph.runtime.worker import Rank
-from msrl_graph.runtime.wrong import Watch, drawn
+from msrl_graph.runtime.wrong import drawn
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (actors.ControllerHost, actors.WarehouseHost, FunctionHost)}
+CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (actors.ControllerHost, actors.WarehouseHost, functions.FunctionHost)}
 
 
 class Stuck(Exception):
@@ -365,6 +365,15 @@ class DryRank(Rank):
         pass
 
 
+class Mute:
+    """Stands in for who only tells: the display, the metrics."""
+
+    live, written, lines = True, 0, ()
+
+    def __getattr__(self, name: str) -> Callable[..., dict[str, float]]:
+        return lambda *_: {}
+
+
 class Data:
     """Stands in for a data file of so many rows."""
 
@@ -413,16 +422,14 @@ class Dry:
         """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a process."""
         with patch.object(actors, "ray", self.world), patch.object(client, "ray", self.world):
             try:
-                driver = self._driver()
+                driver = self._driver(rows)
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
-                for host in (self.world.actors[f"functions of host {h}"][0] for h in range(self.plan.cluster.nodes)):
-                    host.data = {name: Data(self.plan, n) for name, n in data.items()} if host.host == 0 else {}
                 self.world.run(lambda: driver._train(data, Path()), self._words)
                 return driver.carried
             finally:
                 self.world.close()
 
-    def _driver(self) -> Driver:
+    def _driver(self, rows: int) -> Driver:
         plan, world = self.plan, self.world
         stores = [world.actor(n, CLASSES[actors.WarehouseHost](i, plan.docks.warehouses[i])) for i, n in enumerate(self.stores)]
         by_board: dict[str, list[Any]] = defaultdict(list)
@@ -439,32 +446,33 @@ class Dry:
             made.controllers = [(b, frozenset(columns)) for b, columns in zip(boards, heard, strict=True)]
         self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
         ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
-        functions = FunctionHosts(
+        hosted = FunctionHosts(
             plan.cluster.nodes,
             0,
-            lambda host, _: world.actor(f"functions of host {host}", self._functions(host)),
+            lambda host, _: world.actor(f"functions of host {host}", self._functions(host, rows)),
             lambda asked: {r: None for r in asked if r.done},
         )
-        nothing = SimpleNamespace(phase=lambda *_: None, say=lambda *_: None, iteration=lambda *_: None, live=True)
         attempt = SimpleNamespace(plan=plan, resume="", lines=0, options=Options(), out="")
-        pool = SimpleNamespace(ranks=ranks, functions=functions, warehouses=stores, boards=boards)
-        driver = Driver(attempt, pool, nothing, SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, warehouses=stores, boards=boards)
+        driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
-        recorder = SimpleNamespace(training=lambda *_: {}, evaluation=lambda *_: {}, memory=lambda *_: None, written=0)
-        driver.recorder = recorder  # type: ignore[assignment]
+        driver.recorder = Mute()  # type: ignore[assignment]
         return driver
 
-    def _functions(self, host: int) -> Any:
-        plan, made = self.plan, object.__new__(CLASSES[FunctionHost])
-        made.plan, made.host, made.readers = plan, host, self.readers
-        found = list(self.readers.values())
-        made.client = Handed(self, f"functions of host {host}", found, self.boards, self.stores, host, home(plan, host, 0))
-        names = [n for n in plan.graph.nodes if plan.placement(n.name).pool == "functions" and n.verb != "source"]
-        made.functions = {n.name: Computed(self, n) for n in names}
-        made.watch, made.data, made.note = Watch(plan), {}, Note()
-        made.refilling = next((r.refilling for r in found), None)
-        weighed = "weights" in plan.graph.node("source").attributes
-        made.weigh = (lambda *_: np.ones(1)) if weighed else None
+    def _functions(self, host: int, rows: int) -> Any:
+        """A real function host, over data of so many rows, but for what it loads."""
+        instead = {
+            "settle": lambda *_: None,
+            "Note": lambda *_: Note(),
+            "Client": lambda *arguments: Handed(self, *arguments),
+            "Dataset": lambda *_: Data(self.plan, rows),
+            "Function": lambda node, *_: Computed(self, node),
+            "Weigher": lambda *_: lambda *_: np.ones(1),
+        }
+        with patch.multiple(functions, **instead):
+            plan = zlib.compress(self.plan.to_json().encode())
+            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.boards, self.stores, False)
+            made.start()
         made._source = lambda *arguments: self._source(made, *arguments)
         return made
 
@@ -477,7 +485,7 @@ class Dry:
             put(node, task, {c: (rows, v if c in states else cells(self.plan.graph, c, rows)) for c, (rows, v) in columns.items()})
 
         with patch.object(host.client, "put", numbered):
-            CLASSES[FunctionHost]._source(host, task, round, tables, report)
+            CLASSES[functions.FunctionHost]._source(host, task, round, tables, report)
 
     def _words(self) -> str:
         lines = []
