@@ -5,8 +5,9 @@ import math
 import re
 
 import pytest
+import torch
 from stage import Stage, one_rank, same
-from test_training import net, token_logps
+from test_training import net, norm, token_logps
 from tiny import PAIRS, built
 
 from msrl_graph import Fault, algorithms
@@ -67,6 +68,35 @@ def test_a_term_of_rows_has_the_log_probabilities_of_pairs(tmp_path):
         expected.append(math.log1p(math.exp(-0.5 * (better - worse))))
     stage.act("actor.update", columns)
     assert stage.told.sums["loss/simpo"] == (pytest.approx(sum(expected), rel=1e-4), 8)
+
+
+SPREAD = """
+from msrl_graph import loss_term
+
+
+@loss_term(scope="mini_batch")
+def spread(logp, old_logp, advantage):
+    return -(logp - old_logp).exp() * advantage / logp.std() + (logp - logp.mean()).square()
+"""
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+def test_a_term_of_the_whole_mini_batch_is_its_formula_of_all_tokens(tmp_path, micro):
+    (tmp_path / "mine.py").write_text(SPREAD)
+    stage = Stage(one_rank((LOSS, f'"{tmp_path / "mine.py"}:spread"'), ("ref_logp, advantage", "advantage")))
+    columns = stage.sampled()
+    columns |= stage.act("actor.infer", columns)
+    model = net(stage, "actor")
+    scored = [token_logps(model, columns, i, "response") for i in range(8)]
+    logp = torch.cat([whole.gather(1, tokens).flatten() for whole, tokens in scored])
+    old, advantage = (torch.from_numpy(columns[c].values.copy()) for c in ("old_logp", "advantage"))
+    # Gradients go through the statistics too.
+    loss = (-(logp - old).exp() * advantage / logp.std() + (logp - logp.mean()).square()).mean()
+    loss.backward()
+    stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+    stage.act("actor.update", columns)
+    assert stage.told.sums["loss"][0] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert stage.told.sums["grad_norm"][0] == pytest.approx(norm(model), rel=1e-4)
 
 
 def test_a_term_tells_figures_under_its_name(tmp_path):
