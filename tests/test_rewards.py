@@ -122,3 +122,11 @@ def test_of_two_correct_responses_the_longer_never_has_more(rows):
 def test_equal_rewards_have_no_advantage_whatever_they_are(estimator, reward, size):
     got = estimator(tokens(*[2] * size), np.full(size, reward, np.float32))
     assert all((g == 0).all() and len(g) == 2 for g in got)
+
+
+@pytest.mark.parametrize("name", ["exact_match", "math_verify"])
+def test_many_rows_at_once_are_worth_what_each_is(name):
+    score = algorithms.load("function", name)
+    rows = [("42 ", "42"), ("41", "42"), (r"\boxed{2x}", "x + x"), (" \n", "")] * 3
+    options = {"timeout": 5, "budget": 60} if name == "math_verify" else {}
+    assert score.many([r for r, _ in rows], [a for _, a in rows], **options) == [score(r, a) for r, a in rows]

@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 TOLD = 5  # answers of a batch that were cut off, in the log
 
 
-@function()
+def _matched(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = ()) -> list[float]:
+    """`exact_match` of many rows."""
+    return [float(r.strip() == a.strip()) for r, a in zip(response, answer, strict=True)]
+
+
+@function(many=_matched)
 def exact_match(response: str, answer: str, prompt: str = "") -> float:
     """1 if the response is the answer, blanks at the ends aside, else 0."""
-    return float(response.strip() == answer.strip())
+    return _matched([response], [answer])[0]
 
 
 def _verified(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float) -> list[float]:
