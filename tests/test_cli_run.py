@@ -123,6 +123,40 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
     assert not any("warning" in line for line in told)
 
 
+@pytest.mark.parametrize(
+    ("long", "short", "told", "warned"),
+    [
+        (0, 64, "", ()),
+        (64, 64, "source: 64 of 128 rows are left out: `prompt` of 64 is empty or longer than 6", ()),
+        (
+            65,
+            64,
+            "source: 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",
+            ("of train.jsonl 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",),
+        ),
+        (1, 9, "source: 1 of 10 rows are left out: ", ("train.jsonl has 9 usable rows, and an iteration begins with 64 prompts",)),
+        (
+            LOOKED // 2 + 1,
+            LOOKED,
+            f"source: 501 of the first {LOOKED:,} rows are left out: ",
+            ("of train.jsonl 501 of the first 1,000 rows",),
+        ),
+    ],
+)
+def test_rows_that_are_left_out_are_told_before_anything_is_started(long, short, told, warned, tmp_path, capsys, monkeypatch):
+    shutil.copytree(EXAMPLE / "model", tmp_path / "model")
+    rows = [{**ROW, "prompt": "11+11+11="}] * long + [ROW] * short
+    for name, content in (("train", rows), ("test", [ROW])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
+    shutil.copy(EXAMPLE / "grpo.rlg", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert run_main(["grpo.rlg", "--dry-run", "--diagnostics", "concise"]) == 0
+    printed = capsys.readouterr()
+    assert [line.startswith(told) for line in printed.out.splitlines() if "left out" in line] == [True] * bool(told)
+    found = [line.partition("warning[bad-data]: ")[2] for line in printed.err.splitlines() if "[bad-data]" in line]
+    assert len(found) == len(warned) and all(words in line for words, line in zip(warned, found, strict=True))
+
+
 ROW = {"prompt": "1+1=", "answer": "2"}
 CHAT = [{"role": "user", "content": "1+1="}]
 

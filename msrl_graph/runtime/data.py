@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,44 @@ from .wrong import outside, vocabulary
 LOOKED = 1000  # rows that are tokenised before a run is started
 
 
-def check(data: Data, plan: Plan) -> int:
-    """The number of rows of a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be used, and where
-    no row is short enough."""
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are left `out`, and why."""
+
+    rows: int
+    looked: int = 0
+    out: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        """How many rows are left out, in words; nothing where none is."""
+        first = f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
+        return f"{self.out:,} of {first} rows are left out: {self.why}" if self.out else ""
+
+    def doubts(self, data: Data, prompts: int) -> Iterator[Diagnostic]:
+        """Warnings where most rows are left out, or an iteration takes more than there are."""
+        if 2 * self.out > self.looked:
+            help = "state higher bounds, or other data: all else is trained on these few"
+            yield Diagnostic("bad-data", f"of {data.path} {self}", data.span, help, "warning")
+        usable = self.rows - self.out
+        if self.looked == self.rows and usable < prompts:
+            message = f"{data.path} has {usable:,} usable rows, and an iteration begins with {prompts:,} prompts"
+            yield Diagnostic("bad-data", message, data.span, "rows come several times in an iteration, in groups of their own", "warning")
+
+
+def check(data: Data, plan: Plan) -> Looked:
+    """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be used, and where no row
+    is short enough."""
     rows = read(data, plan.graph)
     try:
-        Dataset(data, plan, rows=dict(islice(rows.items(), LOOKED)))
+        first = dict(islice(rows.items(), LOOKED))
+        found = Dataset(data, plan, rows=first)
     except Fault as fault:
         if len(rows) <= LOOKED or fault.diagnostics[0].code != "no-data":
             raise
-        Dataset(data, plan, rows=rows)
-    return len(rows)
+        first = rows
+        found = Dataset(data, plan, rows=rows)
+    return Looked(len(rows), len(first), found.too_long, found.why)
 
 
 def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:

@@ -105,8 +105,8 @@ class Result:
     diagnostics: list[Diagnostic] = field(default_factory=list)
 
 
-def check(plan: Plan) -> dict[str, int]:
-    """What must be there to run: weights, tokenizer, data. The number of rows of each data file; `Fault` with all that is missing."""
+def check(plan: Plan) -> dict[str, data.Looked]:
+    """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is missing."""
     found = unready(plan)
     for model in plan.deploy.models.values():
         if not model.path:
@@ -129,7 +129,7 @@ def check(plan: Plan) -> dict[str, int]:
     sizes, able = {}, not found  # data needs the models' tokenizers
     for name, item in plan.deploy.data.items():
         try:
-            sizes[name] = data.check(item, plan) if able else len(data.read(item, plan.graph))
+            sizes[name] = data.check(item, plan) if able else data.Looked(len(data.read(item, plan.graph)))
         except Fault as fault:
             found += fault.diagnostics
     if found:
@@ -153,7 +153,7 @@ class Prepared:
     """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it."""
 
     plan: Plan
-    rows: dict[str, int]
+    rows: dict[str, data.Looked]
     folder: Path
     stated: bool
     begin: Path | None
@@ -170,11 +170,13 @@ class Prepared:
         plan, run = self.plan, self.plan.deploy.run
         begin = f"from iteration {self.manifest.iteration} ({self.begin})" if self.manifest else "from the beginning"
         saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
-        rows = ", ".join(f"{name} {count} rows" for name, count in self.rows.items())
+        rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
+        left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
         return [
             f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
             f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
             f"data: {rows}",
+            *left_out,
             f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
             f"results would be in {self.folder}; nothing was started",
         ]
@@ -185,6 +187,8 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
     sizes, warnings = check(plan), tried(plan)
     if any(d.severity == "error" for d in warnings):
         raise Fault(*warnings)
+    for name, found in sizes.items():
+        warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
     plan = absolute(plan)
     target = resume or plan.deploy.run.resume
     if not target:
