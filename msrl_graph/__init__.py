@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .algorithms.registry import loss_term
+    from .api import run
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
     from .diagnostics import Fault, ProgramWarning
     from .dsl.parse import parse
     from .graph import Graph
     from .pipeline import check, compile
-    from .runtime.entry import run
     from .simulation import simulate
 
 __all__ = [
@@ -46,7 +46,7 @@ _HOMES = {
     "loss_term": ".algorithms.registry",
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
-    "run": ".runtime.entry",
+    "run": ".api",
     "simulate": ".simulation",
 }
 

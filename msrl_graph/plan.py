@@ -6,13 +6,14 @@ top to bottom: placements, docks, reshards, schedule, then traffic, memory and e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from .architecture import Model
 from .cluster import Cluster, Figure
 from .diagnostics import NOWHERE, Span
-from .graph import Expr, Graph, Value
+from .graph import Edge, Expr, Graph, Value
 from .layout import Layout
 from .searched import Searched
 from .stretch import Stretch
@@ -29,6 +30,11 @@ METRICS = frozenset(
         *("lr", "entropy", "truncated"),
     }
 )
+
+
+def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
+    """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
+    return [e for e in graph.reshards() if e.staleness and pool_of(e.src) == pool_of(e.dst)]
 
 
 def reported(graph: Graph, column: str) -> bool:

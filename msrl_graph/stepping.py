@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from . import algorithms
 from .graph import Expr, Node
 from .layout import Kind, Kinds, Tensor
 
@@ -51,18 +50,6 @@ class Optimizer:
     def rules(self) -> tuple[Rule, ...]:
         """Each rule, in the order in which an engine steps by them."""
         return (self.rule,) if self.matrices is None else (self.rule, self.matrices)
-
-
-def optimizer(node: Node) -> Optimizer:
-    """The optimizer of an update, as the node states it; the learning rate comes with each step."""
-    return called(node.attributes["optimizer"])
-
-
-@lru_cache(maxsize=1 << 10)
-def called(call: Expr) -> Optimizer:
-    """What the call of an optimizer gives; ValueError where its options do not go together."""
-    made: Optimizer = algorithms.load("optimizer", str(call.value))(lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"})
-    return made
 
 
 @lru_cache(maxsize=1 << 10)

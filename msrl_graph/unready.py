@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import stepping
+from . import algorithms
 from .backends import ENGINES
 from .diagnostics import Diagnostic, Span
 from .graph import Edge, Node
@@ -78,7 +78,7 @@ def _refused(plan: Plan) -> list[_Refusal]:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
     for node in plan.graph.verb("update"):
-        if not (made := stepping.optimizer(node)).runs:
+        if not (made := algorithms.optimizer(node.attributes["optimizer"])).runs:
             call = node.attributes["optimizer"]
             span = call.span if call.span.line else node.span
             help = f"{made.why}; `adamw` takes the same options"

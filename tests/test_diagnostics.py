@@ -21,7 +21,7 @@ from msrl_graph.pipeline import texts
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
-# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_entry.py, test_joining.py and test_run.py.
+# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_joining.py and test_run.py.
 ELSEWHERE = {"no-resources", "host-differs", "bad-plan", "run-failed", "bad-checkpoint", "changed-program", "calibration", "unguarded-run"}
 
 

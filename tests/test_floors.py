@@ -9,26 +9,29 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 # From the top down; parts of one floor do not import each other.
 FLOORS = (
     ("doctor", "fmt"),
-    ("cli",),
+    ("cli", "api"),
     ("cli_run",),
     ("cli_shared",),
     ("reference",),
     ("pipeline", "runtime"),
     ("unready", "asked"),
     ("simulation", "builder"),
-    ("dsl", "checks", "passes", "emit", "backends", "algorithms"),
+    ("dsl", "checks", "passes", "emit", "backends"),
+    ("algorithms",),
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
         *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "rowsets", "dropped"),
+        *("stepping", "located", "config", "chat"),
     ),
     ("diagnostics",),
-    ("codes", "paths"),
+    ("codes", "paths", "shown"),
 )
 GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
 # Within the ground floor, who may stand on whom.
 GROUND = (
     *(
         "references",
+        "located",
         "models",
         "dividing",
         "work",
@@ -36,13 +39,14 @@ GROUND = (
         "architecture",
         "searched",
         "engine",
+        "stepping",
         "sequences",
         "rowsets",
         "graph",
         "redistribute",
         "layout",
     ),
-    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped"),
+    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped", "config", "chat"),
 )
 
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}

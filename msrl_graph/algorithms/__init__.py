@@ -7,12 +7,14 @@ sources only; the runtime imports the module of the function that it calls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..functions import Kind, Signature, signatures
+from ..graph import Expr
+from ..stepping import Optimizer
 
 FOLDER = Path(__file__).parent
 MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
@@ -33,3 +35,11 @@ def load(kind: Kind, name: str) -> Callable[..., Any]:
     """The function itself; KeyError where there is none."""
     function: Callable[..., Any] = getattr(import_module(f".{library()[kind, name][1]}", __name__), name)
     return function
+
+
+@lru_cache(maxsize=1 << 10)
+def optimizer(call: Expr) -> Optimizer:
+    """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its options do not go
+    together."""
+    made: Optimizer = load("optimizer", str(call.value))(lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"})
+    return made

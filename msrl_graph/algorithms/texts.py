@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..chat import messages
 from .registry import function
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def add_message(prompt: str, response: str, *, role: Literal["assistant", "user"
     For a `text` column: a model that reads it renders the messages by its own chat template. A prompt that is no JSON of messages is what
     the user says. The prompt is declared as `text` too: of tokens the template has made one text.
     """
-    from ..runtime.tokens import messages
-
     return json.dumps(
         [*(messages(prompt) or [{"role": "user", "content": prompt}]), {"role": role, "content": response}], ensure_ascii=False
     )

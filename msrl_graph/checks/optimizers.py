@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .. import stepping
+from .. import algorithms, stepping
 from ..diagnostics import Diagnostic, Span
 from ..graph import Graph, Node
 from .columns import Library
@@ -48,7 +48,7 @@ def _updates(graph: Graph) -> Iterator[Node]:
 
 
 def _kept(node: Node) -> list[tuple[str, list[str]]]:
-    return [(rule.name, [*rule.keeps]) for rule in stepping.optimizer(node).rules]
+    return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(node.attributes["optimizer"]).rules]
 
 
 def _span(node: Node) -> Span:

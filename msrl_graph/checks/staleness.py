@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
 from ..graph import Edge, Graph, Node
-from ..passes.pools import idle_staleness
-from ..plan import Plan
+from ..plan import Plan, idle_staleness
 from ..sequences import of_response
 from .columns import Library
 

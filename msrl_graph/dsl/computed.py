@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from .. import stepping
+from .. import algorithms
 from ..diagnostics import Span, nearest
 from ..functions import Kind, Signature, called_as, classes
 from ..graph import Expr
@@ -261,7 +261,7 @@ class Optimizer:
             help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
             raise mistake("bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help)
         try:
-            stepping.called(call)
+            algorithms.optimizer(call)
         except ValueError as error:  # options that do not go together
             raise mistake("bad-value", f"`{signature.name}`: {error}", call.span) from None
         return call

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from .. import stepping
+from .. import algorithms, stepping
 from ..cluster import Cluster, Figure
 from ..engine import BYTES, EngineSpec, Moments
 from ..graph import Node, Value, Worker
@@ -91,7 +91,7 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
-    layout, made = plan.placement(node).layout, stepping.optimizer(plan.graph.node(node))
+    layout, made = plan.placement(node).layout, algorithms.optimizer(plan.graph.node(node).attributes["optimizer"])
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
     copies = layout.cp if at.divided else 1
     by_stage = [0.0] * layout.pp
@@ -187,7 +187,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         # A term of a file may ask for it: its signature is not at hand.
         entropy="loss" in state.attributes
         and any(str(c.value) == "entropy" or ":" in str(c.value) for c in state.attributes["loss"].calls()),
-        optimizer=stepping.optimizer(state) if state.verb == "update" else None,
+        optimizer=algorithms.optimizer(state.attributes["optimizer"]) if state.verb == "update" else None,
         given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
     )
 

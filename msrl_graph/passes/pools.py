@@ -6,12 +6,12 @@ not suffice, a pool lies beyond the cluster's last device: checks/layout.py tell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
-from ..graph import Edge, Graph, Node
-from ..plan import Plan, Pool
+from ..graph import Node
+from ..plan import Plan, Pool, idle_staleness
 from ..stretch import device_range, meet, runs
 
 DEVICES, FUNCTIONS = "devices", "functions"
@@ -45,11 +45,6 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
     stated, beside = _home(plan, named)
     laid = _lay(_share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices, plan.cluster.devices_per_node)
     return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
-
-
-def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
-    """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
-    return [e for e in graph.reshards() if e.staleness and pool_of(e.src) == pool_of(e.dst)]
 
 
 def divisions(plan: Plan) -> list[Division]:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from ..chat import Messages, messages
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Graph
 from ..plan import Data, Plan
 from ..sequences import is_tokens, models, responses, sequences, speaker
 from . import fields, order
 from .columns import DTYPES, Array, Column, ragged, texts
-from .tokens import BadMessages, Messages, Tokens, messages
+from .tokens import BadMessages, Tokens
 from .wrong import outside, vocabulary
 
 LOOKED = 1000  # rows that are tokenised before a run is started

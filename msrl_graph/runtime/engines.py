@@ -18,7 +18,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import stepping
+from .. import algorithms
 from ..backends import transformer
 from ..engine import EngineSpec, Generator, Trainer
 from ..graph import Node
@@ -98,7 +98,8 @@ class Engines:
             if update is not None and update.name != node.name:
                 return self._build(update)  # what an update states holds for the weights that its other states share
             recompute = options.get("recompute") == "full"
-            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, stepping.optimizer(update) if update else None)
+            made = algorithms.optimizer(update.attributes["optimizer"]) if update else None
+            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, made)
 
     def _spec(self, node: str) -> EngineSpec:
         spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..chat import Messages, are_messages
 from ..graph import Column
 from .columns import DTYPES, Array
-from .tokens import Messages, are_messages
 
 # By element: the types that its numbers may have, one of them, several.
 NUMBERS: dict[str, tuple[set[type], str, str]] = {

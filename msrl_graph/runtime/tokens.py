@@ -14,36 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from ..chat import Messages, messages
 from ..graph import Node
 from ..plan import Plan
 from ..sequences import is_tokens, sequences, speaker
 from .columns import Array, Column, ragged
 
-Messages = list[dict[str, Any]]
-
 
 class BadMessages(ValueError):
     """Messages that the chat template of a model's folder does not render; says why."""
-
-
-def are_messages(value: Any) -> bool:
-    """Whether a value is a list of {"role": …, "content": …}, at least one."""
-    return isinstance(value, list) and bool(value) and all(_is_message(m) for m in value)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and bool(value.keys() & {"content", "tool_calls"})
-
-
-def messages(text: str) -> Messages | None:
-    """The messages that a text is the JSON of; None for any other text."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        value: Messages = json.loads(text)
-    except (ValueError, RecursionError):  # whatever a function or a model wrote
-        return None
-    return value if are_messages(value) else None
 
 
 class Tokens:

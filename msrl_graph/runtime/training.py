@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
+from .. import algorithms, noise
 from .. import graph as ir
-from .. import noise, stepping
 from ..engine import Asked, Outputs
 from ..graph import Node
 from ..plan import Plan
@@ -116,7 +116,7 @@ class Training(Engines):
         sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
         clip = node.number("clip_grad", 1.0)
         lr = rates.rate(self.plan, node, step, task.states)
-        norm = self.trainers[node.worker].step(lr, clip, sound, stepping.optimizer(node))
+        norm = self.trainers[node.worker].step(lr, clip, sound, algorithms.optimizer(node.attributes["optimizer"]))
         taken = math.isfinite(norm)
         told = [*sums, *figures] if taken else []
         if taken:

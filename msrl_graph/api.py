@@ -15,14 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
-from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
-from ..paths import is_file
-from ..plan import Plan
-from ..shown import shown
-from . import supervisor
-from .joining import called
-from .processes import MARK
-from .supervisor import Options, Outcome
+from .diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
+from .paths import is_file
+from .plan import Plan
+from .runtime import supervisor
+from .runtime.joining import called
+from .runtime.processes import MARK
+from .runtime.supervisor import Options, Outcome
+from .shown import shown
 
 HELP = 'put what starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
 
@@ -70,7 +70,7 @@ def run(
         print(shown("\n".join(made.lines())))
         return Outcome(made.folder, {})
     except Fault as fault:
-        from ..pipeline import rendered
+        from .pipeline import rendered
 
         fault.text = "\n".join(rendered(None, fault.diagnostics))
         raise

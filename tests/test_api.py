@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import Algorithm, Fault, compile, pipeline, run
+from msrl_graph.api import _only_as_main
 from msrl_graph.builder import shipped
 from msrl_graph.cli_run import parser
-from msrl_graph.runtime.entry import _only_as_main
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 # What compiling takes, what a terminal needs, and a program.
