@@ -81,7 +81,8 @@ def _compile(argv: Sequence[str]) -> int:
             file=sys.stdout if page else sys.stderr,
         )
         return 0 if page else 2
-    from .pipeline import PASSES, decoded, read, translate
+    from .pipeline import PASSES, read, translate
+    from .reading import decoded
 
     names = [p.name for p in PASSES]
     if options.list_passes:
@@ -247,8 +248,9 @@ def _beside_diff(options: argparse.Namespace) -> str:
 
 def _diff(plan: Plan, options: argparse.Namespace) -> str:
     from .emit.diff import diff_json, diff_text, difference
+    from .located import located
 
-    changes = difference(load_plan(options.diff), plan)
+    changes = difference(load_plan(options.diff), located(plan))  # a plan that was written has its files' places
     return diff_json(changes, options.diff) if options.format == "json" else diff_text(changes, options.diff, *_screen(options))
 
 

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import algorithms, checks, models, unready
+from . import algorithms, checks, models, reading, unready
 from .asked import asked
 from .backends import DEFAULT, ENGINES
 from .checks import folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
-from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, nearest, public, render
+from .diagnostics import Diagnostic, Fault, ProgramWarning, Span, kind_of, nearest, public, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
 from .dsl.parse import flag_text, parse
@@ -252,15 +252,15 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
         return Source(tree.path, "".join(linecache.getlines(tree.path)), path.parent if is_file(path) else Path(), tree, meant)
     path = Path(source)
     if text is not None:
-        return Source(str(source), _plain(text, str(source)), path.parent if path.suffix else Path())
+        return Source(str(source), reading.plain(text, str(source)), path.parent if path.suffix else Path())
     if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not is_file(path):
             known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
             message = f"`{source}` is neither a file nor an algorithm of the package"
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
-        return Source(path.name, _text(path, path.name), path.parent)
-    return Source(str(source), _text(path, str(source)), path.parent)
+        return Source(path.name, reading.read(path, path.name), path.parent)
+    return Source(str(source), reading.read(path, str(source)), path.parent)
 
 
 def _built(source: object) -> tuple[ast.File, str | None]:
@@ -371,39 +371,8 @@ def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool
         help = f'for the file beside this one write `import "{target}.rlg"`' if beside else nearest(target, known)
         raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, help))
     if path not in read:
-        read[path] = parse(_text(path, target, span), str(path))
+        read[path] = parse(reading.read(path, target, span), str(path))
     return read[path]
-
-
-def _text(path: Path, name: str, span: Span = NOWHERE) -> str:
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {why.lower()}", span)) from None
-    return decoded(data, name, span)
-
-
-def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
-    """The text of a program's bytes. Raises Fault where they are not UTF-8."""
-    try:
-        return _plain(data.decode(), name)
-    except UnicodeDecodeError:
-        raise _not_text(name, span) from None
-
-
-def _plain(text: str, name: str) -> str:
-    """A text as the parser counts its lines, whatever an editor writes: without a byte order mark, each line ended by `\\n`."""
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair, which no file can hold
-            raise _not_text(name) from None
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _not_text(name: str, span: Span = NOWHERE) -> Fault:
-    return Fault(Diagnostic("missing-file", f"`{name}` is not UTF-8 text", span))
 
 
 def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:

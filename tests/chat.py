@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import msrl_graph
@@ -52,7 +53,9 @@ def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: 
         json.dumps({**shape, "max_position_embeddings": 4096, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1})
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends is not None else {}))
-    shutil.copy(EXAMPLE / "model.safetensors", folder)
+    held, words = load_file(EXAMPLE / "model.safetensors"), tokenizer.get_vocab_size()
+    rows = {name: words if "embed" in name or "lm_head" in name else len(tensor) for name, tensor in held.items()}
+    save_file({name: np.resize(tensor, (rows[name], *tensor.shape[1:])) for name, tensor in held.items()}, folder / "model.safetensors")
     return folder
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
         *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "rowsets", "dropped"),
-        *("stepping", "located", "config", "chat"),
+        *("stepping", "located", "config", "chat", "reading"),
     ),
     ("diagnostics",),
     ("codes", "paths", "shown"),
@@ -46,7 +46,7 @@ GROUND = (
         "redistribute",
         "layout",
     ),
-    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped", "config", "chat"),
+    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped", "config", "chat", "reading"),
 )
 
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}

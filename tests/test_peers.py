@@ -25,6 +25,9 @@ CHECKS = {}  # the peer's function -> our names, and the check
 FUNCTIONS = {name: algorithms.load(kind, name) for kind, name in algorithms.library()}
 # Of what no peer has a function: the test that has values by hand.
 BY_HAND = {
+    **dict.fromkeys(("adamw", "sgd", "muon"), "test_steps.py::test_steps_are_those_of_torch"),
+    **dict.fromkeys(("constant", "linear", "cosine"), "test_rates.py::test_schedules_are_those_of_transformers"),
+    **dict.fromkeys(("text", "own_text", "add_message"), "test_between.py::test_what_goes_to_another_model"),
     "around": "test_advantages.py::test_around_by_hand",
     "best_of_n": "test_selection.py::test_best_of_n_by_hand",
     "best_random": "test_selection.py::test_best_random_is_the_best_and_any_other",
@@ -385,7 +388,8 @@ def test_nothing_is_left_out():
     compared = {value["function"] for peer in PEERS for value in told(peer)["values"]}
     assert compared == set(CHECKS)
     held = {name for ours, _ in CHECKS.values() for name in ours}
-    assert not held & set(BY_HAND) and held | set(BY_HAND) == {name for _, name in algorithms.library()}
+    runs = {name for kind, name in algorithms.library() if kind != "optimizer" or algorithms.optimizer(Expr("call", name)).runs}
+    assert not held & set(BY_HAND) and held | set(BY_HAND) == runs
 
 
 @pytest.mark.parametrize("where", sorted(set(BY_HAND.values())))

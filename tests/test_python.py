@@ -151,14 +151,15 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
     rows = [line.split(" | ") for line in DOC.read_text(encoding="utf-8").splitlines() if line.startswith("| `")][1:]
     checked = 0
     for left, right in rows:
-        head = "deploy grpo on pod" if "`d" in right else "algorithm mine"
+        head = "deploy grpo on pod" if "`d" in right else "deploy more extends grpo" if "`e" in right else "algorithm mine"
         said = [m for m in re.findall("`(.*?)`", left) if " " in m and "…" not in m]
         statements = [moved(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said]  # type: ignore[union-attr]
-        for call in re.findall(r"`([ad]\..*?)`", right):
+        for call in re.findall(r"`([ade]\..*?)`", right):
             if "…" not in call:
                 a, d = Algorithm("mine"), Deploy("grpo", on=Imported("pod", "p.rlg"))
-                eval(call, {"a": a, "d": d})
-                (built,) = (a if call[0] == "a" else d)._body
+                made = {"a": a, "d": d, "e": Deploy(extends=d, name="more")}
+                eval(call, made)
+                (built,) = made[call[0]]._body
                 assert moved(built, lambda _: NOWHERE) in statements, call
                 checked += 1
     assert len(rows) > 20 and checked > len(rows)
