@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -27,7 +28,8 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
 ARITHMETIC, REWARD, PAIRS = (ROOT / "examples" / name for name in ("arithmetic/model", "ppo/reward_model", "dpo/train.jsonl"))
 SUMS = ROOT / "examples" / "arithmetic" / "train.jsonl"
-MODELS = {"policy": ARITHMETIC, "value": REWARD, "reward_model": REWARD, "teacher": ARITHMETIC, "judge": ARITHMETIC}
+LONGER = "./model"  # the example's, with positions for the bounds that the programs declare
+MODELS = {"policy": LONGER, "value": REWARD, "reward_model": REWARD, "teacher": LONGER, "judge": LONGER}
 SMALL = {"prompts": 4, "group": 4, "prompt_len": 8, "response_len": 6}
 FEW = {"prompts": 64, "prompt_len": 8, "response_len": 6}
 ANSWERED = {"prompt": "prompt", "answer": "answer"}
@@ -113,6 +115,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         tasks = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a in (12, 37, 58) for b in (9, 23)]
         (Path(name) / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        config = json.loads((shutil.copytree(ARITHMETIC, Path(name) / LONGER) / "config.json").read_text())
+        (Path(name) / LONGER / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
         for case in CASES:
             if not options.only or case.algorithm in options.only:
                 found[case.algorithm] = execute(case, Path(name))

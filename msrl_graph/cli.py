@@ -206,7 +206,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         if stage == "placed":
             return json.placed_json(result.placed)
         assert result.plan is not None
-        return json.plan_json(result.plan)
+        return result.plan.to_json()
     if options.format in PICTURES:
         return _picture(result, stage, options.format)
     if stage == "ast":

@@ -79,8 +79,8 @@ def _run(argv: Sequence[str]) -> int:
             source = read(options.file)
             sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
             result = translate(source, deploy=options.deploy, sets=sets)
-            # Data that are not there are an error of the run, told by its own check.
-            tell([w for w in result.warnings if w.code not in ("missing-file", "no-data")], source, options)
+            # Of data its own check tells more: that they are not there is an error of the run.
+            tell([w for w in result.warnings if w.code not in ("missing-file", "no-data", "few-rows")], source, options)
             if result.plan is None:
                 raise no_deploy()
             plan = result.plan

@@ -136,6 +136,9 @@ def _heads(config: Config, family: str) -> Wrong | None:
 def _rope(config: Config) -> Wrong | None:
     stated = next((n for n in ("rope_parameters", "rope_scaling") if config.get(n) is not None), "")
     table = config.get(stated) or {}
+    if (scaling := config.get("rope_scaling")) and _stretch(table) != _stretch(scaling):
+        # Engines would not agree: transformers goes by the one, and forgets the `rope_theta` in the other.
+        return Wrong("rope_scaling", "has a `rope_scaling` that its `rope_parameters` differ from: write all of it into `rope_parameters`")
     kind = table.get("rope_type", table.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
         return Wrong(stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}")
@@ -150,6 +153,12 @@ def _rope(config: Config) -> Wrong | None:
     if other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, "rope_type", "type", "factor", "truncate"}, key=str):
         return Wrong(stated, f"has `{other[0]}` in `{stated}`, which is not supported yet")
     return None
+
+
+def _stretch(table: Config) -> Config:
+    """How positions are stretched, whichever of its names the kind has."""
+    kind = table.get("rope_type", table.get("type", "default"))
+    return {"rope_type": kind, **{k: v for k, v in table.items() if k not in ("type", "rope_type", "rope_theta") and v is not None}}
 
 
 def _ids(config: Config) -> Wrong | None:

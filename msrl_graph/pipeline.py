@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from . import algorithms, checks, models, reading, unready
 from .asked import asked
 from .backends import DEFAULT, ENGINES
-from .checks import folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
+from .checks import datafiles, folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
 from .diagnostics import Diagnostic, Fault, ProgramWarning, Span, kind_of, nearest, public, render
 from .dsl import ast
 from .dsl.lower import Context, Refused, lower
@@ -314,7 +314,7 @@ def translate(
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
-    told = [*tokenizers.check(plan), *folders.check(plan)]
+    told = [*tokenizers.check(plan), *folders.check(plan), *datafiles.check(plan)]
     if any(d.severity == "error" for d in told):
         raise Fault(*told)
     warnings = (*warnings, *told)

@@ -1,7 +1,8 @@
 """The plan: everything that running needs, and everything that was worked out about it.
 
-Invariant: a plan is plain data; `to_json` and `from_json` are inverse, and compiling twice gives the same bytes. Passes fill it from
-top to bottom: placements, docks, reshards, schedule, then traffic, memory and estimate.
+Invariant: a plan is plain data; `to_json` and `from_json` are inverse (files are where they were, whatever their paths begin at), and
+compiling twice gives the same bytes. Passes fill it from top to bottom: placements, docks, reshards, schedule, then traffic, memory and
+estimate.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ def reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class Data:
-    """A data file and which of its fields fills which column."""
+    """A data file and which of its fields fills which column; `stated` is where the program names the field of a column."""
 
     name: str
     path: str
     fields: dict[str, str]
     span: Span = NOWHERE
+    stated: dict[str, Span] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -345,11 +347,6 @@ class Plan(PlanViews):
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         return model.scoring if worker.kind in ("value", "reward_model") else model
-
-    def to_json(self) -> str:
-        import msgspec
-
-        return msgspec.json.format(msgspec.json.encode(self)).decode() + "\n"
 
 
 def from_json(text: str | bytes) -> Plan:

@@ -55,6 +55,14 @@ class PlanViews:
 
         return plan_text(self, width)
 
+    def to_json(self: Plan) -> str:  # type: ignore[misc]
+        """What `msrl-compile --format json` writes, with the places of the plan's files: it runs from any folder."""
+        import msgspec
+
+        from .located import located
+
+        return msgspec.json.format(msgspec.json.encode(located(self))).decode() + "\n"
+
     def __str__(self: Plan) -> str:  # type: ignore[misc]
         """What `explain` gives."""
         return self.explain().removesuffix("\n")

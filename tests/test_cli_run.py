@@ -153,7 +153,9 @@ def test_rows_that_are_left_out_are_told_before_anything_is_started(long, short,
     assert run_main(["grpo.rlg", "--dry-run", "--diagnostics", "concise"]) == 0
     printed = capsys.readouterr()
     assert [line.startswith(told) for line in printed.out.splitlines() if "left out" in line] == [True] * bool(told)
-    found = [line.partition("warning[bad-data]: ")[2] for line in printed.err.splitlines() if "[bad-data]" in line]
+    found = [
+        line.partition("]: ")[2] for line in printed.err.splitlines() if "warning[bad-data]: " in line or "warning[few-rows]: " in line
+    ]
     assert len(found) == len(warned) and all(words in line for words, line in zip(warned, found, strict=True))
 
 

@@ -191,7 +191,7 @@ def test_what_is_wrong_with_a_parquet_file(tmp_path):
     assert told(parquet(path, [{"question": "1+1=", "answer": "2", "n": 1}])) == (
         "bad-data",
         f"the data file {path} has no field `gold`, which the column `answer` reads",
-        "its fields are `question`, `answer`, `n`",
+        'write `{ answer = "answer" }`; its fields are `question`, `answer`, `n`',
     )
     assert told(parquet(path, pa.table({"question": pa.array([], pa.string()), "gold": pa.array([], pa.string())})))[0] == "no-data"
     twice = pa.Table.from_arrays([pa.array(["1="]), pa.array(["1"]), pa.array(["2"])], ["question", "gold", "gold"])

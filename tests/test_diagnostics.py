@@ -30,7 +30,7 @@ def shown(program: str) -> str:
         found = diagnose(program, context(Path(), *head(program)))
         if not any(d.severity == "error" for d in found):
             # What the passes, and the checks of a run, tell of a program whose text is right; those of the text are told already.
-            found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code == "known-bad"]
+            found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in ("few-rows", "known-bad")]
         sources = {**texts(None, found), "program.rlg": program}
     return "".join(render(d, sources) + "\n" for d in found)
 

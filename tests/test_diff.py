@@ -105,7 +105,7 @@ def other(value: Any) -> Any:
 SILENT = (
     r"graph/.*attributes/.*/(kind|unit|args|keys).*",
     r"graph/columns/\d+/dims/\d+/(size|ragged)",
-    r"deploy/data/\w+/name",
+    r"deploy/data/\w+/(name|stated/.*)",
     r"pools/\d+/nodes/.*",
     r"docks/warehouses/.*",
     r"reshards/\d+/buckets/.*",

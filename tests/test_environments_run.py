@@ -1,10 +1,11 @@
 """A program whose policy plays in a shop, from text to trained weights."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
-from place import ROOT, metrics, rows_of
+from place import EXAMPLE, ROOT, metrics, rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ deploy agent on laptop {{
   set turns = 3
   set prompt_len = 8
   set response_len = 100
-  model policy = "./model"
+  model policy = "./longer"
   data source = "tasks.jsonl"
   data held = "tasks.jsonl"
   layout actor.update {{ dp = 2 }}
@@ -37,6 +38,9 @@ def test_a_policy_in_a_shop(place):
     sums = [(a, b) for a in (12, 37, 58) for b in (9, 23)]
     rows = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a, b in sums]
     (place.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    longer = shutil.copytree(EXAMPLE / "model", place.folder / "longer")
+    config = json.loads((longer / "config.json").read_text())
+    (longer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
     found = []
     for layout in ("tp = 2", "dp = 2"):
         (place.folder / "p.rlg").write_text(PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout=layout))

@@ -21,7 +21,7 @@ FLOORS = (
     (
         *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
         *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "rowsets", "dropped"),
-        *("stepping", "located", "config", "chat", "reading"),
+        *("stepping", "located", "config", "chat", "reading", "datafile"),
     ),
     ("diagnostics",),
     ("codes", "paths", "shown"),
@@ -32,6 +32,7 @@ GROUND = (
     *(
         "references",
         "located",
+        "datafile",
         "models",
         "dividing",
         "work",

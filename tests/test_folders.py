@@ -157,6 +157,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "negative": (config("hidden_size", -128), "has -128 for `hidden_size`, which is a whole number of 1 or more"),
     "heads": (config("num_key_value_heads", 3), "has 3 key-value heads, which do not divide its 4 heads"),
     "stretched": (config("rope_parameters", {"rope_type": "linear"}), "lacks the `factor` of `rope_parameters`, a number above 0"),
+    "stretched twice": (
+        config("rope_scaling", {"type": "yarn", "factor": 2.0}),
+        "has a `rope_scaling` that its `rope_parameters` differ from",
+    ),
     "endless": (config("eos_token_id", 99), "has 99 for `eos_token_id`, beyond its vocabulary of 16"),
     "another": (config("model_type", "llama"), "has 'llama' for its `model_type`, which is 'qwen2' there"),
     "unknown": (config("architectures", ["MambaForCausalLM"]), "models of architecture `MambaForCausalLM` are not supported yet"),
@@ -208,15 +212,41 @@ def _all_but_config(model: Path) -> Iterator[Path]:
     return (p for p in sorted(model.iterdir()) if p.name != "config.json")
 
 
-def test_a_sequence_that_may_be_longer_than_the_model_has_positions_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+STRETCHED: dict[str, tuple[dict[str, Any], int]] = {
+    "not at all": ({}, 8),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 16),
+    "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 1.25}}, 10),
+    "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}}, 16),
+    "yarn that the config has counted": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}}, 8),
+    # Its config states what it is stretched to.
+    "llama3": ({"rope_scaling": {**ROPE_TABLES[3], "original_max_position_embeddings": 4}}, 8),
+}
+
+
+@pytest.mark.parametrize("case", STRETCHED)
+def test_a_sequence_longer_than_the_model_has_positions_is_refused(folder: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table, has = STRETCHED[case]
+    rewritten(folder / "model" / "config.json", lambda c: c.update({"max_position_embeddings": 8, "rope_parameters": None, **table}))
+    text = (folder / "p.rlg").read_text(encoding="utf-8")
+    assert "prompt    : i32[<= 6]" in text and "response  : i32[<= 5]" in text
+    for most in (has, has + 1):
+        fitted = text.replace("prompt    : i32[<= 6]", f"prompt    : i32[<= {most - 5}]")
+        (folder / "p.rlg").write_text(fitted, encoding="utf-8")
+        capsys.readouterr()
+        assert compile_main([str(folder / "p.rlg"), "--check"]) == (most > has)
+        told = capsys.readouterr().err
+        message = f"`actor.generate` computes on up to {most} tokens, `prompt` and `response`; `./model` has {has} positions"
+        assert (f"error[unknown-model]: {message}" in told and 'model policy = "./model"' in told) == (most > has)
+
+
+def test_a_plan_whose_model_has_fewer_positions_since_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "plan.json").write_text(compile(folder / "p.rlg").to_json(), encoding="utf-8")
     config("max_position_embeddings", 8)(folder / "model")
-    assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
-    told = capsys.readouterr().err
-    assert "warning[unknown-model]" in told
-    assert "`actor.generate` computes on up to 11 tokens, `prompt` and `response`; `./model` has 8 positions" in told
+    assert run_main([str(folder / "plan.json"), "--dry-run"]) == 1
+    assert "computes on up to 11 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["plan.json", "script.py"])
+@pytest.mark.parametrize("kind", ["plan.json", "script.py", "in Python"])
 def test_what_was_compiled_runs_from_anywhere(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,8 +255,11 @@ def test_what_was_compiled_runs_from_anywhere(
     assert "exact_match()" in text
     (folder / "p.rlg").write_text(text.replace("exact_match()", '"score.py:score"'), encoding="utf-8")
     monkeypatch.chdir(folder)
-    made = ["--format", "json"] if kind == "plan.json" else ["--emit", "ray"]
-    assert compile_main(["p.rlg", *made, "-o", kind]) == 0
+    made = ["--emit", "ray"] if kind == "script.py" else ["--format", "json"]
+    if kind == "in Python":
+        Path(kind).write_text(compile("p.rlg").to_json(), encoding="utf-8")
+    else:
+        assert compile_main(["p.rlg", *made, "-o", kind]) == 0
     (elsewhere := folder / "elsewhere").mkdir()
     monkeypatch.chdir(elsewhere)
     content = (folder / kind).read_text(encoding="utf-8")

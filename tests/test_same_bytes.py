@@ -16,7 +16,7 @@ from msrl_graph.pipeline import texts
 from msrl_graph.diagnostics import render
 from msrl_graph.emit import html, picture
 from msrl_graph.emit.dot import dot_text
-from msrl_graph.emit.json import graph_json, plan_json
+from msrl_graph.emit.json import graph_json
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
 from msrl_graph.simulation.timeline import timeline
@@ -29,7 +29,7 @@ for path in [*(p for p in FILES if p not in corpus), *corpus[::8]]:
     shown = {"diagnostics": "".join(render(d, texts(None, found)) for d in found)}
     if result is not None and name in PLANNED:
         plan = result.plan
-        shown |= {"graph": graph_json(result.graph), "json": plan_json(plan), "text": plan_text(plan), "script": ray_script(plan)}
+        shown |= {"graph": graph_json(result.graph), "json": plan.to_json(), "text": plan_text(plan), "script": ray_script(plan)}
         shown |= {"dot": dot_text(picture.plan_picture(plan)), "html": html.plan_html(plan, timeline(plan))}
     for form, text in shown.items():
         told[f"{name} {form}"] = hashlib.sha256(text.encode()).hexdigest()

@@ -17,7 +17,7 @@ from . import weights
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with each model, at its statement; a sequence that may be too long for one is a warning, since rows may be shorter."""
+    """What is wrong with each model, at its statement."""
     folders = {name: model for name, model in plan.deploy.models.items() if model.path}
     beyond = {m.path: told for m in folders.values() if (told := _vocabulary(m))}
     short = [told for name in folders if (told := _short(plan, name))]
@@ -53,7 +53,7 @@ def _short(plan: Plan, name: str) -> Diagnostic | None:
             columns = " and ".join(f"`{c}`" for c in (*context, *scored))
             message = f"`{node.name}` computes on up to {most:,} tokens, {columns}; `{model.name}` has {has:,} positions"
             help = "declare shorter columns, or name a model with more `max_position_embeddings`"
-            return Diagnostic("unknown-model", message, model.span, help, "warning", related=((node.span, f"`{node.name}`"),))
+            return Diagnostic("unknown-model", message, model.span, help, related=((node.span, f"`{node.name}`"),))
     return None
 
 

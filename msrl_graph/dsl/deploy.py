@@ -197,7 +197,8 @@ class _Deploy:
                 self.problems.tell("unknown-column", message, attr.key.span, nearest(attr.key.text, types))
         fields = {c: c for c in source.writes}
         known = tuple(a for a in statement.attrs if a.key.text in types)
-        fields |= {k: str(v.value) for k, v in self._read(known, "data", types).items()}
+        stated = self._read(known, "data", types)
+        fields |= {k: str(v.value) for k, v in stated.items()}
         span = statement.target.span
         if hub := hub_name(target):
             made = f"{hub.rsplit('/', 1)[-1]}.jsonl"
@@ -207,7 +208,7 @@ class _Deploy:
         if not target.endswith((".jsonl", ".parquet")):
             raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
         path = self.folder(span) / target
-        self.data[name] = Data(name, str(path), fields, span)
+        self.data[name] = Data(name, str(path), fields, span, {k: v.span for k, v in stated.items()})
         if not is_file(path):
             help = "a run needs it; the path is relative to the program's folder"
             self.problems.tell("missing-file", f"`{target}` is not on this machine", span, help, "warning")

@@ -105,7 +105,7 @@ def _deployed(plan: Plan) -> Section:
         shape = _leaves(model, skip=("tensors",))
         found[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
     for name, data in plan.deploy.data.items():
-        found[f"data {name}"] = _leaves(data, skip=("name",))
+        found[f"data {name}"] = _leaves(data, skip=("name", "stated"))
     for e in plan.deploy.evaluations:
         found[f"evaluate {e.data}"] = _leaves(e, skip=("data",))
     found["run"] = _leaves(plan.deploy.run)

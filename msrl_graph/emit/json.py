@@ -1,7 +1,6 @@
 """JSON of every stage.
 
-Invariant: the plan's is `plan.to_json()`, its files' places said, which `plan.from_json` reads back; the others carry `format_version` and
-`stage`.
+Invariant: each carries `format_version` and `stage`. The plan's is `plan.to_json()`, which `plan.from_json` reads back.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import fields, is_dataclass
 import msgspec
 
 from ..graph import Graph
-from ..located import located
 from ..plan import FORMAT_VERSION, Plan
 from .placed import placed
 
@@ -36,10 +34,6 @@ def placed_json(plan: Plan) -> str:
     nodes, edges = placed(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
     return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
-
-
-def plan_json(plan: Plan) -> str:
-    return located(plan).to_json()
 
 
 def _text(content: object) -> str:

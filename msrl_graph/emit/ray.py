@@ -10,20 +10,18 @@ from pathlib import Path
 import jinja2
 import msgspec
 
-from ..located import located
 from ..plan import Plan
 
 
 def ray_script(plan: Plan) -> str:
     """The script's text, which finds the files of the plan from any folder."""
-    plan = located(plan)
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
     pools = dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)])
     states = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
     # Two quotes in a row end no JSON string but an empty one, so three never meet, and no backslash stands last.
-    data = msgspec.json.encode(plan).decode()
+    data = msgspec.json.format(plan.to_json(), indent=-1)
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
     return template.render(plan=plan, pools=states, data=_lines(data), title=title, name=plan.graph.name, size=_size)
 

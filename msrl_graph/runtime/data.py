@@ -7,9 +7,8 @@ same data, whichever kind of file they are in.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import datafile
 from ..chat import Messages, messages
+from ..datafile import bad, where
 from ..diagnostics import Diagnostic, Fault
 from ..graph import Graph
 from ..plan import Data, Plan
@@ -49,10 +50,9 @@ class Looked:
         if 2 * self.out > self.looked:
             help = "state higher bounds, or other data: all else is trained on these few"
             yield Diagnostic("bad-data", f"of {data.path} {self}", data.span, help, "warning")
-        usable = self.rows - self.out
-        if self.looked == self.rows and usable < prompts:
-            message = f"{data.path} has {usable:,} usable rows, and an iteration begins with {prompts:,} prompts"
-            yield Diagnostic("bad-data", message, data.span, "rows come several times in an iteration, in groups of their own", "warning")
+        usable = self.rows - self.out  # or fewer, where not all were looked at
+        if usable < prompts:
+            yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
 
 
 def check(data: Data, plan: Plan) -> Looked:
@@ -77,80 +77,16 @@ def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         message = f"`{path.suffix}` data cannot be read"
         raise Fault(Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)"))
-    try:
-        found = _parquet(data) if _is_parquet(data) else _lines(data)
-        rows = {number: _row(row, number, data, graph) for number, row in found}
-    except FileNotFoundError:
-        raise Fault(Diagnostic("missing-file", f"there is no data file {path}", data.span)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise Fault(Diagnostic("missing-file", f"the data file {path} cannot be read: {error}", data.span)) from None
-    if not rows:
-        raise Fault(Diagnostic("no-data", f"the data file {path} has no rows", data.span))
-    return rows
-
-
-def _is_parquet(data: Data) -> bool:
-    return Path(data.path).suffix == ".parquet"
-
-
-def _lines(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
-    # Not splitlines: a JSON string may hold U+2028 and its like.
-    for number, line in enumerate(Path(data.path).read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _bad(data, number, f"is not JSON: {error.msg} at column {error.colno}") from None
-        if not isinstance(row, dict):
-            raise _bad(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
-        yield number, row
-
-
-def _parquet(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(data.path) as file:
-            there = file.schema_arrow.names
-            for column, name in data.fields.items():
-                if name not in there:
-                    raise _without(data, f"the data file {data.path}", column, there)
-                if there.count(name) > 1:
-                    raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{name}`", data.span))
-            # A part at a time, and of it the fields that are read: a file may hold more than memory does.
-            number = 0
-            for batch in file.iter_batches(columns=list(dict.fromkeys(data.fields.values()))):
-                for row in batch.to_pylist():
-                    yield (number := number + 1), row
-    except pa.ArrowInvalid as error:
-        raise Fault(Diagnostic("bad-data", f"the data file {data.path} is no Parquet file: {error}", data.span)) from None
-
-
-def _where(data: Data, number: int) -> str:
-    return f"{'row' if _is_parquet(data) else 'line'} {number} of {data.path}"
-
-
-def _bad(data: Data, number: int, what: str, help: str = "") -> Fault:
-    return Fault(Diagnostic("bad-data", f"{_where(data, number)} {what}", data.span, help))
-
-
-def _without(data: Data, what: str, column: str, there: Iterable[str]) -> Fault:
-    message = f"{what} has no field `{data.fields[column]}`, which the column `{column}` reads"
-    fields = ", ".join(f"`{k}`" for k in there) or "none"
-    return Fault(Diagnostic("bad-data", message, data.span, f"its fields are {fields}"))
+    return {number: _row(row, number, data, graph) for number, row in datafile.rows(data)}
 
 
 def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:
     found = {}
     for column, name in data.fields.items():
-        if name not in row:
-            raise _without(data, _where(data, number), column, row)
         try:
             found[column] = fields.take(row[name], graph.column(column))
         except fields.Misfit as misfit:
-            raise _bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
+            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
     return found
 
 
@@ -220,7 +156,7 @@ class Dataset:
         if len(prompts) > 1 or None in prompts:
             others = " and ".join(f"`{self.data.fields[c]}`" for c in before)
             what = f"has messages in `{self.data.fields[name]}`, and before it, in {others}, not one list of messages"
-            raise _bad(self.data, line, what, "write both as messages, or the response as text")
+            raise bad(self.data, line, what, "write both as messages, or the response as text")
         return self._rendered(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
 
     def _rendered(self, name: str, line: int, render: Callable[..., str], *given: str | Messages) -> str:
@@ -228,7 +164,7 @@ class Dataset:
             return render(*given)
         except BadMessages as error:
             help = "name the folder of a model that was trained to chat, or write the field as text"
-            raise _bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
+            raise bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _match(self) -> None:
         """Looks at columns that are as long as another."""
@@ -241,7 +177,7 @@ class Dataset:
             if len(wrong := np.flatnonzero(column.lengths != wanted * each)):
                 row = wrong[0]
                 what = f"has {column.lengths[row] // each} values in `{self.data.fields[name]}`"
-                raise _bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
+                raise bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
 
     def _fits(self, name: str, plan: Plan) -> Array:
         """The rows whose column is no longer than its bound, nor empty where a model reads it."""
@@ -266,7 +202,7 @@ class Dataset:
         ids, line = column[strange[0]], self.lines[strange[0]]
         token = int(ids[(ids < 0) | (ids >= size)][0])
         text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
-        what = f"{_where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
+        what = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
         help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
         if text is None:
             help = "the ids are of another tokenizer: write the field as text or messages"
@@ -285,8 +221,8 @@ class Dataset:
         weights = np.asarray(weights, np.float64)
         assert weights.shape == (len(self),), f"{weights.shape} weights for {len(self)} rows"
         if len(wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
-            where = _where(self.data, self.lines[self.usable[wrong[0]]])
-            raise ValueError(f"the weight of {where} is {weights[wrong[0]]:g}, where a finite number of 0 or more belongs")
+            row = where(self.data, self.lines[self.usable[wrong[0]]])
+            raise ValueError(f"the weight of {row} is {weights[wrong[0]]:g}, where a finite number of 0 or more belongs")
         return order.drawn(self.seed, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, Column]:

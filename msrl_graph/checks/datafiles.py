@@ -1,0 +1,36 @@
+"""The data files: whether those at hand have the fields that the deploy reads, and rows for an iteration.
+
+Invariant: only the head of a file is read; a run looks at all of it before it starts, and tells the same of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ..datafile import few, head
+from ..diagnostics import Diagnostic, Fault
+from ..paths import is_file
+from ..plan import Plan
+
+
+def check(plan: Plan) -> list[Diagnostic]:
+    """What is wrong with the files on this machine. One that has no rows, or cannot be read, is a warning, as one that is not there."""
+    return list(_found(plan))
+
+
+def _found(plan: Plan) -> Iterator[Diagnostic]:
+    for name, data in plan.deploy.data.items():
+        if not is_file(Path(data.path)):
+            continue  # told
+        most = plan.graph.rows[0] if name == "source" else 1
+        try:
+            count = head(data, most)
+        except ModuleNotFoundError:
+            continue  # what reads Parquet comes with what runs plans
+        except Fault as fault:
+            yield from (replace(d, severity="warning") if d.code in ("missing-file", "no-data") else d for d in fault.diagnostics)
+            continue
+        if count < most:
+            yield few(data, f"{count:,} row{'s' * (count > 1)}", most)

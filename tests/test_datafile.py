@@ -1,0 +1,175 @@
+"""Data files as compiling reads them: as a run does, from their head alone, and what is told as help helps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from msrl_graph import Fault, compile, datafile
+from msrl_graph.cli import compile_main, run_main
+from msrl_graph.diagnostics import Diagnostic
+from msrl_graph.plan import Data
+from msrl_graph.runtime import data as runtime
+
+PROGRAM = """import grpo
+cluster one {{ device = "cpu" }}
+deploy grpo on one {{
+  set prompts      = 4
+  set prompt_len   = 8
+  set response_len = 8
+  model policy = "tiny"
+  data source  = "{file}"{fields}
+}}
+"""
+ROW = {"question": "1+1=", "answers": "2", "level": 1}
+KINDS = ("rows.jsonl", "rows.parquet")
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def program(folder: Path, file: str = "rows.jsonl", fields: str = "") -> Path:
+    (folder / "p.rlg").write_text(PROGRAM.format(file=file, fields=fields and f" {{ {fields} }}"), encoding="utf-8")
+    return folder / "p.rlg"
+
+
+def told(path: Path) -> tuple[Diagnostic, ...]:
+    with pytest.raises(Fault) as caught:
+        compile(path)
+    return caught.value.diagnostics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_that_is_not_there_is_told_where_it_is_named_and_as_a_run_does(tmp_path: Path, kind: str) -> None:
+    written(tmp_path / kind, [ROW] * 4)
+    path = program(tmp_path, kind, 'prompt = "problem"')
+    found = told(path)
+    assert [d.code for d in found] == ["bad-data"] * 2
+    text = path.read_text(encoding="utf-8").split("\n")
+    places = [text[d.span.line - 1][d.span.column - 1 :] for d in found]
+    assert places[0].startswith('"problem"') and places[1].startswith(f'"{kind}"')
+    data = Data("source", str(tmp_path / kind), {"prompt": "problem", "answer": "answer"}, found[1].span, {"prompt": found[0].span})
+    with pytest.raises(Fault) as caught:
+        list(datafile.rows(data))
+    assert caught.value.diagnostics == found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_is_applied(tmp_path: Path, kind: str) -> None:
+    written(tmp_path / kind, [ROW] * 4)
+    (answer,) = told(program(tmp_path, kind, 'prompt = "question"'))
+    assert answer.help.startswith('write `{ answer = "answers" }`; its fields are `question`, ')
+    (answer,) = told(program(tmp_path, kind, 'prompt = "question", answer = "solution"'))  # nearer to `question`, which is taken
+    assert answer.help.startswith("did you mean `answers`? its fields are ")
+    (prompt,) = told(program(tmp_path, kind, 'prompt = "qestion", answer = "answers"'))
+    assert prompt.help.startswith("did you mean `question`? ")
+    compile(program(tmp_path, kind, 'prompt = "question", answer = "answers"'))
+
+
+def test_many_fields_are_not_all_named(tmp_path: Path) -> None:
+    written(tmp_path / "rows.jsonl", [{f"f{i}": i for i in range(40)}])
+    assert told(program(tmp_path))[0].help.endswith("`f11` and 28 more")
+
+
+WRONG = ['{"prompt": "1"\n', "[1]\n", '{"prompt": ' + "[" * 100_000 + "\n", '{"prompt": ' + "9" * 5000 + "}\n"]
+
+
+@pytest.mark.parametrize("line", WRONG, ids=["cut", "list", "deep", "digits"])
+def test_an_early_row_is_told_by_compiling_and_a_later_one_by_a_run(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "1+1=", "answer": "2"}
+    for before, status in ((3, 1), (datafile.LOOKED, 0)):
+        written(tmp_path / "rows.jsonl", [row] * before + [line])
+        capsys.readouterr()
+        assert compile_main([str(program(tmp_path)), "--check"]) == status
+        assert (f"error[bad-data]: line {before + 1} of " in capsys.readouterr().err) == (status == 1)
+        assert run_main([str(program(tmp_path)), "--dry-run"]) == 1
+        assert f"error[bad-data]: line {before + 1} of " in capsys.readouterr().err
+
+
+def data(path: Path) -> Data:
+    return Data("source", str(path), {"prompt": "prompt"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_counted_as_far_as_they_are_asked_for(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path / kind, [{"prompt": "1"}] * 250)
+    assert [datafile.head(data(path), most) for most in (1, 100, 249, 250, 251, 10_000)] == [1, 100, 249, 250, 250, 250]
+
+
+def test_blank_lines_are_no_rows_and_lines_end_as_editors_write_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt": "c"}'.encode())
+    assert datafile.head(data(path), 9) == 2
+    assert list(datafile.rows(data(path))) == [(1, {"prompt": "a\u2028b"}), (4, {"prompt": "c"})]
+
+
+@pytest.mark.parametrize("size", [10, 300])
+def test_no_more_than_the_head_is_read(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "x" * size}] * 20)
+    monkeypatch.setattr(datafile, "CHARACTERS", 200)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("no JSON")
+    assert datafile.head(data(path), 1000) == 1000  # how many there are is not known
+    with pytest.raises(Fault, match=r"line 21 of .* is not JSON"):
+        list(datafile.rows(data(path)))
+
+
+def test_a_file_that_ends_with_the_head_is_known_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "rows.jsonl", [{"prompt": "x"}] * 3)
+    for more, count in ((1, 3), (0, 9), (-1, 9)):
+        monkeypatch.setattr(datafile, "CHARACTERS", path.stat().st_size + more)
+        assert datafile.head(data(path), 9) == count
+
+
+def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 3)
+    folder = Path(__file__).parent.parent / "examples" / "arithmetic" / "model"
+    path = program(tmp_path)
+    path.write_text(path.read_text(encoding="utf-8").replace('"tiny"', f'"{folder}"'), encoding="utf-8")
+    assert compile_main([str(path), "--check"]) == 0
+    assert "rows.jsonl has 3 rows, and an iteration begins with 4 prompts" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text(compile(path).to_json(), encoding="utf-8")
+    for name in ("p.rlg", "plan.json"):
+        assert run_main([str(tmp_path / name), "--dry-run"]) == 0
+        assert capsys.readouterr().err.count("warning[few-rows]") == 1
+
+
+def test_few_rows_of_many_that_are_not_looked_at(tmp_path: Path) -> None:
+    looked = runtime.Looked(rows=3000, looked=1000, out=10)
+    found = [[d.message for d in looked.doubts(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
+    assert found == [[], [f"{tmp_path}/d.jsonl has at most 2,990 usable rows, and an iteration begins with 2,991 prompts"]]
+
+
+@pytest.mark.parametrize(("content", "code"), [(b'{"prompt": "\xff"}\n', "missing-file"), (b"\n", "no-data")])
+def test_a_file_without_rows_can_be_planned_with(tmp_path: Path, content: bytes, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    assert compile_main([str(program(tmp_path)), "--check"]) == 0
+    assert f"warning[{code}]: the data file " in capsys.readouterr().err
+    assert run_main([str(program(tmp_path)), "--dry-run", "--diagnostics", "concise"]) == 1
+    assert [f"[{code}]" in line for line in capsys.readouterr().err.splitlines() if "rows.jsonl" in line] == [True]
+
+
+LIGHT = """
+import sys
+from msrl_graph.cli import compile_main
+assert compile_main([sys.argv[1], "--check"]) == 0
+print([m for m in ("numpy", "pyarrow", "torch") if m in sys.modules])
+"""
+
+
+def test_looking_into_a_file_imports_nothing_heavy(tmp_path: Path) -> None:
+    written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 4)
+    done = subprocess.run([sys.executable, "-c", LIGHT, str(program(tmp_path))], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
