@@ -124,7 +124,8 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
 )
 def test_a_plan_notes_what_a_run_would_refuse(body: str, note: list[str]) -> None:
     head = f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "cpu", devices_per_node = 2 }}\n'
-    deploy = 'deploy mine on one { model policy = "./model"\n data source = "train.jsonl"\n set prompts = 8\n set group = 2 }'
+    deploy = 'deploy mine on one { model policy = "./model"\n data source = "train.jsonl"\n SETS }'
+    deploy = deploy.replace("SETS", "\n".join(f"set {p}" for p in ("prompts = 8", "group = 2", "prompt_len = 6", "response_len = 5")))
     source = Source("program.rlg", head + deploy, TESTS.parent / "examples" / "arithmetic")
     plan = translate(source).plan
     assert plan is not None

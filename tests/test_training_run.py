@@ -16,6 +16,8 @@ algorithm pairs extends dpo {
 cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
 deploy pairs on laptop {
   set pairs = 16
+  set prompt_len = 6
+  set response_len = 5
   model policy = "./model"
   data source = "pairs.jsonl"
   layout actor.update { dp = 2, zero = 3 }
