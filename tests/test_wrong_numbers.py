@@ -320,7 +320,9 @@ def test_a_run_ends_at_the_first_wrong_number(place):
     assert (code, out) == (3, ""), err
     where = "`host.reward` (line 26 of p.rlg) failed on the batch 0, row 5 of iteration 0"
     told = f"error[run-failed]: {where}: BadResult: it returned nan for `reward`"
-    assert err == told + "; the files of the run so far are in a\n"
+    first, *rows, log = err.splitlines()
+    assert first == told + "; the files of the run so far are in a"
+    assert [line.split(":")[0] for line in rows] == ["  response", "  answer"] and log == "  all of it is in logs/functions-of-host-0.log"
     assert metrics(place.folder / "a") == []
     place.assert_clean()
 
@@ -362,7 +364,7 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
 def test_a_row_far_down_that_cannot_be_used_is_told_before_training(place):
     path = own_model(place) / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "?", "special": False})
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "?", "special": True})
     path.write_text(json.dumps(tokenizer))
     rows = ['{"prompt": "1+1=", "answer": "2"}\n'] * LOOKED + ['{"prompt": "1+?=", "answer": "2"}\n']
     (place.folder / "odd.jsonl").write_text("".join(rows))

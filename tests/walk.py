@@ -100,7 +100,7 @@ class Walk(Rank):
     def at(self, what):
         pass
 
-    def flush(self):
+    def flush(self, task):
         return {}
 
     def walk(self, instructions, task):
