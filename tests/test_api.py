@@ -133,6 +133,28 @@ def test_a_function_of_a_file_stays_there_and_a_wrapped_one_is_its_own_files():
     assert shipped.home(Path.exists) is None and shipped.home(len) is None
 
 
+if shipped.home is not None:  # as under a guard
+
+    def guarded(response, answer):
+        return 0.5
+
+
+def doubled(response, answer):
+    return 0.0
+
+
+if doubled is not None:
+
+    def doubled(response, answer):
+        return 0.25
+
+
+def test_a_function_under_an_if_is_kept_by_value():
+    """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at the top level."""
+    assert shipped.home(guarded) is None and shipped.home(doubled) is None
+    assert kept(guarded)[0]("a", "b") == 0.5 and kept(doubled)[0]("a", "b") == 0.25
+
+
 @pytest.mark.slow
 def test_a_lambda_of_a_script_without_a_guard_trains(tmp_path):
     lambda_ = "lambda response, answer: float(len(response) < 4) + bonus"

@@ -1,4 +1,4 @@
-"""Functions that have no home in a file, as lambdas, those within functions, and those of notebooks and `python -c`: kept by value.
+"""Functions that have no home in a file, kept by value: lambdas, those within functions or under an `if`, those of notebooks.
 
 Invariant: what is given is a Python file like any other, whose signature the compiler reads and whose function the processes of a run load;
 beside it lies the function itself, as cloudpickle wrote it. A plan that names it runs as long as both lie there.
@@ -6,6 +6,7 @@ beside it lies the function itself, as cloudpickle wrote it. A plan that names i
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import os
@@ -40,7 +41,19 @@ def home(function: Callable[..., object]) -> tuple[Path, str] | None:
     path = Path(str(getattr(module, "__file__", None) or ""))
     # A decorated function's code may stand elsewhere; its name is where it was put.
     there = isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is function
-    return (path.resolve(), name) if there and is_file(path) and path.suffix == ".py" else None
+    there = there and is_file(path) and path.suffix == ".py" and _stands(function, path, name)
+    return (path.resolve(), name) if there else None
+
+
+def _stands(function: Callable[..., object], path: Path, name: str) -> bool:
+    """Whether the file defines it at its top level. Under an `if`, as of `__main__`, neither the compiler nor a process would find it."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or Path(code.co_filename).resolve() != path.resolve():
+        return bool(found)
+    # One of the same name under an `if` may have taken its place.
+    return any(min(x.lineno for x in (i, *i.decorator_list)) <= code.co_firstlineno <= (i.end_lineno or i.lineno) for i in found)
 
 
 def ship(function: Given) -> tuple[Path, str]:
