@@ -12,7 +12,7 @@ from test_functions import call, results
 
 from msrl_graph import Fault, compile
 from msrl_graph.functions import signatures
-from msrl_graph.runtime.calling import Weigher
+from msrl_graph.runtime.calling import Weigher, scarce
 from msrl_graph.runtime.data import Dataset
 from msrl_graph.runtime.readers import Task
 from msrl_graph.runtime.report import RunError
@@ -29,6 +29,7 @@ cluster laptop {{ device = "cpu" }}
 deploy mine on laptop {{
   set prompts = 2
   set prompt_len = 6
+  set response_len = 5
   model policy = "{model}"
   data source  = "rows.jsonl"
 }}
@@ -76,6 +77,32 @@ def test_wrong_weights_are_told_with_what_they_were_made_of(tmp_path: Path) -> N
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return 1 / 0\n")({}, Task("train", 0, 2))
     with pytest.raises(Fault, match="`f` needs `hardness`, and the source has no column or state of this name"):
         weigher(tmp_path, '"mine.py:f"', "def f(hardness): return hardness\n")
+
+
+@pytest.mark.parametrize(("value", "shown"), [("-1", "-1"), ("np.nan", "nan"), ("np.inf", "inf")])
+def test_a_weight_that_is_none_is_told_with_its_row(tmp_path: Path, value: str, shown: str) -> None:
+    """By its line of the file: line 2 is too long to be used."""
+    told = rf"returned {shown} for line 3 of .*rows.jsonl, where a finite number of 0 or more belongs"
+    with pytest.raises(RunError, match=told):
+        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [1.0, {value}, 1.0]\n")({}, Task("train", 0, 2))
+    with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl, and so of 1 more of 3, where"):
+        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [{value}, 0, {value}]\n")({}, Task("train", 0, 2))
+
+
+def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_there_are_no_others(tmp_path: Path) -> None:
+    """Once an iteration: in its first round that takes some, not where a pass over all rows begins anew."""
+    with pytest.raises(RunError, match="returned 0 for each of 3 rows of the data in iteration 4: there is none to draw"):
+        weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return difficulty * 0\n")({}, Task("train", 4, 2))
+    weigh = weigher(tmp_path, '"mine.py:f"', "def f(difficulty, *, iteration): return [0, 1, iteration]\n")
+    told = [
+        [len(scarce(weigh.source, task, weigh({}, task), first)) for first in (0, 2, 4)]
+        for task in (Task("train", 0, 2), Task("train", 1, 2))
+    ]
+    assert told == [[1, 0, 0], [0, 1, 0]]
+    task = Task("train", 0, 2)
+    (remark,) = scarce(weigh.source, task, weigh({}, task), 0)
+    assert remark.endswith(": only 1 of 3 rows of the data have a weight above 0, so iteration 0 takes rows of weight 0 too")
+    assert not scarce(weigh.source, task, np.ones(3), 2)
 
 
 def test_a_function_is_told_the_iteration(tmp_path: Path) -> None:

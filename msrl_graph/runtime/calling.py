@@ -247,7 +247,7 @@ class Weigher:
         expr = source.attributes["weights"]
         self.call, signature = called(expr, "function")
         self.options, renamed = _options(expr), expr.columns()
-        self.filled, self.rows = Filled(signature, source, plan), len(data)
+        self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
         self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
         self.columns: dict[str, Any] = {}  # of the data, by parameter: they stay as they are
         for parameter, name in self.bound:
@@ -259,7 +259,7 @@ class Weigher:
                 self.columns[parameter] = column.values if plain else seen(column, element, range(self.rows), text, tokens)
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
-        """The weights of an iteration; `tables` are the states of each row."""
+        """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
         states = {**task.states, **tables}
         given = {p: states[name] for p, name in self.bound if name in states} | self.columns
         try:
@@ -267,10 +267,24 @@ class Weigher:
             found = np.asarray(result, np.float64)
         except Exception as error:
             raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
-        if found.shape != (self.rows,) or not np.isfinite(found).all() or (found < 0).any():
-            what = f"`weights` of the source ({self.source.span.place}) returned {brief(result)}"
-            raise RunError(f"{what}, where a number of 0 or more belongs for each of {self.rows} rows of the data")
+        what = f"`weights` of the source ({self.source.span.place})"
+        if found.shape != (self.rows,):
+            raise RunError(f"{what} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} rows of the data")
+        if len(wrong := np.flatnonzero(~(np.isfinite(found) & (found >= 0)))):
+            row, more = self.data.where(int(wrong[0])), f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else ""
+            raise RunError(f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs")
+        if not found.any():
+            raise RunError(f"{what} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: there is none to draw")
         return found
+
+
+def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
+    """What to tell of an iteration whose prompts from `first` on are the first of it that only rows of weight 0 were left for."""
+    some = np.count_nonzero(weights)
+    if not first <= some < min(first + task.prompts, len(weights)):
+        return []
+    few = f"only {some} of {len(weights)} rows of the data have a weight above 0"
+    return [f"`weights` of the source ({source.span.place}): {few}, so iteration {task.number} takes rows of weight 0 too"]
 
 
 def _options(call: Expr) -> dict[str, Any]:

@@ -211,18 +211,17 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.usable)
 
+    def where(self, index: int) -> str:
+        """The place of a usable row in the file, in words."""
+        return where(self.data, self.lines[self.usable[index]])
+
     def indices(self, position: int, count: int) -> Array:
         """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
         return order.shuffled(self.seed, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
-        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row: without replacement, those of weight 0
-        last. ValueError for a weight that is negative or not finite."""
-        weights = np.asarray(weights, np.float64)
-        assert weights.shape == (len(self),), f"{weights.shape} weights for {len(self)} rows"
-        if len(wrong := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
-            row = where(self.data, self.lines[self.usable[wrong[0]]])
-            raise ValueError(f"the weight of {row} is {weights[wrong[0]]:g}, where a finite number of 0 or more belongs")
+        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not negative: without
+        replacement, those of weight 0 last."""
         return order.drawn(self.seed, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, Column]:

@@ -21,7 +21,7 @@ from ..plan import from_json
 from . import log, rows
 from .actors import settle
 from .blame import blame
-from .calling import Function, Weigher
+from .calling import Function, Weigher, scarce
 from .client import Client
 from .columns import Array, Column
 from .data import Dataset
@@ -121,6 +121,7 @@ class FunctionHost:
             with self._noted(self.plan.graph.node("source"), f"what `weights` reads in {task.key}"):
                 weights = self.weigh(tables, task)
             chosen = dataset.drawn(weights, task.number, first, task.prompts)
+            report.remarks += scarce(self.plan.graph.node("source"), task, weights, first)
         else:
             chosen = dataset.indices(task.position + first, task.prompts)
         columns = dataset.take(chosen)
