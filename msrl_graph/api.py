@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -72,8 +73,16 @@ def run(
     except Fault as fault:
         from .pipeline import rendered
 
+        fault.diagnostics = tuple(replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics)
         fault.text = "\n".join(rendered(None, fault.diagnostics))
         raise
+
+
+def _by_keyword(text: str) -> str:
+    """What names flags of msrl-run, with the arguments of `run` in their place."""
+    text = re.sub(r"(?<!\S)--(overwrite|record)\b", r"`\1=True`", text)
+    text = re.sub(r"(?<!\S)--(resume|iterations) (?=\S)", r"\1=", text)
+    return re.sub(r"(?<!\S)--(out|replay)\b", r"`\1`", text)
 
 
 def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:

@@ -52,6 +52,10 @@ def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsy
     save(ran, plan, 2)
     assert run_main([PROGRAM, "--out", "ran"]) == 1
     assert capsys.readouterr().err == f"{told}go on with the run in it: --resume ran, or replace its results: --overwrite\n"
+    with pytest.raises(Fault) as fault:
+        run(plan, out="ran")
+    help = "name another with `out`, go on with the run in it: resume=ran, or replace its results: `overwrite=True`"
+    assert fault.value.diagnostics[0].help == help and str(fault.value).endswith(f"= help: {help}")
     assert run_main([PROGRAM, "--out", "ran", "--overwrite", "--dry-run"]) == 0
     assert run_main([PROGRAM, "--resume", "ran", "--dry-run"]) == 0
     run(plan, out="ran", overwrite=True, dry_run=True)
@@ -77,6 +81,23 @@ def test_what_is_no_runs_folder_is_not_overwritten(tmp_path, monkeypatch, capsys
     assert {p.name for p in tmp_path.iterdir()} == {"weights", "logs"}
 
 
+def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, capsys):
+    """Whatever the system says only as it is asked for the folder: a process file system seems to be one that can be written to."""
+    monkeypatch.chdir(tmp_path)
+    Path("afile").write_text("")
+    long = "x" * 300
+    for out, told in (
+        ("/proc/x", "/proc/x cannot be made: "),
+        (long, f"{long} cannot be made: File name too long\n"),
+        ("afile", "afile is a file\n"),
+        ("afile/x", "afile/x cannot be made: afile is not a folder that can be written to\n"),
+    ):
+        assert run_main([PROGRAM, "--out", out]) == 1
+        found = capsys.readouterr().err
+        assert f"error[bad-value]: the output folder {told}" in found and found.endswith("= help: name another with --out\n")
+    assert {p.name for p in tmp_path.iterdir()} == {"afile"}
+
+
 def test_overwrite_leaves_what_the_run_reads(ran, plan, capsys):
     shutil.copytree(EXAMPLE / "model", ran / "weights" / "actor")
     text = Path(PROGRAM).read_text().replace('"./model"', '"ran/weights/actor"').replace('"train', f'"{EXAMPLE}/train')
@@ -85,7 +106,7 @@ def test_overwrite_leaves_what_the_run_reads(ran, plan, capsys):
     told = f"error[bad-value]: --overwrite would remove {Path.cwd()}/ran/weights/actor, which the run reads\n"
     assert told in capsys.readouterr().err
     (ran / "rows" / "000000.parquet").write_text("rows")
-    with pytest.raises(Fault, match=f"--overwrite would remove {Path.cwd()}/ran/rows, which the run reads"):
+    with pytest.raises(Fault, match=f"`overwrite=True` would remove {Path.cwd()}/ran/rows, which the run reads"):
         run(plan, out="ran", overwrite=True, replay="ran", iterations=1)
     assert {p.name for p in ran.iterdir()} == {*MADE, "notes.md"} - {"checkpoints"}
 

@@ -35,11 +35,20 @@ MADE = (
 
 def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
     """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads none of them."""
+    try:
+        return _chosen(plan, out, overwrite, replay)
+    except OSError as error:  # a name that is too long, a folder that none may look into
+        raise _unfit(out, error) from None
+
+
+def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) -> Path:
     names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
     folder = Path(out) if out is not None else next(p for p in names if not p.exists())
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
     what, help = "", "name another with --out"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        what = "is a file"
+    elif folder.exists() and any(folder.iterdir()):
         ran = (folder / "logs" / "driver.log").is_file()
         if overwrite and ran:
             return _replaced(plan, folder, replay)
@@ -57,6 +66,12 @@ def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: 
     if what:
         raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
     return folder
+
+
+def _unfit(folder: Path | str | None, error: OSError) -> Fault:
+    """What the system says of a folder that it does not give."""
+    what = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
+    return Fault(Diagnostic("bad-value", what, help="name another with --out"))
 
 
 def _replaced(plan: Plan, folder: Path, replay: str) -> Path:
@@ -87,8 +102,12 @@ def make(plan: Plan, folder: Path, stated: bool) -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=stated)
             return folder
-        except FileExistsError:
+        except FileExistsError as error:
+            if stated:
+                raise _unfit(folder, error) from None
             folder = choose(plan, None)
+        except OSError as error:  # as under /proc, which seems to be one that can be written to
+            raise _unfit(folder, error) from None
 
 
 @contextmanager
