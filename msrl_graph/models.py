@@ -93,6 +93,10 @@ def tokens(path: str, special: bool = True) -> dict[int, str] | None:
         return None
 
 
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", name)
+
+
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`.
 
@@ -100,7 +104,11 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     """
     if "/" not in target and target not in (".", ".."):
         if target not in PRESETS:
-            help = nearest(target, PRESETS) or "a folder is written with a slash: `./my-model`"
+            # One of another size is another model.
+            help = nearest(target, [p for p in PRESETS if (sizes := _numbers(target)) == _numbers(p)[: len(sizes)]])
+            if not help.startswith("did"):
+                known = ", ".join(f"`{p}`" for p in PRESETS)
+                help = f"the presets, for plans, are {known}; a run needs a model's folder, written with a slash: `./my-model`"
             if is_folder(folder / target):
                 help = f'for the folder beside the program write `"./{target}"`'
             raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))

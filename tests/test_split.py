@@ -119,6 +119,22 @@ def test_what_cannot_be_run_is_told(tmp_path, judge):
     assert (found.severity, found.message) == ("warning", "`term` could not be tried on made-up rows: ValueError: no")
 
 
+def test_what_is_no_number_a_token_is_an_error_at_the_term(tmp_path, judge):
+    (found,) = own(tmp_path, judge, "return -(r * advantage).mean()")
+    assert (found.code, found.severity) == ("bad-value", "error")
+    assert found.message.startswith("on made-up rows `term` returned a tensor of the shape (), where one of the shape (")
+    assert found.span.line > 0 and "`reduce`" in found.help and "`-> Rows`" in found.help
+
+
+def test_one_number_a_row_is_told_and_its_help_is_true(tmp_path, judge):
+    found = []
+    for rest in ("", ' -> "Rows"'):
+        (folder := tmp_path / str(len(rest))).mkdir()  # a file is read once
+        body = "return torch.stack([x.sum() for x in (-r).split(lengths.tolist())])"
+        found.append([d.severity for d in own(folder, judge, body, "logp, old_logp, lengths", rest)])
+    assert found == [["error"], []]
+
+
 def test_a_mark_makes_it_one_of_the_whole(tmp_path, judge):
     source = "from msrl_graph.algorithms.registry import loss_term\n\n\n@loss_term(scope='mini_batch')\n"
     assert own(tmp_path, judge, source + "def term(logp):\n    return -logp / logp.std()\n") == []

@@ -37,6 +37,12 @@ def load(kind: Kind, name: str) -> Callable[..., Any]:
     return function
 
 
+def scheduled(call: Expr) -> None:
+    """Calls a schedule for the first step of a run; ValueError where its options do not go together."""
+    filled = {"step": 1, "last": 1}
+    load("schedule", str(call.value))(**{name: filled[name] for name in library()["schedule", str(call.value)][0].fills}, **call.options())
+
+
 @lru_cache(maxsize=1 << 10)
 def optimizer(call: Expr) -> Optimizer:
     """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its options do not go

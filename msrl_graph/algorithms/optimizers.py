@@ -109,7 +109,7 @@ def linear(step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: N
     It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters, which may leave
     fewer.
     """
-    return _falling(1 - _after(step, warmup, steps or last), step, peak, warmup, min)
+    return _falling(1 - _after(step, warmup, last, steps), step, peak, warmup, min)
 
 
 @schedule
@@ -119,12 +119,14 @@ def cosine(step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: N
     It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters, which may leave
     fewer.
     """
-    return _falling((1 + math.cos(math.pi * _after(step, warmup, steps or last))) / 2, step, peak, warmup, min)
+    return _falling((1 + math.cos(math.pi * _after(step, warmup, last, steps))) / 2, step, peak, warmup, min)
 
 
-def _after(step: int, warmup: int, steps: int) -> float:
-    """Which part of the way from the end of the warm-up to step `steps` is behind."""
-    return max(0.0, min(1.0, (step - warmup) / max(1, steps - warmup)))
+def _after(step: int, warmup: int, last: int, steps: int | None) -> float:
+    """Which part of the way from the end of the warm-up to step `steps`, or to the last one, is behind."""
+    if steps is not None and 1 < warmup >= steps:  # a warm-up of one step is none
+        raise ValueError(f"`warmup` ends before `steps`, and {warmup} is not below {steps}")
+    return max(0.0, min(1.0, (step - warmup) / max(1, (steps or last) - warmup)))
 
 
 def _falling(part: float, step: int, peak: float, warmup: int, least: float) -> float:

@@ -15,6 +15,7 @@ from ..functions import Signature
 from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..plan import METRICS, reported
 from ..sequences import is_tokens, sequences, tempered
+from . import states
 from .columns import Library
 
 
@@ -94,6 +95,8 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 found.append(Diagnostic("bad-scope", message, span(call, node), "write `per = batch`"))
             elif signature.scope == "group" and not whole:
                 above = _above(graph, level)
+                if {s.per or "batch" for s in states.missets(graph, node)} & {above, "batch"}:
+                    continue  # told there, and what is to be added is as wide, or wider
                 message = f"`{signature.name}` needs all rows of a group at once, and `{node.name}` may get any of them"
                 help = f"add `per = {above}`" if above else "no node above it makes several rows of one"
                 found.append(Diagnostic("bad-scope", message, span(call, node), help))

@@ -6,7 +6,7 @@ Invariant: a state is no column: it needs no path and makes no cycle, since what
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic
-from ..graph import Graph
+from ..graph import Graph, Node, State
 from .columns import Library
 
 
@@ -21,6 +21,11 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def missets(graph: Graph, node: Node) -> list[State]:
+    """The states that a node sets, and whose rows it is not handed together."""
+    return [s for s in graph.states if s.name in node.sets and node.per != (s.per or "batch")]
+
+
 def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     """A state of each row of a column is set where all that is under the row is at hand, one of the run where all rows are; and it is
     read where each row has one."""
@@ -31,7 +36,7 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
             if state.name in node.sets and kinds.get(node.worker, "function") != "function":
                 message = f"`{node.name}` sets the state `{state.name}`, which only a function can"
                 found.append(Diagnostic("bad-scope", message, node.span, "let a `function` worker compute it from what this node writes"))
-            elif state.name in node.sets and node.per != (state.per or "batch"):
+            elif state in missets(graph, node):
                 what = f"one for each `{state.per}`" if state.per else "one for the run"
                 message = f"`{node.name}` sets the state `{state.name}`, {what}, and has `per = {node.per}`"
                 found.append(Diagnostic("bad-scope", message, node.span, f"add `per = {state.per or 'batch'}`"))

@@ -284,9 +284,11 @@ class _Algorithm:
             calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
             # Of several each may take some of the columns.
             if statement == "function" and [c.kind for c in calls] == ["call"]:
-                self._taken(node, calls[0], caller)
+                caller.taken(node, "call", calls[0], self._signature(calls[0], caller))
             elif "environment" in attributes:
-                self._taken(node, attributes["environment"], caller, ("text", "json"))
+                beside = [c.name for c in self.columns.values() if c.element in ("text", "json")]
+                made = attributes["environment"]
+                caller.taken(node, "environment", made, self._signature(made, caller), beside)
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
         self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole)
 
@@ -342,20 +344,6 @@ class _Algorithm:
             for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
                 if key not in given:
                     self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", node.title, f"add `{help}`")
-
-    def _taken(self, node: ast.Node, call: Expr, caller: Caller, elements: tuple[str, ...] = ()) -> None:
-        """Whether the function has a parameter for each column that the node reads, of these elements if some are given."""
-        signature = self._signature(call, caller)
-        renamed = {str(a.value) for a in call.args if a.kind == "column"}
-        for name in node.reads or ():
-            rest = signature.rest and name.text not in caller.states
-            named = name.text in signature.columns and name.text not in call.keys
-            concerns = not elements or (name.text in self.columns and self.columns[name.text].element in elements)
-            if concerns and name.text not in renamed and not rest and not named and name.text in caller.reads:
-                free = [c for c in signature.columns if c not in call.keys]
-                help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
-                message = f"`{signature.name}` does not take `{name.text}`, which the node reads"
-                self.problems.tell("unknown-option", message, name.span, help)
 
     def _signature(self, call: Expr, caller: Caller) -> Signature:
         key: tuple[Kind, str] = ("function", str(call.value))

@@ -156,7 +156,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Node:
-    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its attributes."""
+    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its attributes; `patched` are
+    the keys of those that patches stated."""
 
     label: Name | None
     worker: Name
@@ -166,6 +167,7 @@ class Node:
     attrs: tuple[Attr, ...]
     span: Span
     head: Span
+    patched: tuple[str, ...] = ()
 
     @property
     def title(self) -> Span:

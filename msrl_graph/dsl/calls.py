@@ -5,7 +5,7 @@ Invariant: a lowered call has a key for each argument, an option's name or a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -111,6 +111,33 @@ class Caller:
                 message = f"`{signature.name}` has {len(value.args)} `{option}` for {len(rest)} column{'s' * (len(rest) > 1)}"
                 raise mistake("bad-value", message, value.span, f"give one for each of {', '.join(f'`{c}`' for c in rest)}, in this order")
 
+    def taken(self, node: ast.Node, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None) -> None:
+        """Whether the function that is the attribute `key` has a parameter for each column that the node reads, of these if some are
+        given. Where a patch brought the function, it is to blame, not what the node read before."""
+        takes = {*call.columns().values(), *(c for c in signature.columns if c not in call.keys)}
+        takes |= {*self.reads} - {*self.states} if signature.rest else set()
+        concerns = {*self.reads} if only is None else {*self.reads} & {*only}
+        over = [name for name in node.reads or () if name.text in concerns - takes]
+        if not over:
+            return
+        free = [c for c in signature.columns if c not in call.keys]
+        help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
+        if key not in node.patched:
+            for name in over:
+                self.problems.tell(
+                    "unknown-option", f"`{signature.name}` does not take `{name.text}`, which the node reads", name.span, help
+                )
+            return
+        names = [name.text for name in over]
+        read = [n.text for n in node.reads or () if n.text not in names]
+        must = [c for c in free if c not in signature.optional]
+        read += [c for c in must if c not in read and c in self.columns]
+        if read and {*must} <= {*read}:
+            help = f"let the node read what it takes: `{_head(node, read)} {{ {', '.join(f'{a.key.text} = …' for a in node.attrs)} }}`"
+        message = f"`{signature.name}` does not take {', '.join(f'`{n}`' for n in names)}, which `{self.node}` reads"
+        note = ((over[0].span.to(over[-1].span), "it is read here"),)
+        self.problems.found += mistake("unknown-option", message, call.span, help, related=note).diagnostics
+
     def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
         column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
         column = column and signature.kind != "optimizer"
@@ -186,6 +213,13 @@ class Caller:
         help = f"write `{value.value}`, without quotes" if value.value in option.words else ""
         message = f"`{option.name}` of `{signature.name}` takes {words}, not {shown(value)}"
         raise mistake("bad-value", message, expr.span, help, origin(expr, names))
+
+
+def _head(node: ast.Node, reads: Sequence[str]) -> str:
+    """The statement of a node without its attributes, reading something else."""
+    label = f"{node.label.text}: " if node.label else ""
+    writes = f" -> {', '.join(n.text for n in node.writes)}" if node.writes else ""
+    return f"node {label}{node.worker.text}.{node.verb.text}({', '.join(reads)}){writes}"
 
 
 def _typed(kind: Plain, value: Expr, what: str, related: tuple[tuple[Span, str], ...]) -> Expr:

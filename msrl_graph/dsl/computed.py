@@ -85,6 +85,13 @@ class Environment:
         if step.fills or not step.columns or must not in ([], [*step.columns[:1]]):
             help = "write `def step(self, text)`; `rng`, `tokenizer` and `iteration` are for `reset`"
             raise mistake("unknown-function", f"`{step.name}` takes something else than one text", expr.span, help)
+        if (made := found[name].get("__init__")) is not None:
+            needs = [] if made.rest else [p for p in made.columns if p not in made.optional]
+            needs += [o.name for o in made.options if o.required]
+            if needs:
+                help = f"give `{needs[0]}` a default, or take it in `reset`, which is given the row's columns"
+                what = f"`{made.name}` needs `{needs[0]}`, and an instance is made without arguments"
+                raise mistake("unknown-function", what, expr.span, help)
         call = Expr("call", f"{path}:{name}", span=expr.span)
         self.caller.used["function", str(call.value)] = (found[name]["reset"], str(path))
         return call
@@ -279,7 +286,14 @@ class Rate:
         if quoted is not None and (quoted is expr or ".py:" in quoted.name.text):
             return self._bound(_call_in_file(caller, quoted, "schedule", names))
         if isinstance(expr, ast.Call):
-            return self._bound(caller.call(expr, _find(caller.library, "schedule", expr.name), names))
+            found = len(caller.problems.found)
+            call = self._bound(caller.call(expr, _find(caller.library, "schedule", expr.name), names))
+            if len(caller.problems.found) == found:
+                try:
+                    algorithms.scheduled(call)
+                except ValueError as error:  # options that do not go together
+                    raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
+            return call
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
             return Number(0).fit(key, evaluate(expr, names), origin(expr, names))
         if expr.text in caller.states:

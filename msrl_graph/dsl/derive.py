@@ -156,7 +156,8 @@ class _Written:
         kept = [new.pop(a.key.text, a) for a in old.attrs]
         # What is stated twice in one patch is told as in any statement.
         again = [a for a in node.attrs if a not in kept and a.key.text not in new]
-        self.declared[key] = replace(old, attrs=(*kept, *new.values(), *again))
+        patched = (*old.patched, *(a.key.text for a in node.attrs))
+        self.declared[key] = replace(old, attrs=(*kept, *new.values(), *again), patched=patched)
 
     # drop
 
@@ -183,7 +184,8 @@ class _Written:
         for name in names:
             gone = self.declared.pop(("node", name))
             assert isinstance(gone, ast.Node)
-            self.dropped |= {column.text: Dropped(ref.span, name) for column in gone.writes}
+            # Of what is dropped itself that is the cause.
+            self.dropped |= {column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared}
         self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
 
     def _drop_column(self, name: str) -> None:

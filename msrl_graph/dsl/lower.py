@@ -116,8 +116,11 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         return context.folder if span.file == file.path else Path(span.file).parent
 
     for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
-        if (whole := derive(item, algorithms, problems, broken)) is not None:
+        gone: dict[str, Dropped] = {}
+        if (whole := derive(item, algorithms, problems, broken, gone)) is not None:
+            before = len(problems.found)
             lower_algorithm(whole, (), context.library, folder, problems)
+            problems.found[before:] = [missed(d, gone) for d in problems.found[before:]]
     dropped: dict[str, Dropped] = {}
     if chosen is not None and (whole := derive(chosen, algorithms, problems, broken, dropped)) is not None:
         before = len(problems.found)

@@ -25,6 +25,7 @@ from ..plan import Plan
 from ..sequences import sequences
 from . import loss
 from .ahead import FIELDS
+from .blame import BadResult
 from .columns import DTYPES, Array, Column, offsets_of
 from .packing import Given
 from .tried import own_terms, untried
@@ -44,6 +45,9 @@ def _found(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
     try:
         if loss.of_mini_batch(node) or all(per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
             return None
+    except BadResult as error:  # of any rows it would be
+        help = "return a number a token, and leave means and sums to `reduce`; or one a row, and annotate the term `-> Rows`"
+        return Diagnostic("bad-value", f"on made-up rows {error}", span(call, node), help)
     except Exception as error:
         return untried(node, call, f"{type(error).__name__}: {error}")
     name = str(call.value).rpartition(":")[2]
