@@ -33,12 +33,14 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
     logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
     prompts, all_rows = np.arange(4), np.arange(8)
     columns = {
-        "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS]) if changes else ragged(PROMPTS, np.int32),
+        "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS]) if TEXT in changes else ragged(PROMPTS, np.int32),
         "answer": texts(["21", "ä", "", "1"]),
         "response": ragged(responses, np.int32),
         "reward": Column(np.arange(8, dtype=np.float32) / 2),
         "response.logp": logp,
     }
+    if any(c.name == "response_logp" for c in plan.graph.columns):
+        columns["response_logp"] = ragged([np.full(len(r), -9.0) for r in responses], np.float32)
     numbered = {name: (prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
     rows.write(folder, plan, numbered, Task("train", iteration, 4))
     return at(folder, plan, iteration)
@@ -68,6 +70,16 @@ def test_a_file_holds_every_column_by_response(tmp_path):
     assert table["response_logp"][1] == [-0.5] * 4
     assert table["response_text"] == [TOKENIZER.decode(r.tolist(), skip_special_tokens=False) for r in RESPONSES]
     assert table["prompt_text"][2] == TOKENIZER.decode(PROMPTS[1].tolist(), skip_special_tokens=False)
+
+
+def test_log_probabilities_that_an_infer_wrote_stand_beside_those_that_were_drawn(tmp_path):
+    """Though the column has the name that those of the generator have else; they are what is taken again."""
+    loss = ("ref_logp, advantage) {", "response_logp, advantage) {"), ("kl(low_var)", "kl(low_var, ref_logp = response_logp)")
+    changes = ("ref_logp  :", "response_logp :"), ("-> ref_logp", "-> response_logp"), *loss
+    rows.check(one_rank(*changes), True, "", 0)
+    table = parquet.read_table(written(tmp_path, changes=changes)).to_pydict()
+    assert table["response_logp"][1] == [-9.0] * 4 and table["response_logp_drawn"][1] == [-0.5] * 4
+    assert replayed(tmp_path, [0, 1], changes=changes)[1][1].tolist() == [-0.5] * 4
 
 
 def test_an_iteration_of_which_no_prompt_was_left(tmp_path):

@@ -56,9 +56,11 @@ def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
     return [Table(column if several else "", column, base, {"row": base, **ids(base)}) for base, column in bases.items()]
 
 
-def _shown(column: str) -> str:
-    """A column's name in the file: a dot, as in `response.logp`, would stand for a part of a column."""
-    return column.replace(".", "_")
+def _shown(graph: Graph, column: str) -> str:
+    """A column's name in the file: a dot, as in `response.logp`, would stand for a part of a column. A declared `response_logp`, as an
+    `infer` may write, keeps its name."""
+    name = column.replace(".", "_")
+    return f"{name}_drawn" if column.endswith(".logp") and any(c.name == name for c in graph.columns) else name
 
 
 def _tokens(plan: Plan) -> list[str]:
@@ -71,8 +73,8 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     """`Fault` for a recording that cannot be written, or does not hold every iteration from `begin` on."""
     found, levels = [], tables(plan.graph)
     declared = {c.name: c for c in plan.graph.columns}
-    hidden = {_shown(name) for node in plan.graph.verb("generate") for name in drawn(plan.graph, node) if name not in declared}
-    hidden |= {_shown(f"{n.name}{VERDICT}") for n in plan.graph.nodes if n.filters}
+    hidden = {_shown(plan.graph, name) for node in plan.graph.verb("generate") for name in drawn(plan.graph, node) if name not in declared}
+    hidden |= {_shown(plan.graph, f"{n.name}{VERDICT}") for n in plan.graph.nodes if n.filters}
     hidden |= {ORIGIN} if any("select" in n.attributes for n in plan.graph.nodes) else set()
     own = {*hidden, *(i for t in levels for i in t.ids), *(f"{name}_text" for name in _tokens(plan))}
     for name in sorted(own & declared.keys()) if record else ():
@@ -137,7 +139,7 @@ def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, columns: 
         wanted = of(rowset, only=rowset in here and name.endswith(VERDICT))  # how often a row goes on is not said of its repeats again
         place = np.minimum(np.searchsorted(there, wanted), max(len(there) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        made[_shown(name)] = _arrow(column, place, np.isin(wanted, there), text)
+        made[_shown(graph, name)] = _arrow(column, place, np.isin(wanted, there), text)
     for name in (n for n in _tokens(plan) if n in made):
         ids = [row or [] for row in made[name].to_pylist()]
         made[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
@@ -190,7 +192,7 @@ class Recording:
         drawn; `columns` name the two."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
-        names = ("row", *context, *map(_shown, columns))
+        names = ("row", *context, *(_shown(self.plan.graph, c) for c in columns))
         if node.name not in self._read or self._read[node.name][0] != path:
             self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
         found = self._read[node.name][1]
