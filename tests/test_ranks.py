@@ -273,10 +273,10 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
     ranks.run(3, swap_engine)
 
 
-def test_threads_of_a_rank_leave_the_core_while_they_wait():
+def test_threads_of_a_rank_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; the plan is none, so no rank is made.
     make = "from msrl_graph.runtime.actors import RankHost\nRankHost.__ray_metadata__.modified_class('', 0, 1, '', '')"
     variables = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
     for stated, turns in (({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")):
-        done = subprocess.run([sys.executable, "-c", make], env=variables | stated, capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", make], env=variables | stated, cwd=tmp_path, capture_output=True, text=True)
         assert f"GOMP_SPINCOUNT = '{turns}'" in done.stderr, done.stderr
