@@ -144,6 +144,18 @@ def test_a_dropped_column_leaves_every_list() -> None:
     assert {w.name for w in graph.workers} == {"actor", "host"} and "kl_coef" not in graph.params
 
 
+def test_a_dropped_state_leaves_every_list() -> None:
+    reads = "prompt, response, old_logp, advantage"
+    update = f"node actor.update({reads}, seen) {{ loss = seen * clip(0.2), optimizer = adamw(lr = 1e-6) }}"
+    node = "node host.seen(reward, seen) -> seen { call = moving_mean(0.9, mean = seen), per = batch }"
+    middle = written("middle", ["state seen : f32 = 0.1", update, node, "host.reward -> host.seen"], "base")
+    base = written("base", [r for r, _ in PIECES])
+    graph = lowered(
+        base + middle + written("own", ["drop host.seen", "drop seen", "node actor.update { loss = clip(0.2) }"], "middle")
+    ).graph
+    assert ", ".join(graph.node("actor.update").reads) == reads and not graph.states
+
+
 def test_functions_of_a_base_lie_beside_its_file(tmp_path: Any) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "mine.py").write_text("def score(response: str, answer: str) -> float:\n    return 0.0\n")

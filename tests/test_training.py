@@ -12,6 +12,7 @@ from stage import EXAMPLE, PROMPTS, Stage, one_rank, share
 from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
+from msrl_graph import compile
 from msrl_graph.checks.weights import lacking
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime import checkpoint
@@ -195,6 +196,23 @@ def pair_loss(stage, columns, kept):
             sums.append(whole.gather(1, tokens).sum() - columns[f"ref_{name}"][i].astype(np.float64).sum())
         found.append(-logsigmoid(0.1 * (sums[0] - sums[1]))[None])
     return model, found
+
+
+def test_raft_pp_is_ppos_ratio_and_clip_of_right_responses():
+    """arXiv:2504.11343: the mean over the responses that are kept of the mean over their tokens."""
+    program = EXAMPLE.parent / "raft_pp" / "raft_pp.rlg"
+    text = program.read_text().replace("mini_batch = 256", "mini_batch = 8")
+    stage = Stage(compile(program, text=text, sets={"prompts": "4", "group": "2"}))
+    columns, kept = stage.sampled(), np.array([0, 3, 4])
+    columns |= {"reward": Column(np.ones(8, np.float32), None)}
+    logp = stage.act("actor.infer", columns)["old_logp"]
+    away = np.random.default_rng(0).normal(0, 0.3, len(logp.values))
+    columns["old_logp"] = Column((logp.values - away).astype(np.float32), logp.offsets)
+    ratios = [np.exp(logp[i].astype(float) - columns["old_logp"][i]) for i in kept]
+    assert any((r > 1.2).any() for r in ratios) and any((r < 0.8).any() for r in ratios)
+    expected = -np.mean([np.minimum(r, np.clip(r, 0.8, 1.2)).mean() for r in ratios])
+    stage.act("actor.update", {name: column.take(kept) for name, column in columns.items()}, rows=kept)
+    assert stage.told.sums["loss"][0] == pytest.approx(expected, rel=1e-5)
 
 
 def norm(model):

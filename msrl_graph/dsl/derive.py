@@ -172,8 +172,8 @@ class _Written:
             if isinstance(gone, ast.Worker):
                 nodes = {key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text}
                 self._drop_nodes(nodes, ref)
-            elif isinstance(gone, ast.Columns):
-                self._drop_column(ref.text)
+            elif isinstance(gone, (ast.Columns, ast.State)):
+                self._drop_from_lists(ref.text)
         else:
             what = "node" if "." in ref.text else "param, column, state, worker or node"
             help = nearest(ref.text, [key[1] for key in self.declared if key[1] != "source"])
@@ -188,7 +188,7 @@ class _Written:
             self.dropped |= {column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared}
         self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
 
-    def _drop_column(self, name: str) -> None:
+    def _drop_from_lists(self, name: str) -> None:
         def without(names: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
             return tuple(n for n in names if n.text != name)
 

@@ -75,7 +75,10 @@ class Recorder:
         line["prompts"] = prompts
         line["phases"] = phases(reports)
         line["dock_bytes"] = moved
-        line["reshard_bytes"] = max((sum(r.bytes.get(f"{e.src} => {e.dst}", 0) for e in self.plan.reshards) for r in reports), default=0)
+        edges = {e.dst: f"{e.src} => {e.dst}" for e in self.plan.reshards}
+        line["reshard_bytes"] = max((sum(r.bytes.get(edge, 0) for edge in edges.values()) for r in reports), default=0)
+        if len(edges) > 1:
+            line |= {f"{node}/reshard_bytes": max(r.bytes.get(edge, 0) for r in reports) for node, edge in edges.items()}
         self._write(line)
         self.lines.append(line)
         self._trace(iteration, reports)
@@ -173,7 +176,8 @@ class Recorder:
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
         for edge in plan.reshards:
             gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
-            received = statistics.median(x["reshard_bytes"] for x in lines)
+            key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
+            received = statistics.median(x[key] for x in lines)
             rows.append((f"{edge.src} => {edge.dst}, received a device", "B", gathered, received, "derived"))
         predicted: dict[str, float] = {}
         for t in plan.traffic:

@@ -44,8 +44,12 @@ class Report:
     def add(self, name: str, start: float) -> None:
         """A stretch from `start` (perf_counter) to now."""
         spent = time.perf_counter() - start
-        self.seconds[name] = self.seconds.get(name, 0.0) + spent
+        self.more(name, spent)
         self.events.append((name, start + _EPOCH, spent))
+
+    def more(self, name: str, seconds: float) -> None:
+        """Seconds that lie within another stretch, or beside one."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def count(self, name: str, total: float, weight: float) -> None:
         old = self.sums.get(name, (0.0, 0.0))

@@ -31,7 +31,7 @@ class Swap:
         # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
         self.sizes = [s.tensor.untyped_storage().nbytes() for s in shards]
         self.host: list[torch.Tensor] = []
-        self.seconds = 0.0  # that the last copy in took, beside whatever ran
+        self._seconds = 0.0  # that copies in took, beside whatever ran, since they were last asked for
         self._thread: threading.Thread | None = None
 
     def copy_out(self) -> None:
@@ -67,7 +67,12 @@ class Swap:
         with torch.no_grad():
             for piece, buffer in zip(self.shards, self.host, strict=True):
                 piece.tensor.copy_(buffer)
-        self.seconds = time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
+
+    def taken(self) -> float:
+        """Seconds that copies in took since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class Move(NamedTuple):

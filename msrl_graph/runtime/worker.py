@@ -104,7 +104,8 @@ class Rank(Training, Generation):
                 self.swaps[worker].wait()
             # A rank of the pool that sends has nothing to fill.
             edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list)
-        report.seconds.update({f"reshard {step}": seconds for step, seconds in edge.seconds.items()})
+        for step, seconds in edge.seconds.items():
+            report.more(f"reshard {step}", seconds)
         report.bytes[f"{instruction.node} => {instruction.other}"] = edge.moved
 
     def _release(self, instruction: Instruction, task: Task, report: Report) -> None:
@@ -117,7 +118,7 @@ class Rank(Training, Generation):
         swap = self.swaps[self.plan.graph.node(instruction.node).worker]
         with report.phase("swap in"):
             swap.wait()
-        report.seconds["swap in copy"] = swap.seconds
+        report.more("swap in copy", swap.taken())
 
     def _run(self, instruction: Instruction, task: Task, report: Report) -> None:
         node = self.plan.graph.node(instruction.node)

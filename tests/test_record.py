@@ -1,0 +1,89 @@
+"""What a run tells of its resharding edges: each beside its own prediction, whoever else moves weights in the same iteration."""
+
+from pathlib import Path
+
+import pytest
+
+from msrl_graph import compile
+from msrl_graph.passes import costs
+from msrl_graph.runtime.record import Recorder
+from msrl_graph.runtime.report import Report
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
+AGAIN = ("node second: actor.generate(prompt, response) -> again { temperature = 0 }", "source -> actor.generate -> second")
+TWICE = (
+    ("  columns {", "  columns {\n    again : i32[<= 5]"),
+    ("  source -> actor.generate", f"  {AGAIN[0]}\n  {AGAIN[1]}"),
+    ("actor.update => actor.generate", "actor.update => actor.generate, second"),
+    ("layout actor.generate { tp = 2 }", "layout actor.generate { tp = 2 }\n  layout second { dp = 2 }"),
+)
+ONE, TWO = "actor.update => actor.generate", "actor.update => second"
+
+
+@pytest.fixture(scope="module")
+def plan():
+    text = EXAMPLE.read_text()
+    for old, new in TWICE:
+        assert old in text
+        text = text.replace(old, new)
+    return compile(EXAMPLE, text=text)
+
+
+def test_what_each_of_two_edges_received(plan, tmp_path):
+    first, second = Report("rank 0"), Report("rank 1")
+    first.bytes, second.bytes = {ONE: 300, TWO: 50}, {ONE: 280, TWO: 90}
+    first.count("reward", 1.0, 2)
+    recorder = Recorder(tmp_path, plan, 0)
+    line = recorder.training(0, 1.0, [first, second], {})
+    assert (line["reshard_bytes"], line["actor.generate/reshard_bytes"], line["second/reshard_bytes"]) == (370, 300, 90)
+    gathered = {e.dst: next(s.bytes for s in e.steps if s.name.endswith("by bucket")) for e in plan.reshards}
+    table = {what: (predicted, measured) for what, _, predicted, measured, _ in recorder.table()}
+    recorder.close()
+    assert table[f"{ONE}, received a device"] == (gathered["actor.generate"], 300)
+    assert table[f"{TWO}, received a device"] == (gathered["second"], 90)
+
+
+def test_seconds_of_two_edges_on_the_same_ranks_are_their_sum(plan):
+    (whole,) = (p for p in plan.estimate.phases if p.name == "reshard")
+    assert whole.seconds.value == pytest.approx(sum(costs.reshard(plan, edge).value for edge in plan.reshards))
+
+
+def test_seconds_of_edges_of_other_ranks_are_the_slowest_ones():
+    """Two policies, each on a device of its own: neither waits for the other's weights."""
+    text = """
+algorithm talk {
+  columns {
+    prompt : i32[<= 6]
+    answer : text
+    said   : i32[<= 5]
+    reply  : i32[<= 5]
+    right  : f32
+    one    : f32[said]
+    two    : f32[reply]
+  }
+  worker asker : policy
+  worker other : policy
+  worker host  : function
+  source(4) -> prompt, answer
+  node asker.generate(prompt) -> said { samples = 2 }
+  node other.generate(prompt, said) -> reply
+  node host.right(reply, answer) -> right { call = exact_match(response = reply) }
+  node host.one(said, right) -> one { call = group_norm(response = said, reward = right), per = prompt }
+  node host.two(reply, right) -> two { call = group_norm(response = reply, reward = right), per = prompt }
+  node asker.update(prompt, said, one) { loss = clip(0.2, advantage = one), optimizer = adamw(lr = 1e-4) }
+  node other.update(prompt, said, reply, two) { loss = clip(0.2, advantage = two), optimizer = adamw(lr = 1e-4) }
+  source -> asker.generate -> other.generate -> host.right -> host.one -> asker.update
+  host.right -> host.two -> other.update
+  asker.update => asker.generate
+  other.update => other.generate
+}
+cluster laptop { device = "cpu", devices_per_node = 2 }
+deploy talk on laptop {
+  model policy = "./model"
+  data source = "train.jsonl"
+  apart asker, other
+}
+"""
+    plan = compile(EXAMPLE, text=text)
+    (whole,) = (p for p in plan.estimate.phases if p.name == "reshard")
+    assert len(plan.pools) == 2 and whole.seconds == max((costs.reshard(plan, edge) for edge in plan.reshards), key=lambda f: f.value)
