@@ -31,7 +31,7 @@ from typing import Any
 import psutil
 from safetensors.numpy import load_file
 
-from msrl_graph.runtime.record import TIMES
+from msrl_graph.runtime.metrics.record import TIMES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SOLVED = """
@@ -59,7 +59,7 @@ TARGETS = {
     "warehouse": "ray::WarehouseHost",
     "controllers": "ray::ControllerHost",
     "functions": "ray::FunctionHost",
-    "driver": "msrl_graph.runtime.trainer",
+    "driver": "msrl_graph.runtime.driver.driver",
     "supervisor": "run_main",
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",

@@ -27,10 +27,10 @@ from typing import Any
 import networkx as nx
 
 from msrl_graph.checks import check
+from msrl_graph.compiler.pipeline import PASSES, Source, context, translate
 from msrl_graph.dsl.lower import lower
-from msrl_graph.graph import Graph
-from msrl_graph.pipeline import PASSES, Source, context, translate
-from msrl_graph.plan import Plan
+from msrl_graph.ir.graph import Graph
+from msrl_graph.ir.plan import Plan
 
 PROGRAM = Path(__file__).parent.parent / "tests" / "programs" / "grpo_page.rlg"
 PAGE = PROGRAM.read_text(encoding="utf-8")

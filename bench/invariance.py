@@ -28,7 +28,7 @@ from rich.table import Table
 from safetensors.numpy import load_file
 
 from msrl_graph import compile
-from msrl_graph.runtime import supervisor
+from msrl_graph.runtime.driver import supervisor
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 SIZES = {"prompts": "16", "group": "4"}

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import compile, simulate
-from msrl_graph.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
-from msrl_graph.cluster import SHARES
-from msrl_graph.layout import Layout, Side
-from msrl_graph.models import load
-from msrl_graph.plan import Plan
-from msrl_graph.redistribute import left_behind
+from msrl_graph.cost.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
+from msrl_graph.hardware.cluster import SHARES
+from msrl_graph.ir.plan import Plan
+from msrl_graph.model.models import load
+from msrl_graph.sharding.layout import Layout, Side
+from msrl_graph.sharding.redistribute import left_behind
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "paper" / "paper.rlg"
 ABLATED = "  dock { mode = central }\n  reshard { mode = naive }\n"

@@ -1,7 +1,7 @@
 """Kills each kind of process of a run at each named point of its work, and counts what is lost: rows, runs, seconds.
 
 Two hosts (two raylets on this machine), each with a rank, a warehouse, a function host and its part of the controllers, run an example
-that is first left alone: what it writes to `seen` are the points that its processes reach (msrl_graph/runtime/points.py): before and after
+that is first left alone: what it writes to `seen` are the points that its processes reach (runtime/process/points.py): before and after
 each instruction of a stream, between a share and its rows, before and after a put, between two tasks, while an iteration is opened, ended,
 saved. Then runs are disturbed, at the next point in every other iteration, until each point of each process has had its death. A run ends
 well when its metrics are, line for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death
@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from chaos import PROGRAMS, TARGETS, Count, Place, Result, compare, report
 
-from msrl_graph.runtime.points import file
+from msrl_graph.runtime.process.points import file
 
 HOSTS = 2
 # Of each program what puts it on two hosts.

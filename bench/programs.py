@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import Fault, compile
-from msrl_graph.runtime import supervisor
+from msrl_graph.runtime.driver import supervisor
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"

@@ -23,10 +23,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from msrl_graph import calibration, compile, run
-from msrl_graph.plan import Estimate, Plan
-from msrl_graph.runtime import predicted
-from msrl_graph.runtime.calibrate import measure
+from msrl_graph import compile, run
+from msrl_graph.hardware import calibration
+from msrl_graph.ir.plan import Estimate, Plan
+from msrl_graph.runtime.calibrate.measure import measure
+from msrl_graph.runtime.metrics import predicted
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 BAR = 0.2

@@ -1,4 +1,4 @@
-"""The driver of a run whose rows arrive in a shuffled order: what supervisor.py starts in place of msrl_graph.runtime.trainer.
+"""The driver of a run whose rows arrive in a shuffled order: what supervisor.py starts in place of msrl_graph.runtime.driver.driver.
 
 Each warehouse keeps what it is given at once, but tells each controller of it in pieces, cut row by row at random, each after a delay of
 its own: whatever order a slow network could make, with a seed.
@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from msrl_graph.runtime import actors, trainer
+from msrl_graph.runtime.dock import actors
+from msrl_graph.runtime.driver import driver as trainer
 
 LONGEST = 0.1  # seconds
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .ir import views as _views
+
 if TYPE_CHECKING:
     from .algorithms.registry import loss_term
     from .api import run
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
+    from .compiler.pipeline import check, compile
     from .diagnostics import Fault, ProgramWarning
     from .dsl.parse import parse
-    from .graph import Graph
-    from .pipeline import check, compile
+    from .ir.graph import Graph
     from .simulation import simulate
 
 __all__ = [
@@ -40,15 +42,18 @@ __all__ = [
 
 # Loaded on demand: torch and ray by those who train, the compiler by those who compile, which the processes of a run do not.
 _HOMES = {
-    **dict.fromkeys(("check", "compile"), ".pipeline"),
+    **dict.fromkeys(("check", "compile"), ".compiler.pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
-    "Graph": ".graph",
+    "Graph": ".ir.graph",
     "loss_term": ".algorithms.registry",
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
     "run": ".api",
     "simulate": ".simulation",
 }
+
+# What a graph or a plan shows of itself is made by a room above theirs.
+_views.emitter = lambda name: import_module(f".emit.{name}", __name__)
 
 
 def __getattr__(name: str) -> object:

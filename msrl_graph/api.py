@@ -17,13 +17,13 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from .diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
-from .paths import is_file
-from .plan import Plan
-from .runtime import supervisor
-from .runtime.joining import called
-from .runtime.processes import MARK
-from .runtime.supervisor import Options, Outcome
-from .shown import shown
+from .diagnostics.shown import shown
+from .files.paths import is_file
+from .ir.plan import Plan
+from .runtime.driver import supervisor
+from .runtime.driver.supervisor import Options, Outcome
+from .runtime.process.joining import called
+from .runtime.process.processes import MARK
 
 HELP = 'put what starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
 
@@ -71,7 +71,7 @@ def run(
         print(shown("\n".join(made.lines())))
         return Outcome(made.folder, {})
     except Fault as fault:
-        from .pipeline import rendered
+        from .compiler.pipeline import rendered
 
         fault.diagnostics = tuple(replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics)
         fault.text = "\n".join(rendered(None, fault.diagnostics))

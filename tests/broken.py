@@ -16,12 +16,12 @@ from language import PROGRAMS, TESTS
 
 from msrl_graph import algorithms, codes
 from msrl_graph.backends import ENGINES
-from msrl_graph.cluster import DEVICES
+from msrl_graph.compiler.pipeline import Compilation, Source, texts, translate
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
+from msrl_graph.diagnostics.shown import shown
 from msrl_graph.dsl.attributes import TABLE
 from msrl_graph.dsl.syntax import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
-from msrl_graph.pipeline import Compilation, Source, texts, translate
-from msrl_graph.shown import shown
+from msrl_graph.hardware.cluster import DEVICES
 
 ROOT = TESTS.parent
 FILES = [

@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import msrl_graph
-from msrl_graph.plan import Plan
-from msrl_graph.runtime.data import Dataset
-from msrl_graph.runtime.tokens import Tokens
+from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.data.dataset import Dataset
+from msrl_graph.runtime.data.tokens import Tokens
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "model"
 SPECIAL = ("<|end|>", "<|start|>", "<|stop|>")

@@ -20,23 +20,25 @@ import numpy as np
 from truth import Truth
 from world import Strand, Stuck, World
 
-from msrl_graph.graph import Graph, Node
-from msrl_graph.plan import Plan
-from msrl_graph.rowsets import Numbers, rowsets
-from msrl_graph.runtime import actors, client, functions
-from msrl_graph.runtime.calling import Results
-from msrl_graph.runtime.carried import Carried
-from msrl_graph.runtime.columns import Array, Column, ragged, texts
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.hosts import FunctionHosts
-from msrl_graph.runtime.note import Note
-from msrl_graph.runtime.readers import Task, home, readers
-from msrl_graph.runtime.report import Report
-from msrl_graph.runtime.supervisor import Options
-from msrl_graph.runtime.trainer import Driver
-from msrl_graph.runtime.training import Training
-from msrl_graph.runtime.worker import Rank
-from msrl_graph.runtime.wrong import drawn
+from msrl_graph.ir.graph import Graph, Node
+from msrl_graph.ir.plan import Plan
+from msrl_graph.ir.rowsets import Numbers, rowsets
+from msrl_graph.runtime.data.columns import Array, Column, ragged, texts
+from msrl_graph.runtime.data.wrong import drawn
+from msrl_graph.runtime.dock import actors, client
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.readers import home, readers
+from msrl_graph.runtime.driver.carried import Carried
+from msrl_graph.runtime.driver.driver import Driver
+from msrl_graph.runtime.driver.function_hosts import FunctionHosts
+from msrl_graph.runtime.driver.supervisor import Options
+from msrl_graph.runtime.functions import host as functions
+from msrl_graph.runtime.functions.calling import Results
+from msrl_graph.runtime.functions.note import Note
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.rank import Rank
+from msrl_graph.runtime.rank.training import Training
 
 CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (actors.ControllerHost, actors.WarehouseHost, functions.FunctionHost)}
 

@@ -80,7 +80,7 @@ def program(folder: Path, ranks: int = 1, layout: str = "") -> Path:
 
 def columns():
     """Problems 3 and 5 of eight are kept; of the first one's solutions the second goes on twice, of the other one's thrice."""
-    from msrl_graph.runtime.columns import Column, ragged, texts
+    from msrl_graph.runtime.data.columns import Column, ragged, texts
 
     draw = np.random.default_rng(0)
 

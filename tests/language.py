@@ -7,15 +7,16 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from msrl_graph import algorithms, models
+from msrl_graph import algorithms
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import check
+from msrl_graph.compiler.pipeline import Source, translate
 from msrl_graph.diagnostics import Diagnostic, Fault, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.lower import Context, Lowered, Refused, lower
 from msrl_graph.dsl.parse import parse
-from msrl_graph.pipeline import Source, translate
-from msrl_graph.runtime import supervisor
+from msrl_graph.model import models
+from msrl_graph.runtime.driver import supervisor
 
 TESTS = Path(__file__).parent
 PROGRAMS = sorted((TESTS / "programs").glob("*.rlg"))

@@ -6,7 +6,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from msrl_graph.layout import Box, Layout, Side, Tensor
+from msrl_graph.sharding.layout import Box, Layout, Side, Tensor
 
 LAYERS = 5
 

@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from msrl_graph.backends import DEFAULT, ENGINES
-from msrl_graph.cluster import DEVICES, Cluster, Figure
-from msrl_graph.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
-from msrl_graph.layout import Layout
-from msrl_graph.models import load
+from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
+from msrl_graph.ir.plan import Data, Deploy, Evaluation, Plan, Run
+from msrl_graph.model.models import load
 from msrl_graph.passes.dock import Dock
 from msrl_graph.passes.estimate import EstimateTime
 from msrl_graph.passes.memory import CountMemory
-from msrl_graph.passes.place import Place
 from msrl_graph.passes.reshard import Resharding
 from msrl_graph.passes.schedule import Schedule
 from msrl_graph.passes.traffic import CountTraffic
-from msrl_graph.plan import Data, Deploy, Evaluation, Plan, Run
+from msrl_graph.planner.place import Place
+from msrl_graph.sharding.layout import Layout
 
 
 def number(value: float) -> Expr:

@@ -14,7 +14,12 @@ _teams = {}  # by size: starting ranks takes seconds
 # Nearly all of them to import these, which one process does for all of the ranks, before it has threads.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers.models.qwen2.modeling_qwen2", "msrl_graph.runtime.worker"]
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "transformers.models.qwen2.modeling_qwen2",
+        "msrl_graph.runtime.rank.rank",
+    ]
 )
 
 

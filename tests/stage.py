@@ -7,12 +7,12 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import transformer
-from msrl_graph.runtime.columns import Column, ragged
-from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import Report
-from msrl_graph.runtime.training import Training
-from msrl_graph.runtime.worker import Rank
+from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.dock.controller import Batch, Share
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.rank import Rank
+from msrl_graph.runtime.rank.training import Training
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15]), np.array([5, 13, 5, 15])]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph import algorithms
-from msrl_graph.graph import Expr, Node
-from msrl_graph.runtime import loss
+from msrl_graph.ir.graph import Expr, Node
+from msrl_graph.runtime.rank import loss
 
 clip, kl = algorithms.load("loss", "clip"), algorithms.load("loss", "kl")
 group_norm = algorithms.load("function", "group_norm")

@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from language import TESTS
 
 import msrl_graph
-from msrl_graph import cli, fmt
+from msrl_graph import cli
+from msrl_graph.cli import fmt
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.parse import parse

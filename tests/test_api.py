@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from msrl_graph import Algorithm, Fault, compile, pipeline, run
+from msrl_graph import Algorithm, Fault, compile, run
 from msrl_graph.api import _only_as_main
 from msrl_graph.builder import shipped
-from msrl_graph.cli_run import parser
+from msrl_graph.cli.run import parser
+from msrl_graph.compiler import pipeline
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 # What compiling takes, what a terminal needs, and a program.

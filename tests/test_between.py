@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from stage import Stage
 
 from msrl_graph import Fault, algorithms, compile
-from msrl_graph.plan import Plan
-from msrl_graph.runtime.columns import Column, texts
-from msrl_graph.runtime.tokens import Tokens
+from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.data.columns import Column, texts
+from msrl_graph.runtime.data.tokens import Tokens
 
 ALGORITHM = """
 algorithm talk {

@@ -9,10 +9,10 @@ from language import TESTS, diagnose, lowered
 
 from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
-from msrl_graph.functions import Option, signatures
-from msrl_graph.graph import Expr, Worker
-from msrl_graph.pipeline import Source, translate
-from msrl_graph.unready import unready
+from msrl_graph.compiler.pipeline import Source, translate
+from msrl_graph.compiler.unready import unready
+from msrl_graph.ir.graph import Expr, Worker
+from msrl_graph.ir.signatures import Option, signatures
 
 
 @pytest.mark.parametrize("path", sorted(algorithms.FOLDER.glob("*.rlg")), ids=lambda p: p.stem)

@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from place import Place
 
-from msrl_graph import calibration, compile, doctor
-from msrl_graph.calibration import CURVES, VERSION, Busy, Calibration
-from msrl_graph.cluster import DEVICES, Cluster, Figure, rate_at
+from msrl_graph import compile
+from msrl_graph.cli import doctor
+from msrl_graph.compiler.pipeline import read, translate
 from msrl_graph.diagnostics import Diagnostic
-from msrl_graph.pipeline import read, translate
+from msrl_graph.hardware import calibration
+from msrl_graph.hardware.calibration import CURVES, VERSION, Busy, Calibration
+from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure, rate_at
 
 CURVE = ((1e3, 1e9), (1e6, 5e10), (1e9, 1e11))
 KINDS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast"), (1e-4, 2e9))
@@ -162,7 +164,7 @@ def test_the_doctor_says_what_there_is(file: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_a_short_calibration_of_this_machine(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from msrl_graph.runtime.calibrate import measure
+    from msrl_graph.runtime.calibrate.measure import measure
 
     monkeypatch.setattr(tempfile, "tempdir", str(place.temporary))
     monkeypatch.setenv("TMPDIR", str(place.temporary))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.carried import Carried
-from msrl_graph.runtime.report import Report, RunError
+from msrl_graph.runtime.driver.carried import Carried
+from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = """
 algorithm a {

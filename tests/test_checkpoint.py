@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph import compile
+from msrl_graph.backends.spec import Asked, Packed, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
-from msrl_graph.engine import Asked, Packed, Shard
-from msrl_graph.layout import Layout, Side, elements, full, owns, shard
-from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.checkpoint import Manifest, Source, Unsound, begin, commit, found, newest, program, resumed, sound, write
+from msrl_graph.runtime.weights import checkpoint
+from msrl_graph.runtime.weights.checkpoint import Manifest, Source, Unsound, begin, commit, found, newest, program, resumed, sound, write
+from msrl_graph.sharding.layout import Layout, Side, elements, full, owns, shard
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -316,9 +316,9 @@ BATCH = [[1, 2, 3, 4, 5, 6], [3, 1, 4, 1, 5, 9]]
 def engine_on(layout, rank, dtype):
     from torch.distributed.device_mesh import DeviceMesh
 
-    from msrl_graph import models
     from msrl_graph.algorithms.optimizers import adamw
     from msrl_graph.backends.fsdp import Engine
+    from msrl_graph.model import models
 
     model = models.load("./model", EXAMPLE, dtype)
     mesh = DeviceMesh("cpu", [[layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)], mesh_dim_names=("dp", "tp"))

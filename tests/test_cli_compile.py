@@ -12,7 +12,7 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
 from msrl_graph.diagnostics import Fault
-from msrl_graph.plan import from_json
+from msrl_graph.ir.plan import from_json
 
 HERE = Path(__file__).parent
 PAGE = HERE / "programs" / "grpo_page.rlg"
@@ -196,7 +196,7 @@ def test_our_own_mistake_is_one_line_and_a_reproducer(monkeypatch: pytest.Monkey
     def broken(*arguments: object, **more: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("msrl_graph.pipeline.translate", broken)
+    monkeypatch.setattr("msrl_graph.compiler.pipeline.translate", broken)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert compile_main([str(PAGE)]) == 2
     err = capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from msrl_graph.fmt import main
+from msrl_graph.cli.fmt import main
 
 Capture = pytest.CaptureFixture[str]
 OLD = 'cluster pod{device="cpu"   # ünicode\n}\n'

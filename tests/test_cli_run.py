@@ -8,8 +8,8 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
-from msrl_graph.runtime import supervisor
-from msrl_graph.runtime.data import LOOKED
+from msrl_graph.runtime.data.dataset import LOOKED
+from msrl_graph.runtime.driver import supervisor
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 

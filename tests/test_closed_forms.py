@@ -7,9 +7,18 @@ import math
 import page
 import pytest
 
-from msrl_graph.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes, request_bytes, throughput, warehouse_bytes
-from msrl_graph.layout import Layout, Side, Tensor, kinds
-from msrl_graph.redistribute import left_behind
+from msrl_graph.cost.closed_forms import (
+    GIB,
+    MIB,
+    central_bytes,
+    dispatch_seconds,
+    redundant_bytes,
+    request_bytes,
+    throughput,
+    warehouse_bytes,
+)
+from msrl_graph.sharding.layout import Layout, Side, Tensor, kinds
+from msrl_graph.sharding.redistribute import left_behind
 
 K = 1024
 # G, N, PL, n, SL, M, then TCV, T100 and T1K as the paper prints them, and the unit of the last digit printed.

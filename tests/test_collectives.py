@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.cluster import DEVICES, SHARES, Cluster, Figure
-from msrl_graph.layout import Layout
-from msrl_graph.models import load
-from msrl_graph.passes.collectives import Collectives
-from msrl_graph.passes.costs import Costs
-from msrl_graph.passes.lengths import Rows
-from msrl_graph.plan import EngineChoice, Placement
+from msrl_graph.cost.collectives import Collectives
+from msrl_graph.cost.lengths import Rows
+from msrl_graph.cost.time import Costs
+from msrl_graph.hardware.cluster import DEVICES, SHARES, Cluster, Figure
+from msrl_graph.ir.plan import EngineChoice, Placement
+from msrl_graph.model.models import load
+from msrl_graph.sharding.layout import Layout
 
 POD = Cluster("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))
 NEAR, FAR = (rate * SHARES["device_link"].value for rate in (450e9, 50e9))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.cluster import DEVICES, SHARES, Device
-from msrl_graph.passes.costs import Costs, _Work
-from msrl_graph.passes.lengths import Rows
-from msrl_graph.plan import EngineChoice, Plan
+from msrl_graph.cost.lengths import Rows
+from msrl_graph.cost.time import Costs, _Work
+from msrl_graph.hardware.cluster import DEVICES, SHARES, Device
+from msrl_graph.ir.plan import EngineChoice, Plan
 
 PLAN = page.plan(page.start(engines={"actor.update": EngineChoice("fsdp", {"recompute": "none"})}))
 GENERATE, INFER, UPDATE = (Costs(PLAN, ENGINES, n) for n in ("actor.generate", "actor.infer", "actor.update"))
@@ -149,7 +149,7 @@ def test_no_second_counts_a_peak_whole(name: str) -> None:
     device = DEVICES["h100"]
     before = seconds(device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("msrl_graph.cluster.SHARES", halved)
+        patch.setattr("msrl_graph.hardware.cluster.SHARES", halved)
         if name.startswith("flops_"):
             twice = replace(device, flops={k: replace(f, value=2 * f.value) for k, f in device.flops.items()})
         else:

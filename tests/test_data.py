@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph import models
 from msrl_graph.diagnostics import Fault
-from msrl_graph.graph import Column, Dim, Graph, Node, Worker
-from msrl_graph.plan import Data, Deploy, Plan, Run
-from msrl_graph.runtime.data import Dataset
+from msrl_graph.ir.graph import Column, Dim, Graph, Node, Worker
+from msrl_graph.ir.plan import Data, Deploy, Plan, Run
+from msrl_graph.model import models
+from msrl_graph.runtime.data.dataset import Dataset
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 

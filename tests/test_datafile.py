@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msrl_graph import Fault, compile, datafile
+from msrl_graph import Fault, compile
 from msrl_graph.cli import compile_main, run_main
+from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Diagnostic
-from msrl_graph.plan import Data
-from msrl_graph.runtime import data as runtime
+from msrl_graph.ir.plan import Data
+from msrl_graph.runtime.data import dataset as runtime
 
 PROGRAM = """import grpo
 cluster one {{ device = "cpu" }}

@@ -13,7 +13,7 @@ from language import context, diagnose, lowered
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.parse import parse
-from msrl_graph.graph import Expr, Graph
+from msrl_graph.ir.graph import Expr, Graph
 
 # A whole algorithm, statement by statement: as it is, and as a base may have it that is changed.
 PIECES = [
@@ -162,7 +162,7 @@ def test_functions_of_a_base_lie_beside_its_file(tmp_path: Any) -> None:
     base = [r.replace("exact_match()", '"mine.py:score"') for r, _ in PIECES]
     (tmp_path / "far" / "base.rlg").write_text(written("base", base))
     (tmp_path / "own.rlg").write_text('import "far/base.rlg"\n' + written("own", [], "base"))
-    from msrl_graph.pipeline import read, translate
+    from msrl_graph.compiler.pipeline import read, translate
 
     graph = translate(read(tmp_path / "own.rlg"), until="graph").graph
     assert graph is not None and str(graph.node("host.reward").attributes["call"].value).endswith("far/mine.py:score")

@@ -15,8 +15,8 @@ import pytest
 from language import TESTS, context, diagnose, head, told
 
 from msrl_graph import codes
+from msrl_graph.compiler.pipeline import texts
 from msrl_graph.diagnostics import render
-from msrl_graph.pipeline import texts
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"

@@ -16,7 +16,7 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
 from msrl_graph.emit.diff import diff_json, diff_text, difference
-from msrl_graph.plan import Plan, from_json
+from msrl_graph.ir.plan import Plan, from_json
 
 Golden = Callable[[str, str], None]
 Capture = pytest.CaptureFixture[str]

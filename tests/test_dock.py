@@ -5,12 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.rowsets import Rowset
-from msrl_graph.runtime.client import _found as found_here
-from msrl_graph.runtime.columns import Column, concatenate, ragged, texts
-from msrl_graph.runtime.dock import Controller, assemble, deal, wanted
-from msrl_graph.runtime.readers import Reader, Task
-from msrl_graph.runtime.warehouse import Warehouse
+from msrl_graph.ir.rowsets import Rowset
+from msrl_graph.runtime.data.columns import Column, concatenate, ragged, texts
+from msrl_graph.runtime.dock.client import _found as found_here
+from msrl_graph.runtime.dock.controller import Controller, assemble, deal, wanted
+from msrl_graph.runtime.dock.readers import Reader
+from msrl_graph.runtime.dock.warehouse import Warehouse
+from msrl_graph.runtime.process.task import Task
 
 READS = (("prompt", 0, "source"), ("response", 1, "actor.generate"), ("reward", 1, "host.reward"))
 

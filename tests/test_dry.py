@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 
-from msrl_graph.plan import Plan
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import RunError
-from msrl_graph.runtime.training import due
-from msrl_graph.unready import unready
+from msrl_graph.compiler.unready import unready
+from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.training import due
 
 KINDNESS = st.sampled_from((0.0, 0.4, 0.8, 1.0))  # the share of rows that filters keep
 DATA = 7  # rows of each data file

@@ -12,12 +12,12 @@ import page
 import pytest
 
 from msrl_graph import compile
+from msrl_graph.compiler.pipeline import read, translate
 from msrl_graph.emit import json as emit_json
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import duration, graph_text, placed_text, plan_text, size
-from msrl_graph.pipeline import read, translate
-from msrl_graph.plan import Plan, from_json
+from msrl_graph.ir.plan import Plan, from_json
 
 Golden = Callable[[str, str], None]
 TEXT = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from msrl_graph import models
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp, hf, transformer
+from msrl_graph.backends.spec import Asked, Sampling, Shard
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.engine import Asked, Sampling, Shard
-from msrl_graph.layout import Layout, Side, full, shard, slices
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import pack
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.sharding.layout import Layout, Side, full, shard, slices
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15])]

@@ -10,12 +10,12 @@ import torch
 from stage import PROMPTS, Stage, one_rank, same
 from torch import distributed as dist
 
+from msrl_graph.backends.spec import Sampling
 from msrl_graph.diagnostics import Fault
-from msrl_graph.engine import Sampling
-from msrl_graph.runtime.columns import Column, ragged, texts
-from msrl_graph.runtime.report import RunError
-from msrl_graph.runtime.rows import check
-from msrl_graph.runtime.tokens import Tokens
+from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.recording import check
+from msrl_graph.runtime.data.tokens import Tokens
+from msrl_graph.runtime.process.report import RunError
 
 BOUND, TURNS, GROUP = 24, 3, 2
 ANSWERS = ["85", "7", "181", "4"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.algorithms import FOLDER
-from msrl_graph.pipeline import read, translate
-from msrl_graph.runtime import supervisor
+from msrl_graph.compiler.pipeline import read, translate
+from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CURVES = runpy.run_path(str(EXAMPLES / "curves.py"))

@@ -11,12 +11,12 @@ from stage import EXAMPLE
 from test_functions import call, results
 
 from msrl_graph import Fault, compile
-from msrl_graph.functions import signatures
-from msrl_graph.runtime.calling import Weigher, scarce
-from msrl_graph.runtime.data import Dataset
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import RunError
-from msrl_graph.runtime.values import Filled
+from msrl_graph.ir.signatures import signatures
+from msrl_graph.runtime.data.dataset import Dataset
+from msrl_graph.runtime.functions.calling import Weigher, scarce
+from msrl_graph.runtime.functions.values import Filled
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
 
 PROGRAM = """
 import grpo

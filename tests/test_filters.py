@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from truth import Truth
 
 from msrl_graph import compile
-from msrl_graph.runtime.dock import Controller
-from msrl_graph.runtime.readers import Task, readers
-from msrl_graph.runtime.report import RunError
-from msrl_graph.runtime.wrong import drawn
+from msrl_graph.runtime.data.wrong import drawn
+from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
 
 HEAD = """
 algorithm a {

@@ -1,109 +1,103 @@
-"""The house: imports go down only, heavy packages stand in the runtime, and compiling loads none of them."""
+"""The house: imports go down only and in no circle, heavy packages stand in the runtime, and compiling loads none of them."""
 
 import ast
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "msrl_graph"
-# From the top down; parts of one floor do not import each other.
+# From the top down; rooms of one floor do not import each other.
 FLOORS = (
-    ("doctor", "fmt"),
-    ("cli", "api"),
-    ("cli_run",),
-    ("cli_shared",),
+    ("cli",),
+    ("api",),
     ("reference",),
-    ("pipeline", "runtime"),
-    ("unready", "asked"),
-    ("simulation", "builder"),
-    ("dsl", "checks", "passes", "emit", "backends"),
+    ("runtime/calibrate",),
+    ("runtime/driver",),
+    ("runtime/rank",),
+    ("runtime/functions", "runtime/weights"),
+    ("runtime/metrics",),
+    ("runtime/dock",),
+    ("runtime/data",),
+    ("runtime/process",),
+    ("compiler",),
+    ("simulation", "checks", "builder"),
+    ("planner", "dsl"),
+    ("passes", "emit"),
+    ("cost",),
+    ("backends",),
     ("algorithms",),
-    (
-        *("graph", "dividing", "work", "plan", "searched", "calibration", "cluster", "redistribute", "layout", "models", "engine"),
-        *("references", "functions", "closed_forms", "noise", "views", "stretch", "architecture", "sequences", "rowsets", "dropped"),
-        *("stepping", "located", "config", "chat", "reading", "datafile"),
-    ),
+    ("data",),
+    ("ir",),
+    ("hardware", "model"),
+    ("sharding",),
+    ("files", "noise"),
     ("diagnostics",),
-    ("codes", "paths", "shown"),
+    ("codes",),
 )
-GROUND_FLOOR = next(i for i, names in enumerate(FLOORS) if "graph" in names)
-# Within the ground floor, who may stand on whom.
-GROUND = (
-    *(
-        "references",
-        "located",
-        "datafile",
-        "models",
-        "dividing",
-        "work",
-        "plan",
-        "architecture",
-        "searched",
-        "engine",
-        "stepping",
-        "sequences",
-        "rowsets",
-        "graph",
-        "redistribute",
-        "layout",
-    ),
-    *("calibration", "cluster", "functions", "closed_forms", "noise", "views", "stretch", "dropped", "config", "chat", "reading"),
-)
-
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+AT_MOST = 24  # rooms at the package's root
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}
 FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {p.relative_to(PACKAGE).with_suffix("").parts for p in FILES}
 
 
-def part(path):
-    inside = path.relative_to(PACKAGE).parts
-    return inside[0].removesuffix(".py")
+def room(parts):
+    return "/".join(parts[:2]) if parts[0] == "runtime" and len(parts) > 2 else parts[0]
 
 
 def imports(path):
-    """(module as a dotted path from the package's root or outside, at module level?) of each import."""
+    """(parts of a module in the package or a name outside, at module level?) of each import; what only types need is left out."""
     tree = ast.parse(path.read_text())
     inside = path.relative_to(PACKAGE.parent).with_suffix("").parts
     functions = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
     types = [i for i in ast.walk(tree) if isinstance(i, ast.If) and isinstance(i.test, ast.Name) and i.test.id == "TYPE_CHECKING"]
-    lazy = {id(n) for f in (*functions, *types) for n in ast.walk(f)}
+    lazy, typed = ({id(n) for f in some for n in ast.walk(f)} for some in (functions, types))
     for node in ast.walk(tree):
+        if id(node) in typed:
+            continue
         if isinstance(node, ast.Import):
             for name in node.names:
-                yield name.name, id(node) not in lazy
+                yield (name.name,), id(node) not in lazy
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            base = (*inside[1 : -node.level], *(node.module.split(".") if node.module else ()))
+            for name in node.names:
+                named = (*base, name.name)
+                yield next(m for m in (named, (*named, "__init__"), base, (*base, "__init__")) if m in MODULES), id(node) not in lazy
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = inside[: -node.level]
-                for name in node.names:
-                    yield ".".join((*base, *(node.module or name.name).split("."))), id(node) not in lazy
-            else:
-                yield node.module, id(node) not in lazy
+            yield (node.module,), id(node) not in lazy
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_down_only(path):
-    floor = {name: i for i, names in enumerate(FLOORS) for name in names}
-    here = part(path)
-    if here == "__init__":
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    if here == ("__init__",):  # which hands out what the rooms have
         return
-    assert here in floor, f"{here} has no floor: name it in FLOORS"
-    for module, at_once in imports(path):
-        if not module.startswith("msrl_graph.") or (here == "views" and not at_once):
-            continue
-        there = module.split(".")[1]
-        if there == here:
-            continue
-        if floor[here] == floor[there] == GROUND_FLOOR:
-            assert GROUND.index(here) < GROUND.index(there), f"{path.name} imports {module}"
-            continue
-        assert floor[here] < floor[there], f"{path.relative_to(PACKAGE)} imports {module}"
+    assert (here[:1] == ("runtime",) and len(here) == 2) or room(here) in FLOOR, f"{room(here)} has no floor: name it in FLOORS"
+    for module, _ in imports(path):
+        if module in MODULES and room(module) != room(here):
+            assert FLOOR[room(here)] < FLOOR[room(module)], f"{'/'.join(here)} imports {'/'.join(module)}"
+
+
+def test_no_imports_in_a_circle():
+    """Those that are made when a function is called too."""
+    graph = nx.DiGraph()
+    for path in FILES:
+        here = path.relative_to(PACKAGE).with_suffix("").parts
+        graph.add_edges_from(("/".join(here), "/".join(module)) for module, _ in imports(path) if module in MODULES)
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def test_rooms_are_few():
+    rooms = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    assert len(rooms) <= AT_MOST and rooms == {name.split("/")[0] for name in FLOOR}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_heavy_packages_are_imported_at_module_level_in_the_runtime_only(path):
-    if part(path) in ("runtime", "noise"):
+    if room(path.relative_to(PACKAGE).with_suffix("").parts).split("/")[0] in ("runtime", "noise"):
         return
-    found = [m for m, top in imports(path) if top and m.split(".")[0] in HEAVY]
-    assert not found
+    assert not [m for m, top in imports(path) if top and m not in MODULES and m[0].split(".")[0] in HEAVY]
 
 
 def test_files_stay_short():

@@ -9,8 +9,9 @@ from test_checkpoint import save
 
 from msrl_graph import Fault, compile, run
 from msrl_graph.cli import run_main
-from msrl_graph.runtime import checkpoint, supervisor
-from msrl_graph.runtime.folder import MADE, lock
+from msrl_graph.runtime.driver import supervisor
+from msrl_graph.runtime.driver.folder import MADE, lock
+from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = str(EXAMPLE / "grpo.rlg")
 NOBODY = ("-c", "pass")  # a driver that does nothing

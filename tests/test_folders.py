@@ -20,9 +20,9 @@ from transformers.activations import ACT2FN
 from msrl_graph import compile
 from msrl_graph.backends.transformer import empty, named_weights
 from msrl_graph.cli import compile_main, run_main
-from msrl_graph.config import ACTIVATIONS, FIELDS, ROPES
 from msrl_graph.diagnostics import Fault
-from msrl_graph.models import load
+from msrl_graph.model.config import ACTIVATIONS, FIELDS, ROPES
+from msrl_graph.model.models import load
 
 ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic"
 GOOD = json.loads((ARITHMETIC / "model" / "config.json").read_text(encoding="utf-8"))

@@ -9,16 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from msrl_graph import models
-from msrl_graph.graph import Column, Dim, Expr, Graph, Node, State, Worker
-from msrl_graph.plan import Deploy, Plan, Run
-from msrl_graph.rowsets import rowsets
-from msrl_graph.runtime import columns, folder, tokens
-from msrl_graph.runtime.blame import shown
-from msrl_graph.runtime.calling import Function, _options
-from msrl_graph.runtime.dock import Batch, Share
-from msrl_graph.runtime.readers import Reader, Task
-from msrl_graph.runtime.report import RunError
+from msrl_graph.ir.graph import Column, Dim, Expr, Graph, Node, State, Worker
+from msrl_graph.ir.plan import Deploy, Plan, Run
+from msrl_graph.ir.rowsets import rowsets
+from msrl_graph.model import models
+from msrl_graph.runtime.data import columns, tokens
+from msrl_graph.runtime.dock.controller import Batch, Share
+from msrl_graph.runtime.dock.readers import Reader
+from msrl_graph.runtime.driver import folder
+from msrl_graph.runtime.functions.blame import shown
+from msrl_graph.runtime.functions.calling import Function, _options
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -241,7 +243,7 @@ def test_a_message_stays_short_and_the_log_has_all_of_it(tmp_path):
     script = f"""
 from pathlib import Path
 from test_functions import call
-from msrl_graph.runtime import log
+from msrl_graph.runtime.process import log
 log.divert({str(log)!r}, "functions of host 0")
 try:
     call(Path({str(tmp_path)!r}), {source!r}, ("reward",), "prompt")

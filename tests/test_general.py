@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.layout import Layout
-from msrl_graph.models import load
-from msrl_graph.passes import general
-from msrl_graph.work import Work
+from msrl_graph.cost import general
+from msrl_graph.ir.work import Work
+from msrl_graph.model.models import load
+from msrl_graph.sharding.layout import Layout
 
 MEGATRON = ENGINES["megatron"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.hosts import FunctionHosts
+from msrl_graph.runtime.driver.function_hosts import FunctionHosts
 
 
 class Gone(Exception):
@@ -102,7 +102,7 @@ def left(folder, *deaths):
     """What the last of some processes says, each in the place of the one before, that make the calls `a` and `b`, and die in `b`."""
     script = """
         import ctypes, os, pathlib, signal, sys
-        from msrl_graph.runtime.note import Note, ProcessDied
+        from msrl_graph.runtime.functions.note import Note, ProcessDied
         note = Note(pathlib.Path("note"), again=bool(int(sys.argv[1])))
         with note.at("a"):
             pass

@@ -14,7 +14,7 @@ from hosts import Hosts, possible
 from place import EXAMPLE, SMALL, metrics
 
 from msrl_graph import compile
-from msrl_graph.runtime import joining
+from msrl_graph.runtime.process import joining
 
 TWO = [
     ("cluster laptop", "cluster two"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msrl_graph import compile
 from msrl_graph.checks.columns import no_path, unreachable
 from msrl_graph.checks.edges import cycle
-from msrl_graph.graph import Column, Edge, Graph, Node, Worker, dependency_order
+from msrl_graph.ir.graph import Column, Edge, Graph, Node, Worker, dependency_order
 
 PAGE = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
 

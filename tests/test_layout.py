@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from layouts import layouts, points, sides, tensors
 
-from msrl_graph.layout import (
+from msrl_graph.sharding.layout import (
     Coordinates,
     Layout,
     Side,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from msrl_graph.backends import prefixes
-from msrl_graph.passes.lengths import Rows
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import distinct, pack
+from msrl_graph.cost.lengths import Rows
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.packing import distinct, pack
 
 PROMPTS, SAMPLES, TOKENS = 48, 8, 5
 
@@ -25,7 +25,7 @@ def responses(spread: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
-    """As runtime/predicted.py makes them of a run's metrics."""
+    """As runtime/metrics/predicted.py makes them of a run's metrics."""
     prompt, response = sum(map(len, prompts)), sum(map(len, found))
     beginnings, _ = distinct(prompts, len(prompts))
     tokens, rows = distinct(found, SAMPLES)

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from language import TESTS, lowered
 
-from msrl_graph import compile, models
+from msrl_graph import compile
 from msrl_graph.backends import ENGINES
+from msrl_graph.cost import holdings
+from msrl_graph.cost.time import Costs
 from msrl_graph.dsl.parse import parse
 from msrl_graph.emit.text import plan_text
-from msrl_graph.passes import holdings
-from msrl_graph.passes.costs import Costs
-from msrl_graph.plan import Plan
-from msrl_graph.sequences import bound, sequences
+from msrl_graph.ir.plan import Plan
+from msrl_graph.ir.sequences import bound, sequences
+from msrl_graph.model import models
 from msrl_graph.simulation import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data

@@ -7,7 +7,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.log import Lines
+from msrl_graph.runtime.process.log import Lines
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=6), max_size=8))
@@ -29,7 +29,7 @@ def test_each_line_has_one_head(pieces):
 def test_all_that_a_process_prints_goes_to_its_file(tmp_path):
     script = (
         "import os, sys, warnings\n"
-        "from msrl_graph.runtime import log\n"
+        "from msrl_graph.runtime.process import log\n"
         f"log.divert({str(tmp_path / 'logs' / 'x.log')!r}, 'functions of host 0')\n"
         "print('before'); log.at('host.reward in train/1'); print('mine'); warnings.warn('careful'); os.write(2, b'from C\\n')\n"
         "raise SystemExit('end')\n"

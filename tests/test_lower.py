@@ -9,13 +9,13 @@ import page
 import pytest
 from language import PROGRAMS, TESTS, context, diagnose, lowered
 
-from msrl_graph.cluster import DEVICES, Figure
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import Lowered
-from msrl_graph.functions import signatures
-from msrl_graph.graph import Column, Dim, Edge, Expr, Graph
-from msrl_graph.layout import Layout
-from msrl_graph.plan import METRICS, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
+from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph
+from msrl_graph.ir.plan import METRICS, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
+from msrl_graph.ir.signatures import signatures
+from msrl_graph.sharding.layout import Layout
 
 PAGE = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
 SMALL = (TESTS / "programs" / "small.rlg").read_text(encoding="utf-8")

@@ -8,15 +8,15 @@ import pytest
 import torch
 import walk
 
-from msrl_graph import models
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp, peaks
-from msrl_graph.engine import Asked
-from msrl_graph.layout import Layout
-from msrl_graph.runtime import memory
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import pack
-from msrl_graph.work import Work
+from msrl_graph.backends.spec import Asked
+from msrl_graph.ir.work import Work
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.process import memory
+from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.sharding.layout import Layout
 
 N = 4 * 300 * 200  # bytes of a tensor below
 

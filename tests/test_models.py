@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.models import PRESETS, load
+from msrl_graph.model.models import PRESETS, load
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 

@@ -9,7 +9,7 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
-from msrl_graph.plan import Plan
+from msrl_graph.ir.plan import Plan
 
 PROGRAMS = Path(__file__).parent / "programs"
 R1, PAGE = PROGRAMS / "two_deploys.rlg", PROGRAMS / "grpo_page.rlg"

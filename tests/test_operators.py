@@ -12,11 +12,11 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES, fsdp, hf
-from msrl_graph.engine import Act, Asked, Sampling
-from msrl_graph.layout import Layout
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import pack
-from msrl_graph.runtime.probes import operators
+from msrl_graph.backends.spec import Act, Asked, Sampling
+from msrl_graph.runtime.calibrate.probes import operators
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.sharding.layout import Layout
 
 ALONE = Layout()
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.runtime import order
+from msrl_graph.runtime.data import order
 
 WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(0, allow_nan=False, allow_infinity=False)), min_size=1, max_size=30)
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.columns import Column, ragged
-from msrl_graph.runtime.packing import distinct, flat, pack
+from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.rank.packing import distinct, flat, pack
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
 

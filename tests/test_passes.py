@@ -12,14 +12,14 @@ from msrl_graph.backends import DEFAULT, ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
-from msrl_graph.cluster import DEVICES, Cluster, Figure
+from msrl_graph.cost import holdings
 from msrl_graph.diagnostics import Span
-from msrl_graph.graph import Dim, Edge, Graph, Node, Value, Worker
-from msrl_graph.layout import Layout
-from msrl_graph.models import load
-from msrl_graph.passes import holdings
-from msrl_graph.passes.place import Place
-from msrl_graph.plan import EngineChoice, Instruction, Plan, ReshardOptions, from_json
+from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.ir.graph import Dim, Edge, Graph, Node, Value, Worker
+from msrl_graph.ir.plan import EngineChoice, Instruction, Plan, ReshardOptions, from_json
+from msrl_graph.model.models import load
+from msrl_graph.planner.place import Place
+from msrl_graph.sharding.layout import Layout
 
 PLAN = page.plan(page.start(evaluations=(page.EVALUATION,)))
 

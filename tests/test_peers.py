@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from msrl_graph import algorithms
-from msrl_graph.graph import Expr, Node
-from msrl_graph.runtime import loss
+from msrl_graph.ir.graph import Expr, Node
+from msrl_graph.runtime.rank import loss
 
 TESTS = Path(__file__).parent
 PEERS = ("trl", "verl")

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
+from msrl_graph.compiler.pipeline import read, translate
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import fragment, graph_html, placed_html, plan_html
 from msrl_graph.emit.layers import draw
 from msrl_graph.emit.picture import Arrow, Box, Picture, graph_picture, placed_picture, plan_picture
 from msrl_graph.emit.svg import shorten, svg
-from msrl_graph.graph import Graph
-from msrl_graph.pipeline import read, translate
-from msrl_graph.plan import Note, Plan
+from msrl_graph.ir.graph import Graph
+from msrl_graph.ir.plan import Note, Plan
 from msrl_graph.simulation.timeline import timeline
 
 Golden = Callable[[str, str], None]

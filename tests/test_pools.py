@@ -14,18 +14,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from msrl_graph import compile
+from msrl_graph.backends.spec import BYTES
 from msrl_graph.checks import memory as memory_check
-from msrl_graph.cluster import Figure
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
-from msrl_graph.engine import BYTES
-from msrl_graph.layout import Layout, Side, elements
-from msrl_graph.models import load
-from msrl_graph.plan import Plan, Pool, from_json
-from msrl_graph.redistribute import fetches
+from msrl_graph.hardware.cluster import Figure
+from msrl_graph.ir.plan import Plan, Pool, from_json
+from msrl_graph.model.models import load
+from msrl_graph.sharding.layout import Layout, Side, elements
+from msrl_graph.sharding.redistribute import fetches
 
 HERE = Path(__file__).parent
 PAGE = (HERE / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")

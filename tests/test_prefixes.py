@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from msrl_graph.backends import prefixes
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import pack
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.packing import pack
 
 # Few tokens, so that rows often begin alike.
 rows_of_tokens = st.lists(

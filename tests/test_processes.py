@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from msrl_graph.runtime import processes
-from msrl_graph.runtime.processes import MARK, Temporary, alive
+from msrl_graph.runtime.process import processes
+from msrl_graph.runtime.process.processes import MARK, Temporary, alive
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 # Makes a folder and two processes of a run, one in a session of its own and one with the mark, says who they are, and waits.
 OWNER = """
 import os, subprocess, sys, time
-from msrl_graph.runtime.processes import MARK, Temporary
+from msrl_graph.runtime.process.processes import MARK, Temporary
 kept = Temporary()
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 leader = subprocess.Popen(sleep, start_new_session=True)

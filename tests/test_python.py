@@ -22,7 +22,7 @@ from msrl_graph.diagnostics import NOWHERE, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.ast import moved, same
 from msrl_graph.emit.text import plan_text
-from msrl_graph.plan import Plan
+from msrl_graph.ir.plan import Plan
 
 PAGE = TESTS / "programs" / "grpo_page.rlg"
 DOC = TESTS.parent / "docs" / "python.md"

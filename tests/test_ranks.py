@@ -17,18 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from msrl_graph import models
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp, hf
-from msrl_graph.cluster import Figure
+from msrl_graph.backends.spec import Asked, Sampling, Shard
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.engine import Asked, Sampling, Shard
-from msrl_graph.layout import Layout, Side, elements, overlap, shard
-from msrl_graph.plan import Reshard, Step, Way
-from msrl_graph.redistribute import gather_block
-from msrl_graph.runtime.columns import ragged
-from msrl_graph.runtime.packing import pack
-from msrl_graph.runtime.reshard import Resharder, Swap
+from msrl_graph.hardware.cluster import Figure
+from msrl_graph.ir.plan import Reshard, Step, Way
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.weights.reshard import Resharder, Swap
+from msrl_graph.sharding.layout import Layout, Side, elements, overlap, shard
+from msrl_graph.sharding.redistribute import gather_block
 
 FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -275,7 +275,7 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
 
 def test_threads_of_a_rank_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; the plan is none, so no rank is made.
-    make = "from msrl_graph.runtime.actors import RankHost\nRankHost.__ray_metadata__.modified_class('', 0, 1, '', '')"
+    make = "from msrl_graph.runtime.rank.host import RankHost\nRankHost.__ray_metadata__.modified_class('', 0, 1, '', '')"
     variables = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
     for stated, turns in (({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")):
         done = subprocess.run([sys.executable, "-c", make], env=variables | stated, cwd=tmp_path, capture_output=True, text=True)

@@ -5,9 +5,10 @@ import torch
 from stage import one_rank
 from transformers import get_scheduler
 
-from msrl_graph import algorithms, stepping
-from msrl_graph.runtime import rates
-from msrl_graph.runtime.report import RunError
+from msrl_graph import algorithms
+from msrl_graph.ir import stepping
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.rank import learning_rate as rates
 
 CASES = (
     ("constant(2e-3)", "constant", 0, {}),

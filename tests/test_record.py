@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.passes import costs
-from msrl_graph.runtime.record import Recorder
-from msrl_graph.runtime.report import Report
+from msrl_graph.cost import time as costs
+from msrl_graph.runtime.metrics.record import Recorder
+from msrl_graph.runtime.process.report import Report
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 AGAIN = ("node second: actor.generate(prompt, response) -> again { temperature = 0 }", "source -> actor.generate -> second")

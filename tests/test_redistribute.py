@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from layouts import layouts, points, sides, tensors
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.layout import Box, Layout, Side, Tensor, elements, kinds, overlap, shard, slices
-from msrl_graph.models import load
-from msrl_graph.redistribute import crosses, fetches, gather_block, gatherers, left_behind, movement, pairs
+from msrl_graph.model.models import load
+from msrl_graph.sharding.layout import Box, Layout, Side, Tensor, elements, kinds, overlap, shard, slices
+from msrl_graph.sharding.redistribute import crosses, fetches, gather_block, gatherers, left_behind, movement, pairs
 
 Case = tuple[list[Tensor], Side, Side, int]
 

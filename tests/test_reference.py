@@ -16,9 +16,9 @@ from msrl_graph.cli import compile_main
 from msrl_graph.dsl.attributes import FLOPS, RATE, TABLE, TIME, Quantity
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
-from msrl_graph.layout import Layout
-from msrl_graph.plan import DockOptions, ReshardOptions, Run
+from msrl_graph.ir.plan import DockOptions, ReshardOptions, Run
 from msrl_graph.reference import facts, syntax
+from msrl_graph.sharding.layout import Layout
 
 DOCS = TESTS.parent / "docs"
 BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from msrl_graph import compile
 from msrl_graph.cli import run_main
-from msrl_graph.runtime import rows
-from msrl_graph.runtime.columns import Column, ragged, texts
-from msrl_graph.runtime.folder import MADE
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import RunError
+from msrl_graph.runtime.data import recording as rows
+from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.driver.folder import MADE
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]

@@ -12,7 +12,7 @@ import sys
 PROCESS = """
 import hashlib, json, sys
 from broken import FILES, PLANNED, ROOT, compiled
-from msrl_graph.pipeline import texts
+from msrl_graph.compiler.pipeline import texts
 from msrl_graph.diagnostics import render
 from msrl_graph.emit import html, picture
 from msrl_graph.emit.dot import dot_text

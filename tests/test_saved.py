@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import transformers
 
-from msrl_graph.runtime import saved
-from msrl_graph.runtime.tokens import Tokens
+from msrl_graph.runtime.data.tokens import Tokens
+from msrl_graph.runtime.weights import saved
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "one", "plus", "two", "o", "n", "e", "|"]
 TEXT = "one plus two"

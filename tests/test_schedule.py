@@ -11,13 +11,13 @@ import page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.graph import Column, Edge, Expr, Graph, Node, Worker
-from msrl_graph.layout import Layout
+from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
+from msrl_graph.ir.plan import EngineChoice, Evaluation, Instruction, Placement, Plan, Pool, Stream
+from msrl_graph.ir.rowsets import looping
 from msrl_graph.passes.schedule import Schedule
-from msrl_graph.plan import EngineChoice, Evaluation, Instruction, Placement, Plan, Pool, Stream
-from msrl_graph.rowsets import looping
-from msrl_graph.runtime.client import Client
-from msrl_graph.runtime.readers import Task
+from msrl_graph.runtime.dock.client import Client
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.sharding.layout import Layout
 
 WORKERS = (
     Worker("actor", "policy", model="policy"),

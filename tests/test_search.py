@@ -17,21 +17,21 @@ import page
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.architecture import Model
 from msrl_graph.backends import ENGINES
+from msrl_graph.backends.dividing import misfits
+from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
-from msrl_graph.cluster import DEVICES, Cluster, Figure
-from msrl_graph.dividing import misfits
+from msrl_graph.compiler.pipeline import PASSES, unstated
 from msrl_graph.emit.why import why_text
-from msrl_graph.engine import EngineSpec
-from msrl_graph.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
-from msrl_graph.layout import Layout
-from msrl_graph.models import load
-from msrl_graph.passes.pools import divisions
-from msrl_graph.passes.search import Search
-from msrl_graph.pipeline import PASSES, unstated
-from msrl_graph.plan import EngineChoice, Plan, Pool
+from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
+from msrl_graph.ir.plan import EngineChoice, Plan, Pool
+from msrl_graph.model.architecture import Model
+from msrl_graph.model.models import load
+from msrl_graph.planner.pools import divisions
+from msrl_graph.planner.search import Search
+from msrl_graph.sharding.layout import Layout
 
 PAGE = Path(__file__).parent / "programs" / "grpo_page.rlg"
 
@@ -213,7 +213,7 @@ def test_places_and_what_stays_together_are_kept() -> None:
 
 
 def test_a_file_that_states_all_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("msrl_graph.passes.search._Run", None)
+    monkeypatch.setattr("msrl_graph.planner.search._Run", None)
     assert compile(PAGE).search is None
 
 
@@ -300,7 +300,7 @@ def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: s
 
 
 def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("msrl_graph.passes.search.EFFORT", 1.0)
+    monkeypatch.setattr("msrl_graph.planner.search.EFFORT", 1.0)
     plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=6))
     short, long = passed(plan).search, passed(plan, budget=300.0).search
     assert short is not None and short.ended == "the search's limit" and not short.optimal

@@ -10,10 +10,10 @@ import ranks
 import torch
 from test_ranks import model
 
-from msrl_graph.engine import Shard
-from msrl_graph.layout import Layout, Side, elements, shard
-from msrl_graph.plan import Pool
-from msrl_graph.runtime.send import Sender
+from msrl_graph.backends.spec import Shard
+from msrl_graph.ir.plan import Pool
+from msrl_graph.runtime.weights.send import Sender
+from msrl_graph.sharding.layout import Layout, Side, elements, shard
 
 
 def planned(source, target, first, hosts, bucket):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from stage import Stage, one_rank, share
 from torch import distributed as dist
 
-from msrl_graph.runtime.columns import Column
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.data.columns import Column
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
 
 ROWS = 8
 TASK = Task("train", 3, 4, 2)

@@ -9,14 +9,14 @@ from language import TESTS
 from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Diagnostic, Span, render
+from msrl_graph.diagnostics.shown import SIGNS, shown
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.picture import plan_picture
 from msrl_graph.emit.text import plan_text
-from msrl_graph.plan import from_json
-from msrl_graph.runtime.display import Display, Screen
-from msrl_graph.runtime.log import Lines
-from msrl_graph.shown import SIGNS, shown
+from msrl_graph.ir.plan import from_json
+from msrl_graph.runtime.metrics.display import Display, Screen
+from msrl_graph.runtime.process.log import Lines
 
 BAD = "a\x1b[31m\x07\x7f\u202eb"
 UNSAFE = {chr(c) for c in SIGNS} - {"\n"}

@@ -22,12 +22,13 @@ from hypothesis import strategies as st
 from msrl_graph import compile, noise, simulate
 from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
-from msrl_graph.cluster import DEVICES, Figure
 from msrl_graph.diagnostics import Fault
-from msrl_graph.plan import Plan
-from msrl_graph.runtime.dock import Controller
-from msrl_graph.runtime.readers import Task, readers
-from msrl_graph.runtime.warehouse import Round
+from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.warehouse import Round
+from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.flow import Done
 from msrl_graph.simulation.generation import Sequence, generate, tail

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import PAIRS, ROLLOUT, planned, scoring
 
 from msrl_graph import algorithms
-from msrl_graph.runtime import loss, split
+from msrl_graph.runtime.rank import loss, split
 
 # A term of the package -> the program, its update, and what it is called with there.
 CALLS = {

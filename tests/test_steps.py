@@ -14,9 +14,9 @@ from tiny import ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 from transformers import get_scheduler
 
-from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.weights import checkpoint
 
 ROUNDS = [[0, 4, 7], [1, 2, 6], [3, 5], [2, 3, 7], [0, 1, 5], [4, 6]]  # two epochs of eight rows
 LOSS = ("loss = clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)", "loss = clip(0.2) + 0.1 * kl(mse)")

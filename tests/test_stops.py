@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import hf, transformer
 from msrl_graph.backends.stops import Stops
-from msrl_graph.layout import Layout
+from msrl_graph.sharding.layout import Layout
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 TEXT = ["the naïve 日本語 text </tool> of 🙂🙃 and </toolbox> ends\n\nhere", "日本 </too </tool>日 \n🙂🙃🙃 the end"]

@@ -7,11 +7,11 @@ import pytest
 from stage import one_rank
 
 from msrl_graph import compile
-from msrl_graph.runtime.columns import Column
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import Report
-from msrl_graph.runtime.spread import Means, spreads
-from msrl_graph.runtime.symptoms import PAGE, Symptoms, judged
+from msrl_graph.runtime.data.columns import Column
+from msrl_graph.runtime.metrics.spread import Means, spreads
+from msrl_graph.runtime.metrics.symptoms import PAGE, Symptoms, judged
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
 
 WHERE = {"reward": "`host.reward`, line 26 of grpo.rlg", "generate": "`actor.generate`, line 23 of grpo.rlg"}
 WHERE["update"] = "`actor.update`, line 28 of grpo.rlg"

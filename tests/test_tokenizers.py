@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from language import TESTS, told
 
-from msrl_graph import models
+from msrl_graph.model import models
 
 MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
 PROGRAM = """\

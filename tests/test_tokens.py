@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph.compiler.unready import unready
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.columns import texts
-from msrl_graph.runtime.tokens import BadMessages, Tokens, messages
-from msrl_graph.unready import unready
+from msrl_graph.runtime.data.columns import texts
+from msrl_graph.runtime.data.tokens import BadMessages, Tokens, messages
 
 USER = {"role": "user", "content": "what is one plus two"}
 SAYS = {"role": "assistant", "content": "three"}
@@ -75,7 +75,7 @@ def test_who_has_no_messages_does_not_wait_for_transformers(tmp_path):
     chat.model(tmp_path / "model")
     program = """
 import sys
-from msrl_graph.runtime.tokens import Tokens
+from msrl_graph.runtime.data.tokens import Tokens
 assert len(Tokens(sys.argv[1]).encode(["one"])[0])
 assert "transformers" not in sys.modules
 """

@@ -15,13 +15,13 @@ from torch.nn.functional import logsigmoid
 from msrl_graph import compile
 from msrl_graph.checks.weights import lacking
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime import checkpoint
-from msrl_graph.runtime.columns import Column, ragged, texts
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import Report
-from msrl_graph.runtime.tokens import Tokens
-from msrl_graph.runtime.training import due
+from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.tokens import Tokens
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.training import due
+from msrl_graph.runtime.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
 TASK = Task("train", 3, 4, 2)

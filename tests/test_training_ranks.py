@@ -12,9 +12,9 @@ from stage import share
 from tiny import PAIRS, ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.report import Report
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
 
 ROWS = 8
 TASK = Task("train", 3, 4, 2)

@@ -27,7 +27,7 @@ LEFT_OUT = "…"
 COMMANDS = {
     "msrl-compile": ("msrl_graph.cli", "compile_main"),
     "msrl-run": ("msrl_graph.cli", "run_main"),
-    "msrl-fmt": ("msrl_graph.fmt", "main"),
+    "msrl-fmt": ("msrl_graph.cli.fmt", "main"),
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.passes import holdings
-from msrl_graph.plan import Plan
+from msrl_graph.cost import holdings
+from msrl_graph.ir.plan import Plan
 from msrl_graph.simulation import simulate
 
 TEXT = """

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from test_dock import reader
 
-from msrl_graph.rowsets import Sieve
-from msrl_graph.runtime.actors import ControllerHost, DockTimeout
-from msrl_graph.runtime.readers import Task
+from msrl_graph.ir.rowsets import Sieve
+from msrl_graph.runtime.dock.actors import ControllerHost, DockTimeout
+from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow
 TASK = Task("train", 0, 2)

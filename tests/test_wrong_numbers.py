@@ -18,14 +18,15 @@ from test_ranks import mesh, model
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import fsdp
-from msrl_graph.engine import Asked
-from msrl_graph.layout import Layout
-from msrl_graph.runtime import wrong
-from msrl_graph.runtime.columns import Column, ragged
-from msrl_graph.runtime.data import LOOKED
-from msrl_graph.runtime.packing import pack
-from msrl_graph.runtime.readers import Task, readers
-from msrl_graph.runtime.report import Report, RunError
+from msrl_graph.backends.spec import Asked
+from msrl_graph.runtime.data import wrong
+from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.dataset import LOOKED
+from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.sharding.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("alone")
 SKIP = ("seed = 0 }", "seed = 0, on_nan = skip }")

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, PROMPTS, Stage
 
 from msrl_graph import algorithms, compile
-from msrl_graph.layout import slices
-from msrl_graph.runtime.columns import Column, ragged
+from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.sharding.layout import slices
 
 ROLLOUT = """
 algorithm tiny {

@@ -6,7 +6,7 @@ filter says of a row is a function of (seed, filter, key).
 
 import zlib
 
-from msrl_graph.rowsets import chain, common, rowsets
+from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
 class Truth:

@@ -16,14 +16,15 @@ from safetensors.torch import save_file
 from stage import share
 from torch import distributed as dist
 
-from msrl_graph import compile, models
-from msrl_graph.plan import from_json
-from msrl_graph.runtime import memory
-from msrl_graph.runtime.columns import Column, offsets_of, ragged
-from msrl_graph.runtime.dock import Batch
-from msrl_graph.runtime.readers import Task
-from msrl_graph.runtime.training import Training
-from msrl_graph.runtime.worker import Rank
+from msrl_graph import compile
+from msrl_graph.ir.plan import from_json
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import Column, offsets_of, ragged
+from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.process import memory
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.rank import Rank
+from msrl_graph.runtime.rank.training import Training
 
 ROOT = Path(__file__).parent.parent
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}

@@ -12,9 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..functions import Kind, Signature, signatures
-from ..graph import Expr
-from ..stepping import Optimizer
+from ..ir.graph import Expr
+from ..ir.signatures import Kind, Signature, signatures
+from ..ir.stepping import Optimizer
 
 FOLDER = Path(__file__).parent
 MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")

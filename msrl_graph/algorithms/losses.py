@@ -3,7 +3,7 @@
 Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives such a tensor
 back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What it gives for a
 row depends on that row alone, unless its mark says `scope="mini_batch"`: then it is called once with all rows of the mini-batch, and may
-draw by `rng`. What the update fills is described in functions.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths`
+draw by `rng`. What the update fills is described in signatures.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths`
 are whole numbers. A term may give figures beside its loss, (loss, {name: values}), whose means are metrics.
 """
 

@@ -2,7 +2,7 @@
 
 An optimizer's options go to a class of torch.optim, which is named here and never loaded: what is told is by which rule which weights
 step, and the bytes that are kept of each (stepping.py). Each has `lr` and `warmup`, which the update applies. A schedule gives the learning
-rate of an optimizer step: what the update fills is described in functions.py.
+rate of an optimizer step: what the update fills is described in ir/signatures.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..stepping import Optimizer, Rule
+from ..ir.stepping import Optimizer, Rule
 from .registry import Below, Betas, Count, NotNegative, Positive, Rate, optimizer, schedule
 
 

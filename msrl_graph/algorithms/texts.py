@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..chat import messages
+from ..data.chat import messages
 from .registry import function
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..engine import EngineSpec
 from . import fsdp, hf, megatron, vllm
+from .spec import EngineSpec
 
 ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
 # The light engines, where a program names none.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..architecture import Model
-from ..engine import Act, Asked, Calls, EngineSpec, Lint, Outputs, Packed, Shard, Situation
-from ..layout import Layout, shard
-from ..stepping import Optimizer
+from ..ir.stepping import Optimizer
+from ..model.architecture import Model
+from ..sharding.layout import Layout, shard
 from . import peaks, prefixes, transformer
+from .spec import Act, Asked, Calls, EngineSpec, Lint, Outputs, Packed, Shard, Situation
 from .steps import Steps
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..architecture import Model
-from ..engine import Act, Calls, EngineSpec, Sampling, Shard
-from ..layout import Layout, elements, shard
+from ..model.architecture import Model
+from ..sharding.layout import Layout, elements, shard
 from . import peaks, transformer
+from .spec import Act, Calls, EngineSpec, Sampling, Shard
 from .stops import Stops
 
 if TYPE_CHECKING:

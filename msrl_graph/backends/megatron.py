@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..engine import EngineSpec, Lint, Situation
+from .spec import EngineSpec, Lint, Situation
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from .. import stepping
-from ..engine import BYTES, Moments
-from ..layout import Kind, Side, Tensor, box_at, elements, held, kinds
-from ..work import Work
+from ..ir import stepping
+from ..ir.work import Work
+from ..sharding.layout import Kind, Side, Tensor, box_at, elements, held, kinds
+from .spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs beside what it holds.
 CHUNK = 1 << 22

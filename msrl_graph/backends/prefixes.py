@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..engine import Packed
+from .spec import Packed
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,16 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine import Shard
-from ..layout import Layout, slices
-from ..stepping import Optimizer, Rule
+from ..ir.stepping import Optimizer, Rule
+from ..sharding.layout import Layout, slices
 from .peaks import CHUNK
+from .spec import Shard
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..layout import Tensor
+    from ..sharding.layout import Tensor
 
 ITERATIONS = 5  # of Newton and Schulz
 Kinds = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..architecture import HEAD, Model
-from ..config import fields
-from ..engine import Shard
-from ..layout import elements, slices
+from ..model.architecture import HEAD, Model
+from ..model.config import fields
+from ..sharding.layout import elements, slices
+from .spec import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 
-from ..paths import is_file
+from ..files.paths import is_file
 
 Given = FunctionType | MethodType | partial  # type: ignore[type-arg]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ..diagnostics import Diagnostic
-from ..dropped import Dropped, missed
-from ..graph import Graph
+from ..dsl.dropped import Dropped, missed
+from ..ir.graph import Graph
 from . import columns, edges, filters, levels, liveness, optimizers, scope, staleness, states, temperature, terms
 from .columns import Library
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping
 import networkx as nx
 
 from ..diagnostics import Diagnostic
-from ..functions import Kind, Signature
-from ..graph import ELEMENTS, Graph, Node
-from ..plan import reported as is_metric
+from ..ir.graph import ELEMENTS, Graph, Node
+from ..ir.plan import reported as is_metric
+from ..ir.signatures import Kind, Signature
 
 Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..datafile import few, head
+from ..data.datafile import few, head
 from ..diagnostics import Diagnostic, Fault
-from ..paths import is_file
-from ..plan import Plan
+from ..files.paths import is_file
+from ..ir.plan import Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:

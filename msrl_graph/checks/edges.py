@@ -10,7 +10,7 @@ from itertools import pairwise
 import networkx as nx
 
 from ..diagnostics import Diagnostic, nearest
-from ..graph import KINDS, Edge, Graph
+from ..ir.graph import KINDS, Edge, Graph
 from .columns import Library
 
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 import networkx as nx
 
 from ..diagnostics import Diagnostic
-from ..graph import Graph
-from ..rowsets import rowsets
+from ..ir.graph import Graph
+from ..ir.rowsets import rowsets
 from .columns import Library
 from .scope import calls
 

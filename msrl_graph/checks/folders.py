@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import models
-from ..architecture import Model
-from ..config import positions
 from ..diagnostics import Diagnostic, Fault
-from ..plan import Plan
-from ..sequences import bound, is_tokens, sequences
+from ..ir.plan import Plan
+from ..ir.sequences import bound, is_tokens, sequences
+from ..model import models
+from ..model.architecture import Model
+from ..model.config import positions
 from . import weights
 
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from ..backends.dividing import misfits, rows_in_step
+from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
-from ..dividing import misfits, rows_in_step
-from ..engine import EngineSpec
-from ..graph import Graph, Node
-from ..layout import AXES, Layout
-from ..plan import Placement, Plan, Pool
+from ..ir.graph import Graph, Node
+from ..ir.plan import Placement, Plan, Pool
+from ..sharding.layout import AXES, Layout
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:

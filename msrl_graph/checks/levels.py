@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..diagnostics import Diagnostic
-from ..graph import ELEMENTS, Column, Graph, Node
+from ..ir.graph import ELEMENTS, Column, Graph, Node
 from .columns import Library
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ..backends.spec import EngineSpec, Lint, Situation
 from ..diagnostics import NOWHERE, Diagnostic
-from ..engine import EngineSpec, Lint, Situation
-from ..plan import Placement, Plan
+from ..ir.plan import Placement, Plan
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:

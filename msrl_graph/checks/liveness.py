@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import networkx as nx
 
 from ..diagnostics import Diagnostic, Span
-from ..graph import Graph, Node
-from ..plan import Memory, Plan
+from ..ir.graph import Graph, Node
+from ..ir.plan import Memory, Plan
 from .columns import Library
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..plan import Memory, Plan
+from ..ir.plan import Memory, Plan
 
 
 def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> list[Diagnostic]:

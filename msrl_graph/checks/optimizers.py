@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .. import algorithms, stepping
+from .. import algorithms
 from ..diagnostics import Diagnostic, Span
-from ..graph import Graph, Node
+from ..ir import stepping
+from ..ir.graph import Graph, Node
 from .columns import Library
 
 

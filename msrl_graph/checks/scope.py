@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import networkx as nx
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..functions import Signature
-from ..graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
-from ..plan import METRICS, reported
-from ..sequences import is_tokens, sequences, tempered
+from ..ir.graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
+from ..ir.plan import METRICS, reported
+from ..ir.sequences import is_tokens, sequences, tempered
+from ..ir.signatures import Signature
 from . import states
 from .columns import Library
 

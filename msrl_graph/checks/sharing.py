@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..graph import Node, Value
-from ..layout import Layout
-from ..plan import EngineChoice, Plan
+from ..ir.graph import Node, Value
+from ..ir.plan import EngineChoice, Plan
+from ..sharding.layout import Layout
 
 
 def check(plan: Plan) -> list[Diagnostic]:

@@ -6,9 +6,9 @@ Invariant: what can be seen of the graph alone is told of the graph; who shares 
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..graph import Edge, Graph, Node
-from ..plan import Plan, idle_staleness
-from ..sequences import of_response
+from ..ir.graph import Edge, Graph, Node
+from ..ir.plan import Plan, idle_staleness
+from ..ir.sequences import of_response
 from .columns import Library
 
 

@@ -6,7 +6,7 @@ Invariant: a state is no column: it needs no path and makes no cycle, since what
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic
-from ..graph import Graph, Node, State
+from ..ir.graph import Graph, Node, State
 from .columns import Library
 
 

@@ -7,8 +7,8 @@ weights are, so nothing that a policy computes of such tokens has a meaning.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..graph import ELEMENTS, Graph, Node
-from ..sequences import sequences
+from ..ir.graph import ELEMENTS, Graph, Node
+from ..ir.sequences import sequences
 from .columns import Library
 
 

@@ -1,6 +1,6 @@
 """Terms of a loss: whether the update gives what they are computed from, and whether what they give can be joined.
 
-Invariant: what a term needs stands in its signature (functions.py); what an update gives follows from its worker's kind and what it scores.
+Invariant: what a term needs stands in its signature (signatures.py); what an update gives, from its worker's kind and what it scores.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
-from ..functions import FILLED
-from ..graph import ELEMENTS, Expr, Graph, Node
-from ..sequences import is_tokens, of_response, sequences, tempered
+from ..ir.graph import ELEMENTS, Expr, Graph, Node
+from ..ir.sequences import is_tokens, of_response, sequences, tempered
+from ..ir.signatures import FILLED
 from .columns import Library
 from .scope import calls, lacking, span, withheld
 from .staleness import sampled

@@ -6,12 +6,12 @@ the writer's every token at the same number.
 
 from __future__ import annotations
 
-from ..architecture import Model
 from ..diagnostics import NOWHERE, Diagnostic
-from ..graph import Column, Graph, Node, Worker
-from ..models import tokenizer, tokens
-from ..plan import Plan
-from ..sequences import sequences, speaker
+from ..ir.graph import Column, Graph, Node, Worker
+from ..ir.plan import Plan
+from ..ir.sequences import sequences, speaker
+from ..model.architecture import Model
+from ..model.models import tokenizer, tokens
 
 KINDS = ("policy", "value", "reward_model")
 

@@ -11,10 +11,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..architecture import HEAD, Model
 from ..diagnostics import Diagnostic
-from ..graph import Worker
-from ..plan import Plan
+from ..ir.graph import Worker
+from ..ir.plan import Plan
+from ..model.architecture import HEAD, Model
 
 BIAS = "score.bias"
 # Bytes of an element, by the types that weights may have.

@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ..diagnostics import Fault, Span, nearest
-from ..functions import Kind, Signature
-from ..graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
-from ..sequences import reads_tempered
+from ..ir.graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
+from ..ir.sequences import reads_tempered
+from ..ir.signatures import Kind, Signature
 from . import ast
 from .attributes import COUNT, TABLE, read, shown
 from .calls import Caller, Folder, Library

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..cluster import DEVICES
 from ..diagnostics import Span, nearest
-from ..graph import Expr
+from ..hardware.cluster import DEVICES
+from ..ir.graph import Expr
 from . import ast, guesses
 from .expressions import UNIT_NAMES, Names, Problems, evaluate, mistake
 

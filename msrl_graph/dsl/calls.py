@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..diagnostics import Span, nearest
-from ..functions import Kind, Option, Plain, Signature
-from ..graph import Expr
+from ..ir.graph import Expr
+from ..ir.signatures import Kind, Option, Plain, Signature
 from . import ast, guesses
 from .attributes import COUNT, Below, Number, Type, Words, origin, shown
 from .expressions import Names, Problems, evaluate, mistake

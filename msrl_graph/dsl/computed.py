@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from .. import algorithms
 from ..diagnostics import Span, nearest
-from ..functions import Kind, Signature, called_as, classes
-from ..graph import Expr
+from ..ir.graph import Expr
+from ..ir.signatures import Kind, Signature, called_as, classes
 from . import ast, guesses
 from .attributes import TABLE, Number, Reduce, Type, origin, shown
 from .calls import Caller, Library

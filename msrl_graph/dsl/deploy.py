@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .. import calibration
-from ..architecture import Model
-from ..cluster import DEVICES, NETWORK, Cluster, Figure
+from ..backends.spec import EngineSpec
 from ..diagnostics import Span, nearest
-from ..engine import EngineSpec
-from ..graph import ELEMENTS, KINDS, Expr, Graph
-from ..layout import Layout
-from ..paths import hub_name, is_file
-from ..plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run, reported
+from ..files.paths import hub_name, is_file
+from ..hardware import calibration
+from ..hardware.cluster import DEVICES, NETWORK, Cluster, Figure
+from ..ir.graph import ELEMENTS, KINDS, Expr, Graph
+from ..ir.plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run, reported
+from ..model.architecture import Model
+from ..sharding.layout import Layout
 from . import ast
 from .algorithm import unknown_node
 from .attributes import COUNT, TABLE, Number, String, Type, Words, read

@@ -12,8 +12,8 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ..diagnostics import nearest
-from ..dropped import Dropped
 from . import ast
+from .dropped import Dropped
 from .expressions import Problems, mistake
 
 T = TypeVar("T", ast.Algorithm, ast.Deploy)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from ..diagnostics import Diagnostic, Fault, Severity, Span, nearest
-from ..graph import Expr
+from ..ir.graph import Expr
 from . import ast
 
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}

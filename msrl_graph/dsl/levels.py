@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..graph import Column, Node
+from ..ir.graph import Column, Node
 
 
 @dataclass

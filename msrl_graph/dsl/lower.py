@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ..cluster import Cluster
+from ..backends.spec import EngineSpec
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
-from ..dropped import Dropped, missed
-from ..engine import EngineSpec
-from ..graph import Graph
-from ..plan import Deploy
+from ..hardware.cluster import Cluster
+from ..ir.graph import Graph
+from ..ir.plan import Deploy
 from . import ast
 from .algorithm import Lowering, lower_algorithm
 from .calls import Library
 from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
 from .derive import derive
+from .dropped import Dropped, missed
 from .expressions import Problems, mistake
 from .params import Override, unused
 from .parse import parse_set

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..diagnostics import Diagnostic, nearest
-from ..graph import Expr
+from ..ir.graph import Expr
 from . import ast
 from .expressions import Names, Problems, evaluate, mistake
 

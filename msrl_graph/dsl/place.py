@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..cluster import Cluster
 from ..diagnostics import Span, nearest
-from ..graph import Graph
-from ..plan import Pool
-from ..stretch import device_range, meet
+from ..hardware.cluster import Cluster
+from ..ir.graph import Graph
+from ..ir.plan import Pool
+from ..sharding.stretch import device_range, meet
 from . import ast
 from .expressions import TOLD, Problems, mistake
 

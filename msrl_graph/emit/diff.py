@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ..plan import FORMAT_VERSION, Plan
+from ..ir.plan import FORMAT_VERSION, Plan
 from .facts import Fact, facts
 from .text import WIDTH, Page, duration, many, size
 

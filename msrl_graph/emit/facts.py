@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from ..cluster import Figure
-from ..graph import Column, Expr, Graph, Node
-from ..plan import Plan, Reshard
+from ..hardware.cluster import Figure
+from ..ir.graph import Column, Expr, Graph, Node
+from ..ir.plan import Plan, Reshard
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 import jinja2
 
-from ..graph import Graph
-from ..plan import Memory, Plan
-from ..stretch import runs
+from ..ir.graph import Graph
+from ..ir.plan import Memory, Plan
+from ..sharding.stretch import runs
 from .picture import Picture, graph_picture, placed_picture, plan_picture
 from .svg import COLOURS, clean, shorten, svg
 from .text import duration, many, size, write_graph, write_placed, write_plan

@@ -9,8 +9,9 @@ from dataclasses import fields, is_dataclass
 
 import msgspec
 
-from ..graph import Graph
-from ..plan import FORMAT_VERSION, Plan
+from ..ir.graph import Graph
+from ..ir.located import located
+from ..ir.plan import FORMAT_VERSION, Plan
 from .placed import placed
 
 
@@ -34,6 +35,11 @@ def placed_json(plan: Plan) -> str:
     nodes, edges = placed(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
     return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
+
+
+def plan_json(plan: Plan) -> str:
+    """With the places of the plan's files: it runs from any folder."""
+    return _text(located(plan))
 
 
 def _text(content: object) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..graph import Edge, Graph, Node
-from ..plan import Plan, Reshard
+from ..ir.graph import Edge, Graph, Node
+from ..ir.plan import Plan, Reshard
 from .placed import placed
 from .text import duration, many, size
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..plan import Plan
+from ..ir.plan import Plan
 
 
 @dataclass(frozen=True)

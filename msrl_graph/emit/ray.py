@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 import msgspec
 
-from ..plan import Plan
+from ..ir.plan import Plan
 
 
 def ray_script(plan: Plan) -> str:

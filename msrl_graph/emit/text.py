@@ -16,11 +16,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..cluster import Figure
-from ..graph import Graph
-from ..layout import Layout
-from ..plan import EngineChoice, Instruction, Plan, Way
-from ..shown import shown
+from ..diagnostics.shown import shown
+from ..hardware.cluster import Figure
+from ..ir.graph import Graph
+from ..ir.plan import EngineChoice, Instruction, Plan, Way
+from ..sharding.layout import Layout
 from .placed import placed
 
 WIDTH = 100

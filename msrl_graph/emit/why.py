@@ -5,8 +5,8 @@ Invariant: a runner-up's figures are those of the passes on the plan that it wou
 
 from __future__ import annotations
 
-from ..plan import Plan
-from ..searched import Candidate, Searched
+from ..ir.plan import Plan
+from ..ir.searched import Candidate, Searched
 from .text import WIDTH, Page, duration
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..engine import EngineSpec
-from ..graph import Graph
-from ..plan import Controller, Docks, Placement, Plan
-from .pools import FUNCTIONS
+from ..backends.spec import EngineSpec
+from ..ir.graph import Graph
+from ..ir.plan import FUNCTIONS, Controller, Docks, Placement, Plan
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """estimate: seconds of each phase, of an iteration along its critical path, and tokens a second a device (eq. 5).
 
-Invariant: only composition; what a piece takes is in costs.py. Every row is taken at its bound and nothing is measured here; a figure
+Invariant: only composition; what a piece takes is in cost/time.py. Every row is taken at its bound and nothing is measured here; a figure
 is worth what its weakest input is worth, and its basis is its formula. Pipelines' bubbles and Python functions are left out, and noted.
 """
 
@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..closed_forms import throughput
-from ..cluster import Figure, weakest
-from ..engine import EngineSpec
-from ..graph import Graph
-from ..plan import Estimate, Note, Phase, Plan
-from . import costs, holdings
-from .costs import Costs
-from .lengths import Rows
-from .pools import FUNCTIONS
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..cost import time as costs
+from ..cost.closed_forms import throughput
+from ..cost.lengths import Rows
+from ..cost.time import Costs
+from ..hardware.cluster import Figure, weakest
+from ..ir.graph import Graph
+from ..ir.plan import FUNCTIONS, Estimate, Note, Phase, Plan
 
 EXCHANGE = "gradient exchange"
 

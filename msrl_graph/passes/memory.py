@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
-from ..engine import BYTES, EngineSpec
-from ..graph import Graph
-from ..plan import Memory, Plan
-from ..stretch import runs
-from . import holdings
+from ..backends.spec import BYTES, EngineSpec
+from ..cost import holdings
+from ..ir.graph import Graph
+from ..ir.plan import Memory, Plan
+from ..sharding.stretch import runs
 
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..cluster import Cluster, Figure, weakest
-from ..engine import BYTES, EngineSpec
-from ..graph import Edge
-from ..layout import Kind, Side, Tensor, elements, nameless, shard, stages
-from ..plan import Plan, Reshard, Step, Way
-from ..redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
-from . import holdings
+from ..backends.spec import BYTES, EngineSpec
+from ..cost import holdings
+from ..hardware.cluster import Cluster, Figure, weakest
+from ..ir.graph import Edge
+from ..ir.plan import Plan, Reshard, Step, Way
+from ..sharding.layout import Kind, Side, Tensor, elements, nameless, shard, stages
+from ..sharding.redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
 
 GIB = 1 << 30
 # Small models are cut into a few buckets all the same, so that gathering and selecting can overlap.

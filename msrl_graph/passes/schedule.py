@@ -12,11 +12,10 @@ import heapq
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..graph import Graph, Node
-from ..plan import Evaluation, Instruction, Plan, Stream
-from ..rowsets import looping
-from .holdings import update_of
-from .pools import FUNCTIONS
+from ..cost.holdings import update_of
+from ..ir.graph import Graph, Node
+from ..ir.plan import FUNCTIONS, Evaluation, Instruction, Plan, Stream
+from ..ir.rowsets import looping
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..cluster import Figure
-from ..graph import Edge
-from ..plan import Note, Plan, Traffic
-from ..sequences import bound, token_columns
-from .pools import FUNCTIONS
+from ..hardware.cluster import Figure
+from ..ir.graph import Edge
+from ..ir.plan import FUNCTIONS, Note, Plan, Traffic
+from ..ir.sequences import bound, token_columns
 
 
 @dataclass(frozen=True)

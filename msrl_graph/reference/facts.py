@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import algorithms, models, unready
+from .. import algorithms
 from ..backends import DEFAULT, ENGINES
-from ..cluster import DEVICES, SHARES, Device, Figure
+from ..compiler import unready
 from ..dsl import attributes as kinds
 from ..dsl import calls, computed, expressions
 from ..dsl.deploy import option_type
-from ..functions import Kind, Option, Signature
-from ..graph import ELEMENTS, KINDS
+from ..hardware.cluster import DEVICES, SHARES, Device, Figure
+from ..ir.graph import ELEMENTS, KINDS
+from ..ir.signatures import Kind, Option, Signature
+from ..model import models
 from . import syntax
 
 # What runs on a machine with another memory or clock says something else there: the document says where it comes from instead.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..backends import ENGINES
-from ..plan import Plan
+from ..ir.plan import Plan
 from .result import Simulation
 from .run import Simulator
 from .specs import read

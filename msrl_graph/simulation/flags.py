@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from ..diagnostics import Diagnostic, Fault
-from ..plan import Plan
+from ..ir.plan import Plan
 from . import simulate, simulation_text
 
 

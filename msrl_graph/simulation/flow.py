@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..graph import Node
-from ..passes import costs
-from ..plan import Plan, Traffic
+from ..cost import time as costs
+from ..ir.graph import Node
+from ..ir.plan import Plan, Traffic
 from .rows import Draws, deal
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from ..passes.costs import Costs
+from ..cost.time import Costs
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..layout import Layout
-from ..plan import Pool
+from ..ir.plan import Pool
+from ..sharding.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from ..passes.pools import FUNCTIONS
-from ..plan import Plan
+from ..ir.plan import FUNCTIONS, Plan
 from .lanes import Span
 from .specs import Specs
 

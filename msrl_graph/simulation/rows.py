@@ -1,7 +1,7 @@
 """Rows: how long each is, who is slow, and who gets which.
 
 Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the plan's places, nor of
-the order in which it is asked for. `deal` shares out as a dock's controller does (runtime/dock.py), rows of all homes alike.
+the order in which it is asked for. `deal` shares out as a dock's controller does (runtime/dock/controller.py), rows of all homes alike.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from ..passes import holdings
-from ..plan import Plan
-from ..sequences import bound
+from ..cost import holdings
+from ..ir.plan import Plan
+from ..ir.sequences import bound
 from .specs import Distribution, Recorded, Specs
 
 T = TypeVar("T")

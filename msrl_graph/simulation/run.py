@@ -1,4 +1,4 @@
-"""The simulation of a plan's iterations: all pools walk their streams, rows go by the docks, devices take the seconds of passes/costs.py.
+"""The simulation of a plan's iterations: all pools walk their streams, rows go by the docks, devices take the seconds of cost/time.py.
 
 Invariant: the same plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which pools are looked
 at. Iterations follow each other as the driver starts them, all at once after the last has ended; where a resharding edge allows
@@ -12,12 +12,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..engine import EngineSpec
-from ..passes import costs, holdings
-from ..passes.costs import Costs
-from ..passes.pools import FUNCTIONS
-from ..plan import Instruction, Plan, Pool, Reshard
-from ..sequences import token_columns
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..cost import time as costs
+from ..cost.time import Costs
+from ..ir.plan import FUNCTIONS, Instruction, Plan, Pool, Reshard
+from ..ir.sequences import token_columns
 from .flow import Done, Flow
 from .generation import tail
 from .lanes import Lanes, Span

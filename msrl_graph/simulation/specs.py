@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import NormalDist
 
 from ..diagnostics import Diagnostic, Fault, nearest
-from ..graph import Graph
-from ..paths import is_folder
-from ..plan import Plan
-from ..sequences import sequences, token_columns
+from ..files.paths import is_folder
+from ..ir.graph import Graph
+from ..ir.plan import Plan
+from ..ir.sequences import sequences, token_columns
 
 _CALL = re.compile(r"\s*(\w+)\s*\(([^()]*)\)\s*")
 _NORMAL = NormalDist()

@@ -1,6 +1,6 @@
 """States at work: what each verb takes of the rows that it is handed, on the lanes of its pool.
 
-Invariant: seconds come from passes/costs.py alone, at the rows' own lengths. Where a collective spans the groups they go step by step
+Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Where a collective spans the groups they go step by step
 together: an update at its optimizer steps, whoever divides the weights over dp at each micro-batch.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..engine import EngineSpec
-from ..graph import Node
-from ..passes import holdings
-from ..passes.costs import Costs
-from ..passes.lengths import Rows
-from ..plan import Plan
-from ..sequences import sequences
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..cost.lengths import Rows
+from ..cost.time import Costs
+from ..ir.graph import Node
+from ..ir.plan import Plan
+from ..ir.sequences import sequences
 from .flow import Batch, Done, Flow
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span

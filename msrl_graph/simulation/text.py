@@ -6,9 +6,9 @@ Invariant: fits 100 columns; the same simulation gives the same bytes.
 from __future__ import annotations
 
 from ..emit.text import WIDTH, Page, duration, many
+from ..ir.plan import FUNCTIONS
+from ..ir.sequences import token_columns
 from ..passes.estimate import unfiltered
-from ..passes.pools import FUNCTIONS
-from ..sequences import token_columns
 from .lanes import Span
 from .result import RESHARD, Simulation
 from .specs import generated

@@ -9,7 +9,7 @@ from collections import Counter
 
 from ..backends import ENGINES
 from ..emit.html import Stretch, Timeline
-from ..plan import Plan
+from ..ir.plan import Plan
 from .run import Simulator
 from .specs import read
 

@@ -1,0 +1,67 @@
+"""What an engine can divide of a model.
+
+Invariant: checks refuse, and the planner leaves out, exactly the layouts that `misfits` tells of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir.graph import Graph, Node
+from ..model.architecture import Model
+from ..sharding.layout import Layout
+from .spec import EngineSpec
+
+
+def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
+    """What of `model` a layout does not divide, and the engine cannot make up for: a sentence each."""
+    if uneven := _uneven(model, spec, layout.tp):
+        yield f"tp = {layout.tp} does not divide {_and(uneven)} of `{model.name}`"
+    stages, experts = layout.pp * layout.vpp, model.experts
+    if layout.vpp > 1 and layout.pp == 1:
+        yield f"vpp = {layout.vpp} interleaves the stages of a pipeline, and pp is 1"
+    elif stages > model.layers:
+        yield f"{'pp x vpp' if layout.vpp > 1 else 'pp'} = {stages} is more than the {model.layers} layers of `{model.name}`"
+    elif layout.stages and sum(layout.stages) != model.layers:
+        yield f"`stages` hold {sum(layout.stages)} layers, `{model.name}` has {model.layers}"
+    elif 0 in layout.stages:
+        yield "a stage of `stages` holds no layer"
+    if layout.cp > 1 and layout.cp_kind == "ulysses" and model.heads % (layout.tp * layout.cp):
+        yield f"tp x cp = {layout.tp * layout.cp} does not divide the {model.heads} heads of `{model.name}`, as Ulysses attention must"
+    if experts is None:
+        if layout.ep * layout.etp > 1:
+            yield f"{'ep' if layout.ep > 1 else 'etp'} divides experts, and `{model.name}` has none"
+        return
+    if experts.number % layout.ep:
+        yield f"ep = {layout.ep} does not divide the {experts.number} experts of `{model.name}`"
+    if experts.intermediate % layout.etp:
+        yield f"etp = {layout.etp} does not divide the intermediate size of {experts.intermediate:,} of the experts of `{model.name}`"
+    if layout.stage_devices % (layout.ep * layout.etp):
+        both = "ep x etp" if layout.etp > 1 else "ep"
+        yield f"{both} = {layout.ep * layout.etp} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)"
+
+
+def rows_in_step(graph: Graph, node: Node) -> int | None:
+    """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is updated, or a filter
+    leaves a number of rows that nobody knows yet."""
+    stated = node.attributes.get("mini_batch")
+    if node.verb != "update" or (stated is None and any(n.filters for n in graph.nodes)):
+        return None
+    return int(node.number("mini_batch", graph.rows[graph.level(node)]))
+
+
+def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
+    sizes = [(model.heads, "heads")]
+    if not model.latent and not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
+        sizes.append((model.kv_heads, "key-value heads"))
+    if not model.experts or model.experts.first:
+        sizes.append((model.intermediate, "intermediate size"))
+    if model.experts and model.experts.shared:
+        sizes.append((model.experts.shared, "shared experts' size"))
+    if spec.vocabulary_multiple == 1:
+        sizes.append((model.vocabulary, "vocabulary"))
+    return [f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}" for size, name in sizes if size % tp]
+
+
+def _and(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

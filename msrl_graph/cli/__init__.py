@@ -1,0 +1,6 @@
+"""The commands: flags in, exit code out."""
+
+from .compile import compile_main
+from .run import run_main, run_plan
+
+__all__ = ["compile_main", "run_main", "run_plan"]

@@ -1,0 +1,294 @@
+"""msrl-compile: flags in, exit code out.
+
+Invariant: the result goes to stdout, diagnostics to stderr. Exit status 0: fine; 1: a fault in the input; 2: bad usage, or a mistake of
+our own (one line and where to find what reproduces it; MSRL_DEBUG=1 gives the traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .. import codes
+from ..diagnostics import Fault, nearest
+from ..diagnostics.shown import shown
+from .common import guarded, load_plan, natural, tell
+
+if TYPE_CHECKING:
+    from ..compiler.pipeline import Compilation
+    from ..ir.plan import Plan
+
+PICTURES = ("dot", "html")
+
+
+def compile_main(argv: Sequence[str] | None = None) -> int:
+    """`msrl-compile`."""
+    return guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="msrl-compile",
+        description="Compile an .rlg program: check it, place it on a cluster, show or write the plan.",
+        epilog="exit status: 0 fine, 1 a fault in the program, 2 bad usage",
+        allow_abbrev=False,
+    )
+    p.add_argument("file", nargs="?", metavar="FILE", help="a program; `-` reads stdin; a NAME is an algorithm of the package, as grpo")
+    p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
+    p.add_argument("--model", metavar="PRESET", help="the policy's model where the file has no deploy, on the machine at hand")
+    p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
+    p.add_argument("--check", action="store_true", help="only check: print nothing if all is well")
+    p.add_argument("--emit", choices=("ast", "graph", "placed", "plan", "ray"), help="what to show (default: plan; graph without a deploy)")
+    p.add_argument("--format", choices=("text", "json", *PICTURES), default="text", help="how to show it; dot: for Graphviz")
+    p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
+    p.add_argument("--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan")
+    p.add_argument("--lengths", metavar="SPEC", action="append", help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE")
+    p.add_argument("--stragglers", metavar="SPEC", help="with --simulate: which share of the devices is how many times slower, `1%% x3`")
+    p.add_argument("--function", metavar="NAME=SECONDS", action="append", help="with --simulate: what a function node takes of a row")
+    p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
+    p.add_argument("--diff", metavar="OLD.json", help="show what changed from a plan that `--format json -o OLD.json` wrote")
+    p.add_argument("--why", action="store_true", help="show why these layouts: what the search took, the runners-up, what each loses by")
+    p.add_argument("--budget", metavar="SECONDS", type=_seconds, help="how long the search for layouts may take; then the best so far")
+    p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
+    p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
+    p.add_argument("--list-passes", action="store_true", help="list the passes and end")
+    p.add_argument("--explain", metavar="NAME", help="show what a code, a statement, an attribute or a function is, and end")
+    p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
+    p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics")
+    return p
+
+
+def _compile(argv: Sequence[str]) -> int:
+    parser = _parser()
+    if "--explain" in argv[:-1]:  # its name may be `->`, which no other flag is
+        at = argv.index("--explain")
+        argv = [*argv[:at], f"--explain={argv[at + 1]}", *argv[at + 2 :]]
+    options = parser.parse_args(argv)
+    if options.explain is not None:
+        page = _page(options.explain)
+        print(
+            codes.shown(page, *_screen(options)) if page else shown(_unknown(options.explain)),
+            end="",
+            file=sys.stdout if page else sys.stderr,
+        )
+        return 0 if page else 2
+    from ..compiler.pipeline import PASSES, read, translate
+    from ..files.reading import decoded
+
+    names = [p.name for p in PASSES]
+    if options.list_passes:
+        print("\n".join(names))
+        return 0
+    if options.print_after is not None and options.print_after not in names:
+        parser.error(f"no pass is called `{options.print_after}`; {nearest(options.print_after, names)}")
+    if options.file is None:
+        parser.error("a FILE is needed")
+    if options.check and options.output is not None:
+        parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
+    if options.why and (options.check or options.format != "text" or options.emit not in (None, "plan")):
+        parser.error("`--why` shows the search as text: it goes with no other stage, format or check")
+    if options.emit == "ray" and options.format != "text":
+        parser.error(f"`--emit ray` is a script; `--format {options.format}` does not apply")
+    if options.diff is not None and (other := _beside_diff(options)):
+        parser.error(f"`--diff` compares plans, as text or JSON: leave out `{other}`")
+    if options.format in PICTURES and (options.emit == "ast" or options.simulate):
+        parser.error(
+            f"`--format {options.format}` draws graph, placed and plan; `{'--simulate' if options.simulate else '--emit ast'}` is none"
+        )
+    more = [f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None]
+    if more and not options.simulate:
+        parser.error(f"`{more[0]}` goes with `--simulate N`")
+    if options.simulate and (options.emit or options.check):
+        parser.error(f"`--simulate` shows what iterations take: leave out `{'--emit' if options.emit else '--check'}`")
+    if any("=" not in f for f in options.function or ()):
+        parser.error("`--function` takes NAME=SECONDS")
+    sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
+    if any("=" not in s for s in options.sets):
+        parser.error("`--set` takes PARAM=VALUE")
+
+    times: list[tuple[str, float]] = []
+
+    def after(name: str, seconds: float, plan: Plan) -> None:
+        times.append((name, seconds))
+        if name == options.print_after:
+            from ..emit.text import plan_text
+
+            print(f"--- after {name}\n{plan_text(plan)}---", file=sys.stderr)
+
+    source = None
+    try:
+        # A program from stdin is named as an editor would name it.
+        source = read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
+        until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
+        until = "plan" if options.check else until
+        asked = {"deploy": options.deploy, "model": options.model, "sets": sets, "budget": options.budget}
+        result = translate(source, until=until, after=after, **asked)
+        output = "" if options.check else _simulated(result, options) if options.simulate else _result(result, options)
+    except Fault as fault:
+        tell(fault.diagnostics, source, options)
+        return 1
+    tell(result.warnings, source, options)
+    if options.time_passes:
+        for name, seconds in times:
+            print(f"{name:<10} {seconds * 1e3:8.2f} ms", file=sys.stderr)
+    if options.output is None:
+        try:
+            sys.stdout.write(output)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            print(f"msrl-compile: cannot write the result: {error.strerror}", file=sys.stderr)
+            return 2
+    elif not options.check:
+        try:
+            Path(options.output).write_text(output, encoding="utf-8")
+        except OSError as error:
+            print(f"msrl-compile: cannot write `{shown(options.output)}`: {error.strerror}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _page(name: str) -> str:
+    """The page of a code, or the entry of the reference with that name; nothing where there is neither."""
+    if name in codes.known():
+        return codes.page(name)
+    from .. import reference
+
+    return reference.entry(name) if name in reference.names() else ""
+
+
+def _unknown(name: str) -> str:
+    from .. import reference
+
+    known = nearest(name, {*codes.known(), *reference.names()})
+    near = known if known.startswith("did") else "codes stand in brackets"
+    return f"msrl-compile: no code, statement, attribute or function is called `{name}`; {near}\n"
+
+
+def _simulated(result: Compilation, options: argparse.Namespace) -> str:
+    from ..compiler.pipeline import no_deploy
+    from ..simulation.flags import simulated
+
+    if result.plan is None:
+        raise no_deploy()
+    return simulated(result.plan, options, *_screen(options))
+
+
+def _result(result: Compilation, options: argparse.Namespace) -> str:
+    """The text of the stage that was asked for."""
+    from ..compiler.pipeline import no_deploy
+
+    stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
+    if stage in ("placed", "plan", "ray") and result.placed is None:
+        raise no_deploy()
+    if options.diff is not None:
+        assert result.plan is not None
+        return _diff(result.plan, options)
+    if options.format == "json":
+        from ..emit import json
+
+        if stage == "ast":
+            return json.tree_json(result.tree)
+        if stage == "graph":
+            assert result.graph is not None
+            return json.graph_json(result.graph)
+        assert result.placed is not None
+        if stage == "placed":
+            return json.placed_json(result.placed)
+        assert result.plan is not None
+        return result.plan.to_json()
+    if options.format in PICTURES:
+        return _picture(result, stage, options.format)
+    if stage == "ast":
+        from ..dsl.ast import show
+
+        return show(result.tree)
+    if stage == "ray":
+        from ..emit.ray import ray_script
+
+        assert result.plan is not None
+        return ray_script(result.plan)
+    from ..emit import text
+
+    width, colour = _screen(options)
+    if stage == "graph":
+        assert result.graph is not None
+        graph = text.graph_text(result.graph, width, colour)
+        return graph if options.emit else f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
+    assert result.placed is not None
+    if stage == "placed":
+        return text.placed_text(result.placed, width, colour)
+    assert result.plan is not None
+    if options.why:
+        from ..compiler.pipeline import unstated
+        from ..emit.why import why_text
+
+        other = unstated(result.plan, options.budget) if result.plan.search is None else None
+        return why_text(result.plan, other, width, colour)
+    return text.plan_text(result.plan, width, colour)
+
+
+def _beside_diff(options: argparse.Namespace) -> str:
+    """The flag that asks for something else than a comparison of plans."""
+    asked = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
+    asked[f"--emit {options.emit}"] = options.emit not in (None, "plan")
+    asked[f"--format {options.format}"] = options.format in PICTURES
+    return next((flag for flag, there in asked.items() if there), "")
+
+
+def _diff(plan: Plan, options: argparse.Namespace) -> str:
+    from ..emit.diff import diff_json, diff_text, difference
+    from ..ir.located import located
+
+    changes = difference(load_plan(options.diff), located(plan))  # a plan that was written has its files' places
+    return diff_json(changes, options.diff) if options.format == "json" else diff_text(changes, options.diff, *_screen(options))
+
+
+def _picture(result: Compilation, stage: str, form: str) -> str:
+    """Graphviz text or a page of a stage."""
+    graph, plan = result.graph, result.placed if stage == "placed" else result.plan
+    assert graph is not None
+    if form == "dot":
+        from ..emit import picture
+        from ..emit.dot import dot_text
+
+        if stage == "graph":
+            return dot_text(picture.graph_picture(graph))
+        assert plan is not None
+        return dot_text(picture.placed_picture(plan) if stage == "placed" else picture.plan_picture(plan))
+    from ..emit import html
+
+    if stage == "graph":
+        return html.graph_html(graph)
+    assert plan is not None
+    if stage == "placed":
+        return html.placed_html(plan)
+    from ..simulation.timeline import timeline
+
+    return html.plan_html(plan, timeline(plan))
+
+
+def _screen(options: argparse.Namespace) -> tuple[int, bool]:
+    """How wide a text is, and whether it has colour."""
+    from ..emit.text import WIDTH
+
+    to_terminal = options.output is None and sys.stdout.isatty()
+    colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)
+    return max(80, os.get_terminal_size().columns) if to_terminal else WIDTH, colour
+
+
+def _seconds(text: str) -> float:
+    if not text.replace(".", "", 1).isdecimal():
+        raise argparse.ArgumentTypeError(f"a number of seconds belongs here, not `{text}`")
+    return float(text)
+
+
+def _count(text: str) -> int:
+    if not (number := natural(text)):
+        raise argparse.ArgumentTypeError("a whole number of 1 or more belongs here, not `0`")
+    return number

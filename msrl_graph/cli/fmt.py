@@ -1,0 +1,117 @@
+"""msrl-fmt: programs in their one layout.
+
+Invariant: a file is replaced whole or not at all, and only by a layout that `dsl.format` vouches for; one with a mistake stays as it is.
+Exit status 0: fine; 1: a fault in a file, or one that `--check` or `--diff` would have changed; 2: bad usage, or a file that cannot be
+written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..compiler.pipeline import Source
+from ..diagnostics import Diagnostic, Fault
+from ..diagnostics.shown import shown
+from ..dsl.format import format
+from .common import guarded, tell
+
+STDIN = "<stdin>"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`msrl-fmt`."""
+    return guarded("msrl-fmt", _fmt, list(sys.argv[1:] if argv is None else argv))
+
+
+def _fmt(argv: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(
+        prog="msrl-fmt",
+        description="Give .rlg programs their one layout, in place. Comments stay, and so does what a program means.",
+        epilog="exit status: 0 fine, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or a file not writable",
+        allow_abbrev=False,
+    )
+    p.add_argument("files", nargs="+", metavar="FILE", help="a program; `-` reads stdin and writes stdout")
+    p.add_argument("--check", action="store_true", help="write nothing, list the files that would change")
+    p.add_argument("--diff", action="store_true", help="write nothing, show what would change")
+    p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
+    p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
+    options = p.parse_args(argv)
+    told: list[Diagnostic] = []
+    source = None
+    differ = unwritten = False
+    for file in options.files:
+        name = STDIN if file == "-" else file
+        try:
+            old = _read(file)
+            # As the compiler reads it, whatever the file's line ends are.
+            text = old.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+            source = Source(name, text, Path()) if file == "-" else source
+            new = format(text, name)
+        except Fault as fault:
+            told += fault.diagnostics
+            continue
+        differ |= new != old
+        if options.diff:
+            sys.stdout.write(_diff(old, new, name))
+        elif options.check:
+            sys.stdout.write(f"{name}\n" if new != old else "")
+        elif file == "-":
+            sys.stdout.write(new)
+        elif new != old:
+            try:
+                _write(Path(file), new)
+            except OSError as error:
+                print(f"msrl-fmt: cannot write `{shown(str(file))}`: {error.strerror}", file=sys.stderr)
+                unwritten = True
+    tell(told, source, options)
+    return 2 if unwritten else int(bool(told) or (differ and (options.check or options.diff)))
+
+
+def _read(file: str) -> str:
+    """The text with its line ends and its mark, as it is."""
+    try:
+        return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode()
+    except UnicodeDecodeError:
+        raise Fault(Diagnostic("missing-file", f"`{STDIN if file == '-' else file}` is not UTF-8 text")) from None
+    except OSError as error:
+        raise Fault(Diagnostic("missing-file", f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}")) from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replaces a file, which is there whole at each moment and keeps its mode; a link stays a link. OSError where that cannot be."""
+    path = path.resolve()
+    # A new file in its place would not ask whether the old one may be written.
+    with path.open("ab"):
+        pass
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(path, part)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _diff(old: str, new: str, name: str) -> str:
+    """A unified diff, empty where the texts are equal."""
+    # As the file's lines end, and nowhere else.
+    before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (old, new))
+    told = difflib.unified_diff(before, after, name, name)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Seconds and bytes of what a plan does, as closed forms of its sizes."""

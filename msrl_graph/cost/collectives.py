@@ -1,0 +1,167 @@
+"""collectives: seconds of what dividing a state over devices adds to its work: sums over tp, rings over cp, all-to-alls over ep, gathers of
+divided weights, the exchange of gradients.
+
+Invariant: bytes are those that one device receives, all of a group's devices at once; a group that lies on several hosts goes over the
+links between them, whatever part of it is near. Nothing here overlaps with anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ..backends.spec import BYTES, EngineSpec
+from ..hardware.cluster import Cluster, Collective, Figure, weakest
+from ..ir.plan import Placement
+from ..model.architecture import Model
+from ..sharding.layout import Side, stage_parts
+
+Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
+
+
+def total(*parts: Figure) -> Figure:
+    """The sum of what takes any time."""
+    some = [p for p in parts if p.value] or list(parts[:1])
+    return Figure(sum(p.value for p in some), weakest(*some), "; ".join(dict.fromkeys(p.basis for p in some)))
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Those of a state: its model and layout, on devices of a cluster, in weights of a type."""
+
+    cluster: Cluster
+    placement: Placement
+    model: Model
+    spec: EngineSpec
+    dtype: str
+
+    def stride(self, axis: Axis) -> int:
+        """Devices from one rank of an axis to the next."""
+        layout = self.placement.layout
+        before: dict[Axis, int] = {
+            "tp": layout.inner,
+            "cp": layout.inner * layout.tp,
+            "dp": layout.tp * layout.cp,
+            "etp": 1,
+            "ep": layout.etp,
+            "edp": layout.etp * layout.ep,
+            "pp": layout.stage_devices,
+        }
+        return before[axis]
+
+    def near(self, axis: Axis) -> bool:
+        """Whether each group of an axis lies on one host."""
+        placement, per_host = self.placement, self.cluster.devices_per_node
+        layout, each, first = placement.layout, placement.each or per_host, placement.first if not placement.each else 0
+        if self.cluster.host(placement.first) == self.cluster.host(placement.device(layout.devices - 1, per_host)):
+            return True
+        span = self.stride(axis) * int(getattr(layout, axis))
+        return each % span == first % span == 0
+
+    def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
+        """`count` collectives along an axis, in which a device receives so many bytes in all."""
+        if (kind, axis) not in self._links:
+            self._links[kind, axis] = self._link(kind, axis)
+        least, rate, one = self._links[kind, axis]
+        return Figure(count * least + received / rate, one.source, one.basis)
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, Axis], tuple[float, float, Figure]]:
+        """What does not depend on bytes, once it has been asked for."""
+        return {}
+
+    def _link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
+        """Seconds at least, bytes/s, and a figure that says where they are from."""
+        known, near = self.cluster.device.collective(kind), self.near(axis)
+        if not near:
+            each = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
+            link = self.cluster.between(each)
+            known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
+        where = "device link" if near else "link between hosts"
+        figure = Figure(0.0, weakest(known.least, known.rate), f"{axis}: collectives x latency + bytes / {where}")
+        return known.least.value, known.rate.value, figure
+
+    @cached_property
+    def _item(self) -> int:
+        return BYTES[self.dtype]
+
+    @cached_property
+    def held(self) -> tuple[float, float]:
+        """Parameters of the busiest stage that a data-parallel replica's device holds: those that all tokens pass, and experts."""
+        dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
+        return float(dense), float(experts)
+
+    def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
+        """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the logits; `tokens`
+        are those of a context-parallel rank."""
+        layout, model = self.placement.layout, self.model
+        tp = layout.tp
+        if tp == 1:
+            return Figure(0.0, "derived", "no tensor parallelism")
+        count = 1 + model.layers / layout.pp * (self.spec.sums[0] + backward * self.spec.sums[1])
+        parts = [self.seconds("all_reduce", "tp", count * tokens * model.hidden * self._item * 2 * (tp - 1) / tp, count)]
+        parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
+        if drawn:
+            parts.append(self.seconds("broadcast", "tp", 8 * scored))
+        return total(*parts)
+
+    def context(self, tokens: float, passes: int) -> Figure:
+        """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged before and after
+        attention (Ulysses, arXiv:2309.14509); `passes` times, a backward pass counts for two."""
+        layout, model = self.placement.layout, self.model
+        cp = layout.cp
+        if cp == 1:
+            return Figure(0.0, "derived", "no context parallelism")
+        layers, share = model.layers / layout.pp, (cp - 1) / cp
+        if layout.cp_kind == "ring":
+            received = tokens * 2 * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads) * share
+            return self.seconds("send", "cp", layers * passes * received * self._item, layers * passes * (cp - 1))
+        received = tokens / cp * 2 * (model.heads + model.kv_heads) * model.head_dim / layout.tp * share
+        return self.seconds("all_to_all", "cp", layers * passes * received * self._item, layers * passes * 4)
+
+    def experts(self, tokens: float, passes: int) -> Figure:
+        """Of the tokens of a context-parallel rank: each goes to its experts and back, in every layer that has some."""
+        layout, found = self.placement.layout, self.model.experts
+        if found is None or layout.ep * layout.etp == 1:
+            return Figure(0.0, "derived", "experts are where their tokens are")
+        layers = (self.model.layers - found.first) / layout.pp
+        each = tokens / layout.tp * found.active * self.model.hidden * self._item
+        parts = [Figure(0.0, "derived", "one expert-parallel rank")]
+        if layout.ep > 1:
+            received = 2 * each * layout.etp * (layout.ep - 1) / layout.ep
+            parts.append(self.seconds("all_to_all", "ep", layers * passes * received, layers * passes * 2))
+        if layout.etp > 1:
+            parts.append(self.seconds("all_gather", "etp", layers * passes * 2 * each * (layout.etp - 1), layers * passes * 2))
+        return total(*parts)
+
+    def gathers(self, update: bool) -> Figure:
+        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at ZeRO 3 once more for
+        the backward pass, whose gradients are summed and divided."""
+        layout = self.placement.layout
+        if not self.spec.divided(layout):
+            return Figure(0.0, "derived", "weights are whole")
+        units, share = self.model.layers + 1, (layout.dp - 1) / layout.dp
+        received = sum(self.held) * self._item * share
+        times = 2 if update and layout.zero >= 3 else 1
+        parts = [self.seconds("all_gather", "dp", received * times, units * times)]
+        if update:
+            parts.append(self.seconds("reduce_scatter", "dp", received, units))
+        # What is gathered, or is to be scattered, is laid end to end before and out again after: four reads or writes.
+        laid = 4 * (times + update) * sum(self.held) * self._item
+        rate = self.cluster.device.rate("memory_bandwidth", laid / (times + update) / units)
+        return total(*parts, Figure(laid / rate.value, rate.source, "laid in and out / memory bandwidth"))
+
+    def exchange(self) -> Figure:
+        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: as many bytes as an all-reduce
+        either way, but for an engine that does both (eager ones, at ZeRO 1)."""
+        layout = self.placement.layout
+        dense, experts = (n * self._item for n in self.held)
+        replicas = layout.dp * layout.cp
+        parts = [Figure(0.0, "derived", "one data-parallel group")]
+        twice = 1.5 if self.spec.calls is not None and layout.zero == 1 else 1
+        if replicas > 1:
+            parts.append(self.seconds("all_reduce", "dp", 2 * dense * (replicas - 1) / replicas * twice, twice))
+        if experts and layout.edp > 1:
+            parts.append(self.seconds("all_reduce", "edp", 2 * experts * (layout.edp - 1) / layout.edp))
+        return total(*parts)

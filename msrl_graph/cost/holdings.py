@@ -1,0 +1,323 @@
+"""What a node-state holds on one device, in bytes: the arithmetic that place, reshard, memory and estimate share.
+
+Invariant: figures are those of the busiest device, at the columns' bounds, and say nothing of what an allocator adds (RESERVE stands
+for it). Functions need a plan with placements, and the engines' specs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+from .. import algorithms
+from ..backends.spec import BYTES, EngineSpec, Moments
+from ..hardware.cluster import Cluster, Figure
+from ..ir import stepping
+from ..ir.graph import Node, Value, Worker
+from ..ir.plan import Placement, Plan
+from ..ir.sequences import bound, sequences
+from ..ir.work import Work
+from ..sharding.layout import Side, held, stage_parts
+from . import general
+
+Engines = Mapping[str, EngineSpec]
+# The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
+RESERVE = 0.1
+# Of an optimizer whose states lie in host memory, a step has a part at a time on the device: MindSpeed's --swap-optimizer-times.
+PARTS = 16
+
+
+def capacity(cluster: Cluster) -> Figure:
+    """Bytes of one device. The ranks of a CPU cluster share their machine's memory."""
+    memory = cluster.device.memory
+    if cluster.device.backend != "cpu":
+        return memory
+    share = cluster.devices_per_node
+    return Figure(memory.value / share, memory.source, f"{memory.basis}, divided by {share} ranks")
+
+
+def gigabytes(number: float) -> str:
+    """Bytes for a sentence: 8.19 GB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} B"
+
+
+def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
+    """The placement, its engine with more options."""
+    return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
+
+
+def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
+    return engines[plan.placement(node).engine.name]
+
+
+def dtype(plan: Plan, node: str) -> str:
+    """The type of a node's weights: the engine's option, else the model's."""
+    return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
+
+
+def update_of(plan: Plan, worker: str) -> Node | None:
+    """The state that has the optimizer of a worker: its first update, whose weights and optimizer others of its have too."""
+    return next((n for n in plan.graph.sharing(worker)[:1] if n.verb == "update"), None)
+
+
+def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
+    return spec(plan, engines, node).divided(plan.placement(node).layout)
+
+
+def side(plan: Plan, engines: Engines, node: str) -> Side:
+    """How a state's weights lie on the devices."""
+    placement = plan.placement(node)
+    return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
+
+
+def weights(plan: Plan, engines: Engines, node: str) -> int:
+    """Weights at rest."""
+    return held(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
+
+
+def gradients(plan: Plan, engines: Engines, node: str) -> int:
+    return general.gradients(work(plan, engines, node), spec(plan, engines, node))
+
+
+def optimizer(plan: Plan, engines: Engines, node: str) -> int:
+    """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of
+    experts over their own copies."""
+    master = stepping.MASTER * (dtype(plan, node) != "f32")
+    return _kept(plan, engines, node, lambda rule: rule.bytes + master)
+
+
+def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
+    """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
+    layout, made = plan.placement(node).layout, algorithms.optimizer(plan.graph.node(node).attributes["optimizer"])
+    at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
+    copies = layout.cp if at.divided else 1
+    by_stage = [0.0] * layout.pp
+    for rule, kinds in stepping.parted(made, plan.model(node).kinds):
+        for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
+            by_stage[stage] += each(rule) * (-(-dense // copies) + experts)
+    return math.ceil(max(by_stage))
+
+
+def row_tokens(plan: Plan, node: str) -> int:
+    """Tokens of a row, at most: of each of its sequences the context and what is scored, or generated, of it."""
+    graph, found = plan.graph, sequences(plan.graph, plan.graph.node(node))
+    return found.count * sum(bound(graph, c) for c in found.context) + sum(bound(graph, c) for c in found.scored)
+
+
+def written_tokens(plan: Plan, node: str) -> int:
+    """Tokens that a generation adds to a row, at most."""
+    graph, state = plan.graph, plan.graph.node(node)
+    most = sum(bound(graph, c) for c in sequences(graph, state).scored)
+    return min(most, int(state.number("max_tokens", most)))
+
+
+def row_count(plan: Plan, node: str) -> int:
+    """Rows that a node works on in an iteration; for a generation, the responses that it writes."""
+    return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
+
+
+def group_rows(plan: Plan, node: str) -> int:
+    """Rows of one data-parallel group; for a generation prompts, each with all its samples."""
+    rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
+    return -(-rows // plan.placement(node).layout.dp)
+
+
+def samples(plan: Plan, node: str) -> int:
+    """Sequences that a generation makes of a row that it reads."""
+    return max(1, int(plan.graph.node(node).number("samples", 1)))
+
+
+def most_samples(plan: Plan, node: str) -> int:
+    """The most sequences of a row at once, in training or an evaluation, which says how many responses a prompt of its data gets."""
+    direct = plan.graph.level(plan.graph.node(node)) == 0
+    return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations if direct), 1)
+
+
+def fan(plan: Plan, node: str) -> int:
+    """Sequences of an infer or update that begin with the same context."""
+    graph, state = plan.graph, plan.graph.node(node)
+    found = sequences(graph, state)
+    context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(state))
+    return found.count * graph.fan(graph.level(state), context)
+
+
+def micro_batch(plan: Plan, node: str) -> int:
+    """Rows that a group computes at once; for a generation prompts, each with all its samples."""
+    stated = plan.placement(node).engine.options.get("micro_batch")
+    return stated if isinstance(stated, int) and stated > 0 else 1
+
+
+def work(plan: Plan, engines: Engines, node: str) -> Work:
+    """What a node-state computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to one prompt
+    lie together."""
+    placement, state = plan.placement(node), plan.graph.node(node)
+    generates = state.verb == "generate"
+    found = sequences(plan.graph, state)
+    response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
+    prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
+    size, alike, batches = micro_batch(plan, node), most_samples(plan, node), 1
+    prompts = size
+    if generates:
+        size = min(size, group_rows(plan, node))
+    else:
+        # Micro-batches of a group's share are of like size, however large they may be.
+        share = group_rows(plan, node)
+        if state.verb == "update":
+            share = min(share, -(-int(state.number("mini_batch", row_count(plan, node))) // placement.layout.dp))
+        batches = max(1, -(-share // size))
+        size = -(-share // batches)
+        size, alike = size * found.count, fan(plan, node)
+        prompts = size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
+    return Work(
+        model=plan.model(node),
+        layout=placement.layout,
+        dtype=dtype(plan, node),
+        rows=size,
+        prompts=prompts,
+        prompt=prompt,
+        response=response,
+        samples=alike,
+        batches=batches,
+        divided=is_divided(plan, engines, node),
+        trained=update_of(plan, state.worker) is not None,
+        recompute=placement.engine.options.get("recompute") == "full",
+        # A term of a file may ask for it: its signature is not at hand.
+        entropy="loss" in state.attributes
+        and any(str(c.value) == "entropy" or ":" in str(c.value) for c in state.attributes["loss"].calls()),
+        optimizer=algorithms.optimizer(state.attributes["optimizer"]) if state.verb == "update" else None,
+        given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
+    )
+
+
+def looks_ahead(plan: Plan, node: str) -> bool:
+    """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several micro-batches."""
+    state = plan.graph.node(node)
+    step = int(state.number("mini_batch", row_count(plan, node)))
+    return state.whole and -(-step // plan.placement(node).layout.dp) > micro_batch(plan, node)
+
+
+def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
+    """The moment at which a node-state holds most beside what is resident, by the engine's own account, else by general formulas."""
+    peaks = spec(plan, engines, node).peaks
+    verb = plan.graph.node(node).verb
+    if peaks is not None:
+        return largest(peaks(verb, work(plan, engines, node)))
+    if verb == "generate":
+        at_once, _ = waves(plan, node)
+        return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
+    return largest(general.moments(verb, work(plan, engines, node), spec(plan, engines, node)))
+
+
+def largest(moments: Moments) -> tuple[str, dict[str, int]]:
+    """The fullest of some moments: its name and its items."""
+    name = max(moments, key=lambda m: sum(moments[m].values()))
+    return name, {k: v for k, v in moments[name].items() if v}
+
+
+def scored_tokens(plan: Plan, node: str) -> int:
+    """Tokens of a row that the head is asked for: those of the scored columns, or one of each sequence where none is."""
+    found = sequences(plan.graph, plan.graph.node(node))
+    return sum(bound(plan.graph, c) for c in found.scored) or found.count
+
+
+def kv_sequence(plan: Plan, node: str) -> int:
+    """Keys and values of one sequence at its bound, on one device."""
+    model, layout = plan.model(node), plan.placement(node).layout
+    each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
+    token = layout.most_layers(model.layers) * each * BYTES[dtype(plan, node)]
+    return row_tokens(plan, node) * token
+
+
+def offloads(plan: Plan, node: str, what: str) -> bool:
+    """Whether the `weights` of a state without update, or the `optimizer` of an update, lie in host memory while others compute."""
+    trained = update_of(plan, plan.graph.node(node).worker) is not None
+    return trained == (what == "optimizer") and plan.placement(node).engine.options.get("offload") in (what, "all")
+
+
+def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
+    """What is on a device of a pool while the state `busy` computes (empty: none does), unless swapped, beside what computing takes:
+    weights and optimizer states, by item. Of what is offloaded, a state has its own weights, an update parts of its optimizer's states."""
+    items: dict[str, int] = {}
+    for item, size, node, what in _at_rest(plan, engines, pool):
+        if not offloads(plan, node, what):
+            items[item] = size
+        elif busy and plan.graph.node(busy).worker == plan.graph.node(node).worker:
+            if what == "weights":
+                items[item] = size
+            elif plan.graph.node(busy).verb == "update":
+                items[item] = -(-size // PARTS)
+    return items
+
+
+def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """What lies in host memory of each device of a pool, by item; it keeps its room there while the device has it."""
+    found = _at_rest(plan, engines, pool)
+    return {f"offloaded {item}": size for item, size, node, what in found if offloads(plan, node, what)}
+
+
+def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
+    """The weights and optimizer states of a pool: item, bytes, the state whose engine says where they lie, and which of both they are."""
+    for worker in plan.graph.workers:
+        if worker.kind == "function":
+            continue
+        update = update_of(plan, worker.name)
+        if update is not None:
+            if plan.placement(update.name).pool != pool:
+                continue
+            yield f"{worker.name} weights", weights(plan, engines, update.name), update.name, "weights"
+            yield f"{worker.name} optimizer", optimizer(plan, engines, update.name), update.name, "optimizer"
+            continue
+        for item in _own(plan, worker, pool):
+            node = item.removesuffix(" weights")
+            yield item, weights(plan, engines, node), node, "weights"
+
+
+def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """The float32 copies of bf16 weights that the optimizers of a pool keep on a device, by item; part of their states."""
+    found = {}
+    for worker in plan.graph.workers:
+        update = update_of(plan, worker.name) if worker.kind != "function" else None
+        if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
+            continue
+        if dtype(plan, update.name) != "f32":
+            found[f"{worker.name} masters"] = _kept(plan, engines, update.name, lambda rule: stepping.MASTER)
+    return found
+
+
+def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
+    """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first state that uses it."""
+    fed = {e.dst for e in plan.graph.reshards()}
+    seen: dict[tuple[str, str], str] = {}
+    for node in plan.graph.of(worker.name):
+        if node.name not in fed and plan.placement(node.name).pool == pool:
+            seen.setdefault((str(plan.placement(node.name).layout), dtype(plan, node.name)), f"{node.name} weights")
+    return list(seen.values())
+
+
+def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
+    """What a device holds while `node` generates, but for the KV cache."""
+    items = resident(plan, engines, plan.placement(node).pool, node)
+    edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
+    if edge is not None:
+        if plan.deploy.reshard.mode == "swap":
+            items.pop(f"{plan.graph.node(edge.src).worker} weights", None)
+        items["generation weights"] = weights(plan, engines, node)
+    return items
+
+
+def kv_room(plan: Plan, engines: Engines, node: str) -> int:
+    """Bytes that are left for the KV cache; may be negative. The engine's option `memory` is the part of the device that it may use."""
+    part = plan.placement(node).engine.options.get("memory")
+    part = part if isinstance(part, (int, float)) and part > 0 else 1 - RESERVE
+    return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
+
+
+def waves(plan: Plan, node: str) -> tuple[int, int]:
+    """Prompts that a data-parallel group generates from at once, and how many times."""
+    rows = group_rows(plan, node)
+    at_once = min(rows, micro_batch(plan, node))
+    return at_once, -(-rows // at_once)

@@ -1,0 +1,1 @@
+"""A program's data files, row by row, and what their fields may hold."""

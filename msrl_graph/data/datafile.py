@@ -1,0 +1,176 @@
+"""The rows of a data file as they are written, and whether they have the fields that are read.
+
+Invariant: compiler and run read a file here, so both tell the same of a row. A file is read from its start, and no further than rows are
+taken; nothing heavy is imported, but for a Parquet file what reads it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..diagnostics import Diagnostic, Fault
+from ..ir.plan import Data
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
+
+LOOKED = 100  # rows that `head` looks at
+CHARACTERS = 1 << 24  # that `head` reads
+NAMED = 12  # fields of a file that a message names
+
+
+def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1); it has all fields that are read. Raises
+    Fault: a file that is missing or empty, a row that is no object or lacks a field."""
+    empty = True
+    with _told(data):
+        for row in _parquet(data) if is_parquet(data) else _objects(data):
+            empty = False
+            yield row
+        if empty:
+            raise _empty(data)
+
+
+def head(data: Data, most: int) -> int:
+    """How many rows a file has, `most` at most. Raises Fault as `rows` does for the first `LOOKED` of them. A JSON lines file that is not
+    at its end after `CHARACTERS` is taken to have as many as are asked for."""
+    with _told(data):
+        if is_parquet(data):
+            with _opened(data) as file:
+                count: int = file.metadata.num_rows
+        else:
+            count = 0
+            for number, line in _lines(data, CHARACTERS):
+                count += 1
+                if count <= LOOKED:
+                    _object(data, number, line)
+                elif count >= most:
+                    break
+            if count < most and Path(data.path).stat().st_size >= CHARACTERS:
+                return most
+        if not count:
+            raise _empty(data)
+    return min(count, most)
+
+
+def few(data: Data, has: str, prompts: int) -> Diagnostic:
+    """A file that `has` fewer rows than an iteration takes prompts."""
+    message = f"{data.path} has {has}, and an iteration begins with {prompts:,} prompts"
+    help = "give it more rows, or take fewer prompts: some come several times in an iteration, in groups of their own"
+    return Diagnostic("few-rows", message, data.span, help, "warning")
+
+
+def is_parquet(data: Data) -> bool:
+    return Path(data.path).suffix == ".parquet"
+
+
+def where(data: Data, number: int) -> str:
+    return f"{'row' if is_parquet(data) else 'line'} {number} of {data.path}"
+
+
+def bad(data: Data, number: int, what: str, help: str = "") -> Fault:
+    return Fault(Diagnostic("bad-data", f"{where(data, number)} {what}", data.span, help))
+
+
+@contextmanager
+def _told(data: Data) -> Iterator[None]:
+    """What goes wrong with the file, told at its line in the program."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Fault(Diagnostic("missing-file", f"there is no data file {data.path}", data.span)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Fault(Diagnostic("missing-file", f"the data file {data.path} cannot be read: {error}", data.span)) from None
+
+
+def _empty(data: Data) -> Fault:
+    return Fault(Diagnostic("no-data", f"the data file {data.path} has no rows", data.span))
+
+
+def _lines(data: Data, most: int = -1) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers; those that end within the first `most` characters, where that is not negative."""
+    # Not splitlines: a JSON string may hold U+2028 and its like.
+    with Path(data.path).open(encoding="utf-8") as file:
+        number = 0
+        while line := file.readline(most):
+            number += 1
+            if most >= 0 and not (most := most - len(line)):
+                return
+            if line.strip():
+                yield number, line.rstrip("\n")
+
+
+def _objects(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+    return ((number, _object(data, number, line)) for number, line in _lines(data))
+
+
+def _object(data: Data, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise bad(data, number, f"is not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
+        raise bad(data, number, f"cannot be read: {error}") from None
+    if not isinstance(row, dict):
+        raise bad(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
+    _complete(data, where(data, number), list(row))
+    return row
+
+
+@contextmanager
+def _opened(data: Data) -> Iterator[ParquetFile]:
+    """A Parquet file that has the fields."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(data.path) as file:
+            there = file.schema_arrow.names
+            _complete(data, f"the data file {data.path}", there)
+            for column, name in data.fields.items():
+                if there.count(name) > 1:
+                    span = data.stated.get(column, data.span)
+                    raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{name}`", span))
+            yield file
+    except pa.ArrowInvalid as error:
+        raise Fault(Diagnostic("bad-data", f"the data file {data.path} is no Parquet file: {error}", data.span)) from None
+
+
+def _parquet(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+    # A part at a time, and of it the fields that are read: a file may hold more than memory does.
+    with _opened(data) as file:
+        number = 0
+        for batch in file.iter_batches(columns=list(dict.fromkeys(data.fields.values()))):
+            for row in batch.to_pylist():
+                yield (number := number + 1), row
+
+
+def _complete(data: Data, what: str, there: Sequence[str]) -> None:
+    """Raises Fault where there are not all fields that are read, each told where the program states it."""
+    lacking = [column for column, name in data.fields.items() if name not in there]
+    if not lacking:
+        return
+    names = ", ".join(f"`{k}`" for k in islice(there, NAMED)) or "none"
+    fields = f"its fields are {names}" + (f" and {len(there) - NAMED:,} more" if len(there) > NAMED else "")
+    found = []
+    for column in lacking:
+        name, stated = data.fields[column], data.stated.get(column)
+        close = _close(name, column, [n for n in there if n not in data.fields.values()])
+        guess = f"did you mean `{close}`?" if stated else f'write `{{ {column} = "{close}" }}`;'
+        message = f"{what} has no field `{name}`, which the column `{column}` reads"
+        found.append(Diagnostic("bad-data", message, stated or data.span, f"{guess} {fields}" if close else fields))
+    raise Fault(*found)
+
+
+def _close(name: str, column: str, there: Sequence[str]) -> str:
+    """The field that is likely meant: one that is written nearly as the one that is not there, or as the column."""
+    for word, least in ((name, 0.8), (column, 0.6), (name, 0.6)):
+        if found := difflib.get_close_matches(word, there, n=1, cutoff=least):
+            return found[0]
+    return ""

@@ -1,0 +1,209 @@
+"""What the compiler says to its user.
+
+Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text; `Fault` carries one or more of
+them up to the command line. A message is lower case, without a final full stop, in the user's words; the fix stands in `help`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from pathlib import PurePath
+from typing import Literal, ParamSpec, TypeVar
+
+from .. import codes
+from .shown import SIGNS, shown
+
+# What is wrong is not the program but the machines: the exit status is 3.
+UNFIT = frozenset({"no-resources", "host-differs"})
+# Of a longer line an excerpt shows this many characters.
+LONGEST = 240
+P = ParamSpec("P")
+T = TypeVar("T")
+Severity = Literal["error", "warning", "hint"]
+
+
+@dataclass(frozen=True, order=True)
+class Span:
+    """A stretch of source text: 1-based lines and columns, the end exclusive. A column is a character, also a tab or a wide one."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    @property
+    def place(self) -> str:
+        """Where it is, for running text."""
+        name = PurePath(self.file).name
+        return f"line {self.line} of {name}" if name else f"line {self.line}"
+
+    def to(self, other: Span) -> Span:
+        """From the start of this span to the end of `other`."""
+        return Span(self.file, self.line, self.column, other.end_line, other.end_column)
+
+
+NOWHERE = Span("", 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One thing to tell: what is wrong, where, and what to do about it."""
+
+    code: str
+    message: str
+    span: Span = NOWHERE
+    help: str = ""
+    severity: Severity = "error"
+    related: tuple[tuple[Span, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.code in codes.known(), f"undocumented code {self.code}"
+
+
+class Fault(Exception):
+    """Ends a compilation or refuses a run; holds what to tell. Its str is `text`, the rendered diagnostics, where they were rendered."""
+
+    text = ""
+
+    def __init__(self, *diagnostics: Diagnostic) -> None:
+        super().__init__("; ".join(f"[{d.code}] {d.message}" for d in diagnostics))
+        self.diagnostics = diagnostics
+
+    def __str__(self) -> str:
+        return self.text or super().__str__()
+
+    def __reduce__(self) -> tuple[type[Fault], tuple[Diagnostic, ...]]:
+        return type(self), self.diagnostics  # from one process to another
+
+
+def public(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the Python API: the traceback of its Fault ends at the call. With MSRL_DEBUG=1 it shows where it was raised, too."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Fault as fault:
+            if os.environ.get("MSRL_DEBUG"):
+                raise
+            raise fault.with_traceback(None) from None
+
+    return called
+
+
+class ProgramWarning(UserWarning):
+    """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered diagnostic."""
+
+
+def kind_of(value: object) -> str:
+    """What a value of Python's is, in words: `None`, `an int`."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
+
+
+def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
+    """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are few."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"{lead} `{close[0]}`?"
+    # `910c` of `ascend-910c`, where no other has it but those that begin so too.
+    whole = [n for n in names if len(name) > 2 and name.lower() in n.lower()]
+    if whole and all(n.startswith(whole[0]) for n in whole):
+        return f"{lead} `{whole[0]}`?"
+    if names and len(names) <= 12:
+        return "known here: " + ", ".join(f"`{n}`" for n in names)
+    return ""
+
+
+def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "full") -> str:
+    """The text of one diagnostic; `sources` maps a file's name to its text, for the underlined line."""
+    head = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
+    span = diagnostic.span
+    if style == "concise":
+        where = f"{span.file}:{span.line}:{span.column}: " if span.line else ""
+        return shown(where + head + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
+    margin = " " * len(str(max([span.line, *(s.line for s, _ in diagnostic.related)])))
+    lines = [head]
+    if span.line:
+        lines += _excerpt(span, sources, margin)
+    for other, note in diagnostic.related:
+        lines += [f"{margin} = note: {note}", *_excerpt(other, sources, margin)]
+    if diagnostic.help:
+        indent = "\n" + " " * (len(margin) + 9)
+        lines.append(f"{margin} = help: {diagnostic.help.replace(chr(10), indent)}")
+    return shown("\n".join(lines))
+
+
+def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
+    lines = [f"{margin}--> {span.file}:{span.line}:{span.column}"]
+    text = _lines(sources.get(span.file, ""))
+    if span.line <= len(text) and span.file in sources:
+        source = text[span.line - 1].rstrip("\r")
+        start, end = span.column - 1, span.end_column - 1 if span.end_line == span.line else len(source)
+        part, start, end = _window(source.translate(SIGNS), start, end)
+        under = _blank(part[:start]) + (_blank(part[start:end], "^") or "^")
+        number = str(span.line).rjust(len(margin))
+        lines += [f"{margin} |", f"{number} | {part}", f"{margin} | {under}"]
+    return lines
+
+
+@lru_cache(maxsize=8)
+def _lines(text: str) -> list[str]:
+    """The lines of a text, once for all that is told of it."""
+    return text.split("\n")
+
+
+def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
+    """What is shown of a line, and where its part from `start` to `end` stands there: of a long one only what is near."""
+    if len(line) <= LONGEST:
+        return line, start, end
+    first = max(0, min(start - LONGEST // 4, len(line) - LONGEST))
+    last = min(len(line), first + LONGEST)
+    before = "…" if first else ""
+    part = before + line[first:last] + ("…" if last < len(line) else "")
+    return part, start - first + len(before), min(end, last) - first + len(before)
+
+
+def _blank(text: str, sign: str = " ") -> str:
+    """As wide as the text: tabs keep their place, so that an underline meets the text in any terminal; wide characters take two columns,
+    combining ones none."""
+    if text.isascii():
+        return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))
+    from rich.cells import cell_len
+
+    return "\t".join(sign * cell_len(part) for part in text.split("\t"))
+
+
+def render_json(diagnostics: Iterable[Diagnostic]) -> str:
+    """A JSON list of {code, severity, message, span, help, related}; positions are 1-based, ends exclusive."""
+
+    def place(span: Span) -> dict[str, object] | None:
+        if not span.line:
+            return None
+        return {
+            "file": span.file,
+            "start": {"line": span.line, "column": span.column},
+            "end": {"line": span.end_line, "column": span.end_column},
+        }
+
+    return json.dumps(
+        [
+            {
+                "code": d.code,
+                "severity": d.severity,
+                "message": d.message,
+                "span": place(d.span),
+                "help": d.help,
+                "related": [{"span": place(s), "message": m} for s, m in d.related],
+            }
+            for d in diagnostics
+        ],
+        indent=2,
+    )

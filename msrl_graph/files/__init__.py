@@ -1,0 +1,1 @@
+"""The files that a user names: whether they are there, and what is in them."""

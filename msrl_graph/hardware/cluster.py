@@ -1,0 +1,298 @@
+"""Devices, hosts and links, each figure with its source.
+
+Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed, `basis` where. A
+device's figure is what it could do at best, a peak, or what is reached, and the device says which, wherever the figure comes from; of a
+peak a share is counted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ..diagnostics import NOWHERE, Span
+
+Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
+# How much each source is to be trusted: a derived figure is worth what its weakest input is worth.
+TRUST: tuple[Source, ...] = ("assumed", "datasheet", "stated", "measured", "derived")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, where it comes from, and how."""
+
+    value: float
+    source: Source
+    basis: str = ""
+
+
+def weakest(*figures: Figure) -> Source:
+    return min((f.source for f in figures), key=TRUST.index)
+
+
+# What is reached of a figure of a device that is a peak.
+SHARES = {
+    "flops_bf16": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
+    "flops_f32": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
+    "memory_bandwidth": Figure(0.7, "assumed", "70 % of peak memory bandwidth"),
+    "host_link": Figure(0.8, "assumed", "80 % of a link to the host"),
+    "device_link": Figure(0.6, "assumed", "60 % of a link"),
+    "fabric": Figure(0.6, "assumed", "60 % of a link"),
+}
+
+
+# A rate at some sizes of an operation, the sizes rising.
+Curve = tuple[tuple[float, float], ...]
+
+
+def rate_at(curve: Curve, size: float) -> float:
+    """The rate at a size: a straight line between the two nearest on scales of logarithms, level beyond the ends. So size / rate
+    never falls with size, if it does not between the curve's own points."""
+    before = [p for p in curve if p[0] <= size] or [curve[0]]
+    after = [p for p in curve if p[0] >= size] or [curve[-1]]
+    (low, slow), (high, fast) = before[-1], after[0]
+    if not low < size < high:
+        return slow
+    part = math.log(size / low) / math.log(high / low)
+    return float(math.exp((1 - part) * math.log(slow) + part * math.log(fast)))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What a collective takes among the devices of a host: seconds at least, and beyond that bytes/s that a device receives."""
+
+    least: Figure
+    rate: Figure
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """What the runtime itself takes, in seconds."""
+
+    turn: Figure  # to begin an iteration and to end it
+    handover: Figure  # from a state's rows to the next state's having them, through the dock
+    share: Figure  # what the dock's own processes take of a processor for each share that a group of a state takes and gives back
+    row: Figure  # a row on its way into tensors and out of them
+    function: Figure  # a row that a Python function is called with, what it does itself left out
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device. Bytes, bytes/s and FLOP/s, as they stand in a program; with what of it to count, methods and properties tell.
+    `resource` is Ray's name for one device. Where rates were measured at several sizes, `curves` has them: FLOP/s of a matrix product by
+    its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of the memory by the bytes that an operation moves, streaming
+    (`memory_bandwidth`) or in the order of an eager `layer`."""
+
+    name: str
+    backend: str  # cpu, cuda, ascend
+    resource: str
+    memory: Figure
+    flops: dict[str, Figure]  # by dtype
+    memory_bandwidth: Figure
+    host_link: Figure  # one way, a device
+    device_link: Figure  # within a host, a device
+    host_memory: Figure
+    launch: Figure  # seconds that one kernel takes at least
+    latency: Figure  # seconds that a collective takes at least
+    overheads: Overheads
+    peaks: tuple[str, ...]  # of SHARES: those figures that are peaks
+    fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
+    collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    def rate(self, of: str, size: float) -> Figure:
+        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory (`memory_bandwidth`, `layer`), as
+        they are reached."""
+        name = "memory_bandwidth" if of in ("memory_bandwidth", "layer") else f"flops_{of if of in self.flops else next(iter(self.flops))}"
+        whole, curve = self._reached[name], self.curves.get(of)
+        return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
+
+    def figure(self, name: str) -> Figure | None:
+        """The figure that an attribute of a cluster states: `memory_bandwidth`, `flops_bf16`."""
+        found = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
+        assert found is None or isinstance(found, Figure)
+        return found
+
+    def share(self, name: str) -> float:
+        """What of a figure is reached: of one that is no peak all."""
+        return SHARES[name].value if name in self.peaks else 1.0
+
+    @cached_property
+    def _reached(self) -> dict[str, Figure]:
+        """What is reached of each figure that may be a peak."""
+        found = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
+        for name in found.keys() & {*self.peaks}:
+            figure, share = found[name], SHARES[name]
+            found[name] = Figure(figure.value * share.value, weakest(figure, share), f"{share.basis}; {figure.basis}")
+        return found
+
+    @property
+    def copies(self) -> Figure:
+        """Bytes/s to the host's memory or from it, as they are reached."""
+        return self._reached["host_link"]
+
+    @property
+    def links(self) -> Figure:
+        """Bytes/s that collectives reach within a host."""
+        return self._reached["device_link"]
+
+    @property
+    def far_links(self) -> Figure:
+        """Bytes/s of a device that collectives reach between hosts. KeyError: it has no fabric."""
+        return self._reached["fabric"]
+
+    def collective(self, kind: str) -> Collective:
+        return self.collectives.get(kind) or Collective(self.latency, self.links)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`nodes` equal hosts of `devices_per_node` devices."""
+
+    name: str
+    device: Device
+    nodes: int
+    devices_per_node: int
+    network: Figure  # bytes/s that are reached between two hosts: what rows go over
+    span: Span = NOWHERE
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+    def between(self, devices: int) -> Figure:
+        """Bytes/s that a host reaches to others in collectives that so many devices take part in, at each end."""
+        if self.device.fabric is None:
+            return self.network
+        fabric, each = self.device.far_links, min(devices, self.devices_per_node)
+        return Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
+
+    def host(self, device: int) -> int:
+        return device // self.devices_per_node
+
+
+def _datasheet(value: float, basis: str) -> Figure:
+    return Figure(value, "datasheet", basis)
+
+
+def _assumed(value: float, basis: str) -> Figure:
+    return Figure(value, "assumed", basis)
+
+
+_PAPER_LINK = Figure(50e9, "measured", "H2D and D2H, arXiv:2507.19017, experiment setup")
+_CM384 = "arXiv:2506.12708, CloudMatrix384"
+_AS_A_DIE = f"as one die of the 910C ({_CM384}): no datasheet of the 910B is public"
+_LAUNCH = _assumed(10e-6, "a kernel launch takes 5-20 us on current accelerators")
+_LATENCY = _assumed(20e-6, "a small collective within a host takes 10-50 us")
+OVERHEADS = Overheads(
+    turn=_assumed(5e-3, "some calls between processes of Ray"),
+    handover=_assumed(4e-3, "four calls between processes of Ray"),
+    share=_assumed(4e-3, "six messages between processes of Ray"),
+    row=_assumed(10e-6, "some numpy operations"),
+    function=_assumed(20e-6, "a call of Python and the check of its result"),
+)
+
+
+def _ascend_910c(name: str, dies: int) -> Device:
+    whole = "one package of two dies" if dies == 2 else "one die of two"
+    return Device(
+        name=name,
+        backend="ascend",
+        resource="NPU",
+        memory=_datasheet(64e9 * dies, f"{_CM384}; {whole}"),
+        flops={"bf16": _datasheet(376e12 * dies, f"{_CM384}; {whole}"), "f32": _assumed(94e12 * dies, "a quarter of bf16")},
+        memory_bandwidth=_datasheet(1.6e12 * dies, f"{_CM384}; {whole}"),
+        host_link=_PAPER_LINK,
+        device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
+        host_memory=_assumed(1.5e12, "a host of 8 packages"),
+        launch=_LAUNCH,
+        latency=_LATENCY,
+        overheads=OVERHEADS,
+        peaks=tuple(name for name in SHARES if name != "host_link"),
+        fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
+    )
+
+
+def _hopper(name: str, memory: float, bandwidth: float) -> Device:
+    sheet = f"NVIDIA {name.upper()} SXM datasheet"
+    return Device(
+        name=name,
+        backend="cuda",
+        resource="GPU",
+        memory=_datasheet(memory, sheet),
+        flops={"bf16": _datasheet(989e12, f"{sheet}, dense"), "f32": _datasheet(67e12, f"{sheet}, no tensor cores")},
+        memory_bandwidth=_datasheet(bandwidth, sheet),
+        host_link=_datasheet(64e9, f"{sheet}, PCIe 5 x16 one way"),
+        device_link=_datasheet(450e9, f"{sheet}, NVLink one way"),
+        host_memory=_assumed(2e12, "a host of 8 devices"),
+        launch=_LAUNCH,
+        latency=_LATENCY,
+        overheads=OVERHEADS,
+        peaks=tuple(SHARES),
+        fabric=_datasheet(50e9, "NVIDIA DGX H100 datasheet: one 400 Gb/s ConnectX-7 a device"),
+    )
+
+
+def _cpu(name: str) -> Device:
+    """A rank process with one core. The memory is this machine's where the system tells it."""
+    try:
+        size = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        memory = Figure(size, "measured", "this machine's memory, shared by its ranks")
+    except (ValueError, OSError, AttributeError):
+        memory = _assumed(8e9, "no figure from the system")
+    return Device(
+        name=name,
+        backend="cpu",
+        resource="CPU",
+        memory=memory,
+        flops={
+            "f32": _assumed(9.6e10, "one core of 3 GHz, two 8-wide fused multiply-adds a cycle"),
+            "bf16": _assumed(4.8e10, "one core, half of f32"),
+        },
+        memory_bandwidth=_assumed(8e9, "one core"),
+        host_link=_assumed(5e9, "a memory copy on one core"),
+        device_link=_assumed(1e9, "gloo between two processes"),
+        host_memory=memory,
+        launch=_assumed(12e-6, "an eager torch operator on a CPU"),
+        latency=_assumed(200e-6, "gloo between two processes"),
+        overheads=OVERHEADS,
+        peaks=("flops_bf16", "flops_f32"),
+    )
+
+
+def _presets() -> dict[str, Device]:
+    return {
+        d.name: d
+        for d in (
+            _ascend_910c("ascend-910c", 2),
+            _ascend_910c("ascend-910c-die", 1),
+            Device(
+                name="ascend-910b",
+                backend="ascend",
+                resource="NPU",
+                memory=_datasheet(64e9, "Atlas A2: 64 GB a device"),
+                flops={"bf16": _assumed(376e12, _AS_A_DIE), "f32": _assumed(94e12, "a quarter of bf16")},
+                memory_bandwidth=_assumed(1.6e12, _AS_A_DIE),
+                host_link=_PAPER_LINK,
+                device_link=_assumed(56e9, "HCCS, one way"),
+                host_memory=_assumed(1.5e12, "a host of 8 devices"),
+                launch=_LAUNCH,
+                latency=_LATENCY,
+                overheads=OVERHEADS,
+                peaks=tuple(name for name in SHARES if name != "host_link"),
+                fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
+            ),
+            _hopper("h100", 80e9, 3.35e12),
+            _hopper("h200", 141e9, 4.8e12),
+            _cpu("cpu"),
+            _cpu("here"),
+        )
+    }
+
+
+DEVICES = _presets()
+# Between hosts, where the file gives no figure: the paper measured 300 MB/s between its servers.
+NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

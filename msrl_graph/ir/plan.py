@@ -1,0 +1,364 @@
+"""The plan: everything that running needs, and everything that was worked out about it.
+
+Invariant: a plan is plain data; `to_json` and `from_json` are inverse (files are where they were, whatever their paths begin at), and
+compiling twice gives the same bytes. Passes fill it from top to bottom: placements, docks, reshards, schedule, then traffic, memory and
+estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..diagnostics import NOWHERE, Span
+from ..hardware.cluster import Cluster, Figure
+from ..model.architecture import Model
+from ..sharding.layout import Layout
+from ..sharding.stretch import Stretch
+from .graph import Edge, Expr, Graph, Value
+from .searched import Searched
+from .views import PlanViews
+
+FORMAT_VERSION = 1
+# The names of the pool that has all devices, and of the hosts' processes that call functions.
+DEVICES, FUNCTIONS = "devices", "functions"
+# What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
+METRICS = frozenset(
+    {
+        *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
+        *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
+        *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens"),
+        *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
+        *("lr", "entropy", "truncated"),
+    }
+)
+
+
+def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
+    """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
+    return [e for e in graph.reshards() if e.staleness and pool_of(e.src) == pool_of(e.dst)]
+
+
+def reported(graph: Graph, column: str) -> bool:
+    """Whether a run tells the mean of a column: a scalar that is no field of the data."""
+    kind = graph.column(column)
+    return graph.writer(column).verb != "source" and kind.element in ("f32", "bf16") and not kind.dims
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data file and which of its fields fills which column; `stated` is where the program names the field of a column."""
+
+    name: str
+    path: str
+    fields: dict[str, str]
+    span: Span = NOWHERE
+    stated: dict[str, Span] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """An engine and its options; `chosen` says who chose it."""
+
+    name: str
+    options: dict[str, Value] = field(default_factory=dict)
+    chosen: str = "the file"
+    span: Span = NOWHERE
+
+    def shared(self) -> dict[str, Value]:
+        """The options that states of the same weights have in common: all but the micro-batch."""
+        return {k: v for k, v in self.options.items() if k != "micro_batch"}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th iteration (0: never).
+    Generations that read prompts draw `samples` responses (0: as many as each does in training) at a `temperature` (None: its own)."""
+
+    data: str
+    every: int
+    report: tuple[str, ...]
+    samples: int
+    temperature: float | None
+    label: str = ""  # what a person calls the first of the reported figures
+    span: Span = NOWHERE
+
+    def title(self, column: str) -> str:
+        """What a person calls a reported figure."""
+        return self.label if self.label and column == self.report[0] else f"{column} on {self.data}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """`save`: a checkpoint every so many iterations (0: none), of which the newest `keep` stay. `restarts`: how often processes that died
+    are started anew before the run ends. `on_nan`: what a wrong number does, end the run or skip the optimizer step that it is in.
+    `warn_…`: the thresholds of symptoms.py."""
+
+    iterations: int = 1
+    seed: int = 0
+    save: int = 0
+    keep: int = 2
+    resume: str = ""  # the folder of a run or of a checkpoint
+    restarts: int = 3
+    on_nan: str = "stop"
+    warn_flat: int = 5
+    warn_truncated: float = 0.5
+    warn_entropy: float = 0.1
+    warn_kl: float = 1.0
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class DockOptions:
+    mode: str = "distributed"
+    replicas: int = 1  # warehouses a host; rows are spread over them, each is kept once
+    deadline: float = 600.0  # seconds that a wait may last
+    capacity: int = 0  # bytes of rows that a host may hold; 0: what its memory holds
+    imbalance: float = 1.0  # the most that a group's share may be, of an even one, for rows to stay on their host
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class ReshardOptions:
+    mode: str = "swap"
+    order: str = ""  # direct or staged; empty: the plan chooses
+    bucket: int = 0  # bytes; 0: the plan chooses
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class Pool(Stretch):
+    """States that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
+
+    nodes: tuple[str, ...]
+    first: int = 0
+    devices: int = 0
+    name: str = ""
+    reason: str = ""
+    span: Span = NOWHERE
+    each: int = 0
+
+
+@dataclass(frozen=True)
+class Deploy:
+    """The where and how of a program, as the file states it."""
+
+    name: str
+    models: dict[str, Model]  # by the name that workers use
+    data: dict[str, Data]
+    layouts: dict[str, Layout]  # by node
+    engines: dict[str, EngineChoice]  # by node
+    dock: DockOptions = DockOptions()
+    reshard: ReshardOptions = ReshardOptions()
+    evaluations: tuple[Evaluation, ...] = ()
+    run: Run = Run()
+    span: Span = NOWHERE
+    pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
+    together: tuple[tuple[str, ...], ...] = ()  # states that stay together, wherever that is
+
+
+@dataclass(frozen=True)
+class Placement(Stretch):
+    """A node-state on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+
+    node: str
+    pool: str
+    layout: Layout
+    first: int
+    engine: EngineChoice
+    reason: str
+    weight_bytes: int = 0  # the state's weights at rest, on the busiest device
+    each: int = 0
+
+
+@dataclass(frozen=True)
+class Controller:
+    """The controller of a node-state: hears only of the columns that the state reads."""
+
+    node: str
+    host: int
+    columns: tuple[str, ...]
+    groups: int  # data-parallel groups that ask it
+    chunk: int  # units handed out at once; 0: all of the iteration
+    lockstep: bool  # a collective spans the groups: all get the same number of micro-batches
+
+
+@dataclass(frozen=True)
+class Docks:
+    mode: str
+    controllers: tuple[Controller, ...]
+    warehouses: tuple[int, ...]  # the host of each
+    deadline: float
+    capacity: int = 0
+    imbalance: float = 1.0
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The hosts that have warehouses."""
+        return tuple(sorted(set(self.warehouses)))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a reshard: bytes and seconds a device."""
+
+    name: str
+    bytes: int
+    seconds: Figure
+
+
+@dataclass(frozen=True)
+class Way:
+    """How some weights (`of`: weights, embeddings, experts) come to where they are wanted: in place, all-gather, all-to-all, or send.
+    Aligned blocks of `block` consecutive ranks take part together, the same blocks of all pipeline stages where layers go `across` them:
+    `ranks` in all. `bytes`: what the busiest device receives."""
+
+    of: str
+    how: str
+    block: int
+    across: bool
+    ranks: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """An allgather-swap, or between two pools a send (mode `send`). Bytes are a device's, at its busiest."""
+
+    src: str
+    dst: str
+    mode: str
+    order: str
+    reason: str
+    ways: tuple[Way, ...]
+    bucket_bytes: int
+    buckets: tuple[tuple[str, ...], ...]  # tensor names
+    steps: tuple[Step, ...]
+    swap_in: Step
+    update_bytes_per_device: int
+    generate_bytes_per_device: int
+    released_bytes_per_device: int
+    peak_bytes_per_device: int
+    redundant_bytes: int  # what naive resharding would leave on all devices (eq. 3)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`op` is RESHARD (edge `node` => `other`), RUN, RELEASE (generation weights), SWAP_IN (starts), WAIT (for the swap-in), AGAIN (back
+    to `other`, if the filter `node` asks for another round of prompts)."""
+
+    op: str
+    node: str
+    other: str = ""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What the processes of a pool do, in order; `task` is `train` or the name of the evaluated data."""
+
+    pool: str
+    task: str
+    instructions: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a sample edge moves in an iteration, at the columns' bounds."""
+
+    src: str
+    dst: str
+    columns: tuple[str, ...]
+    rows: int
+    bytes: int
+    seconds: Figure
+    central_seconds: Figure
+    how: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a phase holds on one device, or one host, at its peak."""
+
+    place: str  # device or host
+    pool: str
+    phase: str
+    items: dict[str, int]
+    capacity: Figure
+    remark: str = ""
+
+    @property
+    def total(self) -> int:
+        return sum(self.items.values())
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    pool: str
+    seconds: Figure
+
+
+@dataclass(frozen=True)
+class Estimate:
+    phases: tuple[Phase, ...]
+    iteration_seconds: Figure
+    tokens_per_second_per_device: Figure  # eq. 5
+
+
+@dataclass(frozen=True)
+class Note:
+    """A choice or a remark, with its reason."""
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(PlanViews):
+    graph: Graph
+    cluster: Cluster
+    deploy: Deploy
+    format_version: int = FORMAT_VERSION
+    pools: tuple[Pool, ...] = ()  # of devices, none of which is in two
+    placements: tuple[Placement, ...] = ()
+    docks: Docks = Docks("distributed", (), (), 600.0)
+    reshards: tuple[Reshard, ...] = ()
+    schedule: tuple[Stream, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    estimate: Estimate | None = None
+    notes: tuple[Note, ...] = ()
+    search: Searched | None = None  # None: the file left nothing open
+
+    @cached_property
+    def _by_node(self) -> tuple[dict[str, Placement], dict[str, Controller]]:
+        return {p.node: p for p in self.placements}, {c.node: c for c in self.docks.controllers}
+
+    def placement(self, node: str) -> Placement:
+        return self._by_node[0][node]
+
+    def pool(self, name: str) -> Pool:
+        return next(p for p in self.pools if p.name == name)
+
+    def controller(self, node: str) -> Controller:
+        return self._by_node[1][node]
+
+    def model(self, node: str) -> Model:
+        """The model of a node-state's worker."""
+        worker = self.graph.worker(self.graph.node(node).worker)
+        model = self.deploy.models[worker.model]
+        return model.scoring if worker.kind in ("value", "reward_model") else model
+
+
+def from_json(text: str | bytes) -> Plan:
+    """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none."""
+    import msgspec
+
+    plan = msgspec.json.decode(text, type=Plan)
+    if not plan.pools:
+        raise msgspec.ValidationError("it does not say which devices its states share")
+    return plan
+
+
+__all__ = ["Expr", "Plan", "from_json"]

@@ -1,0 +1,73 @@
+"""What an optimizer is: by which rule which tensors step, and what it keeps of them; and how many steps a run takes.
+
+Invariant: torch-free, and a function of the call in the program: the planner counts by it, and engines step by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ..sharding.layout import Kind, Kinds, Tensor
+from .graph import Expr, Node
+
+MASTER = 4  # bytes of the float32 copy of a weight of another type, by which any optimizer steps
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """How tensors step: as the class `name` of torch.optim does, with `options` beside the learning rate. `keeps` are its states, each as
+    large as the weights: bytes an element, by name. `whole`: a step needs the whole matrix; else elements step one by one."""
+
+    name: str
+    options: Mapping[str, Any]
+    keeps: Mapping[str, float]
+    whole: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Of its states, an element."""
+        return sum(self.keeps.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+    """The rule of all tensors, or of all but the `matrices` of the layers. What does not run can be planned; `why` tells."""
+
+    rule: Rule
+    matrices: Rule | None = None
+    runs: bool = True
+    why: str = ""
+
+    def of(self, tensor: Tensor) -> Rule:
+        """The rule of a tensor: embedding, head, norms and biases are no matrices of layers; of experts each is one."""
+        matrix = 0 <= tensor.layer < tensor.layers and len(tensor.shape) - tensor.experts == 2
+        return self.matrices if self.matrices is not None and matrix else self.rule
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """Each rule, in the order in which an engine steps by them."""
+        return (self.rule,) if self.matrices is None else (self.rule, self.matrices)
+
+
+@lru_cache(maxsize=1 << 10)
+def parted(optimizer: Optimizer, kinds: tuple[Kind, ...]) -> tuple[tuple[Rule, tuple[Kind, ...]], ...]:
+    """Each rule of an optimizer, and the kinds of a model's tensors that step by it."""
+    if len(optimizer.rules) == 1:
+        return ((optimizer.rule, kinds),)
+    return tuple((rule, Kinds(k for k in kinds if optimizer.of(k.tensor) is rule)) for rule in optimizer.rules)
+
+
+def rate(node: Node) -> Expr:
+    """The learning rate of an update: a number, a state, or the call of a schedule."""
+    call = node.attributes["optimizer"]
+    return call.args[call.keys.index("lr")]
+
+
+def steps(rows: int, node: Node, iterations: int) -> int:
+    """Optimizer steps of an update in a run, at most: filters may leave fewer."""
+    each = -(-rows // max(1, int(node.number("mini_batch", rows)))) * int(node.number("epochs", 1))
+    begin, every = int(node.number("after", 0)), int(node.number("every", 1))
+    return each * max(0, -(-(iterations - begin) // every))

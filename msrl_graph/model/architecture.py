@@ -1,0 +1,109 @@
+"""A model's architecture: its sizes, and its tensors by name and shape.
+
+Invariant: plain data, of no particular weights; models.py makes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..diagnostics import NOWHERE, Span
+from ..sharding.layout import Kind, Tensor, kinds
+
+HEAD = "score.weight"  # of a model that scores
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token passes;
+    `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores (arXiv:2412.19437)."""
+
+    number: int
+    active: int
+    intermediate: int
+    shared: int = 0
+    first: int = 0
+    corrected: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434): ranks of the latents (`q_rank` 0: none), and a head's parts."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of a model."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    qkv_bias: bool
+    experts: Experts | None = None
+    latent: Latent | None = None
+    scores: bool = False  # its head gives one number a token, not logits
+
+    @property
+    def outputs(self) -> int:
+        """What the head gives of a token."""
+        return 1 if self.scores else self.vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Shape):
+    """A model's architecture. `path` is the folder of its weights, empty for a preset; `family` one of models.FAMILIES."""
+
+    name: str
+    path: str
+    family: str
+    dtype: str  # f32 or bf16
+    tensors: tuple[Tensor, ...]
+    span: Span = NOWHERE
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        return kinds(self.tensors)
+
+    @cached_property
+    def scoring(self) -> Model:
+        """The model with a head of one number in place of its logits: a value worker's, or a reward model's."""
+        head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
+        body = tuple(t if not t.tied else replace(t, tied=False) for t in self.tensors if t.name != "lm_head.weight")
+        return replace(self, tensors=(*body, head), tied=False, scores=True)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(t.elements for t in self.tensors)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of its largest tensor."""
+        return max((t.elements for t in self.tensors), default=0)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Parameters that a token passes: of the experts, those that the router picks."""
+        routed = sum(t.elements for t in self.tensors if t.experts)
+        return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of keys and values that a token leaves in one layer, all heads; of latent attention, the latent and the rotary key."""
+        return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values a token, over all layers and heads."""
+        return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)

@@ -1,0 +1,279 @@
+"""Models: a preset or a folder with a Hugging Face config.json, as tensors by name and shape.
+
+Invariant: what is here was counted from an architecture, never read from weights; the names are those of the safetensors files, the
+order is the model's own (embedding, layers, norm, head). The families differ by biases and norms of the attention, its latent form
+(arXiv:2405.04434), and experts, which stand together as one tensor a projection. Multi-token prediction heads are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..files.paths import hub_name, is_file, is_folder
+from ..sharding.layout import Tensor
+from .architecture import Experts, Latent, Model, Shape
+from .config import SIZE, judged
+
+DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+
+
+def _preset(
+    architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
+) -> dict[str, object]:
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_R1_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_R1_EXPERTS = {
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
+# The models' own config.json files, as published beside their weights.
+PRESETS: dict[str, dict[str, object]] = {
+    "qwen2.5-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "qwen3-30b-a3b": _preset("Qwen3Moe", 2048, 48, 32, 4, 6144, 151936, **_QWEN3_EXPERTS),
+    "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_R1_LATENT, **_R1_EXPERTS),
+    "llama3-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
+}
+
+# Whose tokenizer a preset's is; sizes of one series share it, and `tiny` is nobody's.
+TOKENIZERS = {"qwen2.5": "Qwen2.5", "qwen3": "Qwen3", "deepseek": "DeepSeek-V3", "llama3": "Llama 3"}
+
+
+def tokenizer(preset: str) -> str | None:
+    """The name of a preset's tokenizer."""
+    return TOKENIZERS.get(preset.split("-")[0])
+
+
+def tokens(path: str, special: bool = True) -> dict[int, str] | None:
+    """What each number stands for, by the tokenizer.json of a model's folder, with its special ones or without; None without one that can
+    be read."""
+    try:
+        content = json.loads((Path(path) / "tokenizer.json").read_bytes())
+        vocabulary = content["model"]["vocab"]
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
+        added = content.get("added_tokens", ())
+        found = {i: text for text, i in pairs}
+        found |= {a["id"]: a["content"] for a in added}
+        for token in () if special else added:
+            if token.get("special"):
+                found.pop(token["id"], None)
+        return found if all(isinstance(i, int) for i in found) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", name)
+
+
+def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
+    """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`.
+
+    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not there yet), bad-value.
+    """
+    if "/" not in target and target not in (".", ".."):
+        if target not in PRESETS:
+            # One of another size is another model.
+            help = nearest(target, [p for p in PRESETS if (sizes := _numbers(target)) == _numbers(p)[: len(sizes)]])
+            if not help.startswith("did"):
+                known = ", ".join(f"`{p}`" for p in PRESETS)
+                help = f"the presets, for plans, are {known}; a run needs a model's folder, written with a slash: `./my-model`"
+            if is_folder(folder / target):
+                help = f'for the folder beside the program write `"./{target}"`'
+            raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))
+        return _model(target, "", PRESETS[target], dtype, span)
+    config = folder / target / "config.json"
+    if not is_file(config):
+        # The shape of a model may be a preset's.
+        near = max((p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)), key=len, default="")
+        if (hub := hub_name(target)) and not is_folder(config.parent):
+            beside = f"./{hub.rsplit('/', 1)[-1]}"
+            what = f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+            help = f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
+        else:
+            what = f"the model folder `{target}` {'has no config.json' if is_folder(config.parent) else 'does not exist'}"
+            help = "a Hugging Face model folder holds a config.json"
+        help = f"to plan by its shape write the preset, `{near}`; {help}" if near else help
+        raise Fault(Diagnostic("unknown-model", what, span, help))
+    stated = content(config.parent, target, span)
+    if stated.get("quantization_config") is not None:
+        message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
+        raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
+    return _model(target, str(config.parent.resolve()), stated, dtype, span)
+
+
+def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
+    """The config.json of a model's folder. Raises Fault: unknown-model."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` cannot be read: {error}", span)) from None
+    if not isinstance(found, dict):
+        raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` is not a JSON object", span))
+    return found
+
+
+def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
+    architectures = config.get("architectures")
+    kind = config.get("model_type")
+    classes = {family: architecture for architecture, family in FAMILIES.items()}
+    named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
+    architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)  # with another head, Model.scoring
+    if architecture not in FAMILIES:
+        known = ", ".join(f"`{f}`" for f in FAMILIES)
+        raise Fault(Diagnostic("not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"))
+
+    def unfit(what: str) -> Fault:
+        return Fault(
+            Diagnostic("unknown-model", f"the config.json of `{name}` {what}", span, "a config.json is its weights' own: copy both anew")
+        )
+
+    def size(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        if value is None and default is not None:
+            return default
+        if not SIZE.holds(value):
+            raise unfit(f"has no usable `{key}`")
+        assert isinstance(value, int)
+        return value
+
+    family = FAMILIES[architecture]
+    if kind is not None and kind != family:
+        raise unfit(f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there")
+    if wrong := judged(config, family):
+        raise unfit(wrong.message)
+    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    if stated not in DTYPES:
+        raise Fault(Diagnostic("bad-value", f"weights of type `{stated}` are not supported", span, "known here: `f32`, `bf16`"))
+    experts = latent = None
+    if family == "qwen3_moe":
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            message = f"the config.json of `{name}` has layers without experts among those with them"
+            raise Fault(Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`"))
+        experts = Experts(size("num_experts"), size("num_experts_per_tok"), size("moe_intermediate_size"))
+    elif family == "deepseek_v3":
+        width = size("moe_intermediate_size")
+        shared, first = size("n_shared_experts", 0) * width, size("first_k_dense_replace", 0)
+        experts = Experts(size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True)
+        heads_of = [size(k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        latent = Latent(size("q_lora_rank", 0), *heads_of)
+    bias = family == "qwen2" or bool(config.get("attention_bias", False))
+    shape = Shape(
+        hidden=hidden,
+        layers=size("num_hidden_layers"),
+        heads=heads,
+        kv_heads=size("num_key_value_heads", heads),
+        head_dim=latent.nope + latent.rope if latent else size("head_dim", hidden // heads),
+        intermediate=size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bias,
+        experts=experts,
+        latent=latent,
+    )
+    o_bias = family != "qwen2" and bias
+    tensors = tuple(_tensors(shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3")))
+    return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
+
+
+def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
+    """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o and down dim 1."""
+    layers, hidden, experts = shape.layers, shape.hidden, shape.experts
+    yield Tensor("model.embed_tokens.weight", (shape.vocabulary, hidden), 0, padded=True, tied=shape.tied, layer=-1, layers=layers)
+    for layer in range(layers):
+        at = partial(_layer_tensor, layer, layers)
+        yield from _latent(shape, shape.latent, at) if shape.latent else _attention(shape, at, o_bias, qk_norm)
+        if experts and layer >= experts.first:
+            yield at("mlp.gate.weight", (experts.number, hidden))
+            if experts.corrected:
+                yield at("mlp.gate.e_score_correction_bias", (experts.number,))
+            for name, size, tp_dim in _mlp(hidden, experts.intermediate):
+                yield at(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
+            for name, size, tp_dim in _mlp(hidden, experts.shared) if experts.shared else ():
+                yield at(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+        else:
+            for name, size, tp_dim in _mlp(hidden, shape.intermediate):
+                yield from _linear(at, f"mlp.{name}_proj", size, tp_dim, mlp_bias)
+        yield at("input_layernorm.weight", (hidden,))
+        yield at("post_attention_layernorm.weight", (hidden,))
+    yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
+    if not shape.tied:
+        yield Tensor("lm_head.weight", (shape.vocabulary, hidden), 0, padded=True, layer=layers, layers=layers)
+
+
+def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp_dim: int = -1, **more: Any) -> Tensor:
+    return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
+
+
+def _linear(at: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any) -> Iterator[Tensor]:
+    yield at(f"{name}.weight", size, tp_dim, **more)
+    if bias:
+        # The bias of a projection whose input is divided is added once, after the sum: every rank holds it.
+        yield at(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
+
+
+def _mlp(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """(name, shape, divided dim) of the projections of a gated MLP."""
+    return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
+
+
+def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
+    """Attention with grouped key-value heads: whole heads stay together."""
+    unit, q, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield from _linear(at, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
+    for name in ("k", "v"):
+        yield from _linear(at, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True)
+    yield from _linear(at, "self_attn.o_proj", (shape.hidden, q), 1, o_bias, unit=unit)
+    if qk_norm:
+        yield at("self_attn.q_norm.weight", (unit,))
+        yield at("self_attn.k_norm.weight", (unit,))
+
+
+def _latent(shape: Shape, latent: Latent, at: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by heads."""
+    hidden, heads = shape.hidden, shape.heads
+    unit = latent.nope + latent.rope
+    if latent.q_rank:
+        yield from _linear(at, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)
+        yield at("self_attn.q_a_layernorm.weight", (latent.q_rank,))
+        yield at("self_attn.q_b_proj.weight", (heads * unit, latent.q_rank), 0, unit=unit)
+    else:
+        yield at("self_attn.q_proj.weight", (heads * unit, hidden), 0, unit=unit)
+    yield from _linear(at, "self_attn.kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), -1, shape.qkv_bias)
+    yield at("self_attn.kv_a_layernorm.weight", (latent.kv_rank,))
+    both = latent.nope + latent.value
+    yield at("self_attn.kv_b_proj.weight", (heads * both, latent.kv_rank), 0, unit=both)
+    yield from _linear(at, "self_attn.o_proj", (hidden, heads * latent.value), 1, shape.qkv_bias, unit=latent.value)

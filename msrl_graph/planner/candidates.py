@@ -1,0 +1,195 @@
+"""choices: for each set of states that share a layout, the layouts and engines that a pool allows.
+
+Invariant: a choice divides the model and the devices without rest, and its memory alone, at the smallest micro-batch and with full
+recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, what may be offloaded being so at no cost, so
+no combination with others is quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..backends.dividing import misfits, rows_in_step
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..ir.graph import Node
+from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, Pool
+from ..passes.estimate import EstimateTime
+from ..passes.memory import CountMemory
+from ..sharding.layout import Layout
+from .place import Place, owner_of, resolve
+from .pools import Division, states_of
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout and engine of an owner, whose `nodes` take these seconds at least. `peaks`: bytes by phase, alone; `resident`: what of them
+    stays while others work at least, `weights` the part of that which leaves for a generation, `whole` all that stays if nothing is
+    offloaded; `over`: bytes beyond what a place has."""
+
+    layout: Layout
+    engine: str
+    seconds: Mapping[str, float]
+    peaks: Mapping[str, int]
+    resident: int
+    weights: int
+    whole: int
+    over: int
+
+
+@dataclass(frozen=True)
+class Owner:
+    """States that have one layout: `node` is the one that it is stated for."""
+
+    node: str
+    nodes: tuple[str, ...]
+
+
+def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
+    """In the order of the graph."""
+    found: dict[str, list[str]] = {}
+    for node in states_of(plan):
+        found.setdefault(owner_of(plan, division, node), []).append(node.name)
+    return tuple(Owner(name, tuple(nodes)) for name, nodes in found.items())
+
+
+def is_open(plan: Plan, owner: Owner) -> bool:
+    return owner.node not in plan.deploy.layouts
+
+
+@dataclass(frozen=True)
+class Choices:
+    """`place` completes what is tried."""
+
+    place: Place
+
+    def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
+        """The choices of an owner in its pool, the quickest first; `skeleton` is any placing of the division. Where none fits, those that
+        miss least come first, each with what it misses."""
+        found = [self._choice(skeleton, owner, p) for p in self._tried(skeleton, division, owner)]
+        fitting = [c for c in found if c.over <= 0]
+        if fitting:
+            return sorted(fitting, key=lambda c: sum(c.seconds.values()))
+        return sorted(found, key=lambda c: c.over)[:1]
+
+    def _tried(self, plan: Plan, division: Division, owner: Owner) -> Iterator[Placement]:
+        node, pool = plan.graph.node(owner.node), division.pool_of(owner.node)
+        now = plan.placement(owner.node)
+        if not is_open(plan, owner):
+            layout = resolve(plan.deploy.layouts[owner.node], pool.devices)[0]
+            yield replace(now, layout=layout)
+            return
+        specs = self._engines(plan, owner)
+        some = False
+        for spec, wide in ((s, w) for w in (False, True) for s in specs):
+            if wide and some:
+                return
+            for layout in layouts(plan, node, spec, pool, wide):
+                if self._allowed(plan, owner, spec, layout):
+                    some = True
+                    yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
+        if not some:
+            yield now
+
+    def _engines(self, plan: Plan, owner: Owner) -> list[EngineSpec]:
+        """The engine that is stated for any of the states; else those that have the family and all verbs, the default first; on CPUs, and
+        where it suffices, only what runs."""
+        stated = [plan.deploy.engines[n].name for n in owner.nodes if n in plan.deploy.engines]
+        if stated:
+            return [self.place.engines[plan.deploy.engines[owner.node].name if owner.node in plan.deploy.engines else stated[0]]]
+        family = plan.model(owner.node).family
+        verbs = {plan.graph.node(n).verb for n in owner.nodes}
+        default = self.place.defaults[plan.graph.node(owner.node).verb]
+        able = [e for e in self.place.engines.values() if verbs <= set(e.verbs) and family in e.families]
+        light = [e for e in able if e.runs]
+        found = light if plan.cluster.device.backend == "cpu" and light else able
+        return sorted(found, key=lambda e: e.name != default) or [self.place.engines[default]]
+
+    def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
+        return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
+
+    def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, layout: Layout) -> bool:
+        rows = (rows_in_step(plan.graph, plan.graph.node(n)) for n in owner.nodes)
+        return not any(n is not None and n % layout.dp for n in rows) and not any(misfits(plan.model(owner.node), spec, layout))
+
+    def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
+        """Counted with the owner's states alone on their devices."""
+        engines, name = self.place.engines, owner.node
+        every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
+        plan = replace(skeleton, placements=every, pools=(skeleton.pool(placement.pool),), reshards=())
+
+        def counted(offload: str) -> tuple[Plan, int]:
+            least = tuple(_least(engines, p, offload) if p.node in owner.nodes else p for p in every)
+            found = CountMemory(engines)(replace(plan, placements=least))
+            return found, max(m.total - int(m.capacity.value) for m in found.memory)
+
+        least, over = counted("all")
+        peaks: dict[str, int] = {}
+        for m in least.memory:
+            if m.place == "device":
+                peaks[m.phase] = m.total
+        if over > 0 and max(peaks.values()) <= holdings.capacity(plan.cluster).value:
+            over = min(over, counted("none")[1])  # hosts may have no room for what could be offloaded
+        seconds = {}
+        if over <= 0:
+            roomy = replace(plan, placements=tuple(_offloading(engines, p) if p.node in owner.nodes else p for p in every))
+            for node in owner.nodes:
+                done = self.place.complete(roomy, roomy.placement(node))
+                if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
+                    done = holdings.with_options(done, {"offload": "none"})
+                seconds[node] = sum(f.value for f in EstimateTime(engines).state(replace(plan, placements=(done,)), node))
+        weights = holdings.weights(plan, engines, name)
+        update = plan.graph.node(name).verb == "update"
+        states = holdings.optimizer(plan, engines, name) if update else 0
+        away = {w: holdings.offloads(least, name, w) for w in ("weights", "optimizer")}
+        resident = weights * (not away["weights"]) + states * (not away["optimizer"])
+        stays = name not in {e.dst for e in plan.graph.reshards()}
+        return Choice(placement.layout, placement.engine.name, seconds, peaks, resident * stays, weights, (weights + states) * stays, over)
+
+    def _alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
+        if other.node not in owner.nodes:
+            return other if other.pool == FUNCTIONS else replace(other, pool=FUNCTIONS)
+        stated = plan.deploy.engines.get(other.node)
+        options = {} if stated is None else stated.options
+        engine = EngineChoice(placement.engine.name, {**placement.engine.shared(), **options})
+        return replace(placement, node=other.node, engine=engine)
+
+
+def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
+    """With the options that need the least memory, where they are not stated."""
+    known, options = engines[placement.engine.name].options, placement.engine.options
+    least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
+    added = {k: v for k, v in least if k in known and k not in options}
+    return holdings.with_options(placement, added)
+
+
+def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
+    """The placement, offloading what it can, where that is open."""
+    engine = placement.engine
+    if "offload" not in engines[engine.name].options or "offload" in engine.options:
+        return placement
+    return holdings.with_options(placement, {"offload": "all"})
+
+
+def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
+    """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context parallelism and
+    divided experts: for what cannot be divided otherwise."""
+    model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
+    # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
+    zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
+    experts = model.experts.number if model.experts else 1
+    for tp in _divisors(devices, spec, "tp", devices if wide else host):
+        for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
+            for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
+                dp = devices // (tp * cp * pp)
+                for etp in sorted({1, tp}) if wide and experts > 1 and "etp" in spec.axes else (1,):
+                    stage = tp * cp * dp
+                    for ep in _divisors(experts, spec, "ep", stage // etp):
+                        for z in zero if dp > 1 else zero[:1]:
+                            if stage % (ep * etp) == 0:
+                                yield Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp, zero=z)
+
+
+def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[int]:
+    return [n for n in range(1, min(number, most) + 1) if number % n == 0] if axis in spec.axes else [1]

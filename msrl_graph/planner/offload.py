@@ -1,0 +1,79 @@
+"""offload: what leaves the devices for host memory, where a plan does not fit and the file does not say.
+
+Invariant: a plan that fits is left as it is, and so is one that does not fit either way; weights of frozen states leave before optimizer
+states, and nothing leaves without need. What the file states stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..backends.spec import BYTES
+from ..cost import holdings
+from ..ir.graph import Node, Worker
+from ..ir.plan import Note, Plan
+from ..passes.memory import CountMemory, over
+from ..passes.reshard import GIB, Resharding
+
+
+def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
+    """The placed plan, completed by `complete`; its engines offload what they must for it to fit."""
+    placed = complete(plan)
+    workers = [w for w in plan.graph.workers if offers(plan, engines, w)]
+    if not workers or not (why := _over(placed, engines)):
+        return placed
+    chosen: list[Worker] = []
+    for worker in sorted(workers, key=lambda w: holdings.update_of(plan, w.name) is not None):
+        chosen.append(worker)
+        if not _over(complete(_offloading(plan, chosen)), engines):
+            break
+    else:
+        return placed
+    for worker in chosen[:-1]:
+        fewer = [w for w in chosen if w != worker]
+        if not _over(complete(_offloading(plan, fewer)), engines):
+            chosen = fewer
+    found = complete(_offloading(plan, chosen))
+    what = [f"{'the weights' if n.verb == 'infer' else 'the optimizer states'} of {n.name}" for n in (states(plan, w)[0] for w in chosen)]
+    note = Note("offload", f"in host memory while others compute: {', '.join(what)}; otherwise {why}")
+    return replace(found, notes=(*found.notes, note))
+
+
+def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
+    """Whether it is open if what a worker holds is offloaded, and its engine can."""
+    found = [plan.placement(n.name).engine for n in states(plan, worker)[:1]]
+    return any("offload" in engines[e.name].options and "offload" not in e.options for e in found)
+
+
+def states(plan: Plan, worker: Worker) -> tuple[Node, ...]:
+    """Those whose engine says where a worker's weights and optimizer states lie."""
+    return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
+
+
+def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
+    """The plan, these workers offloading what may leave: with an update the optimizer's states, else the weights."""
+    how = {n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer" for w in workers for n in states(plan, w)}
+
+    found = (holdings.with_options(p, {"offload": how[p.node]}) if p.node in how else p for p in plan.placements)
+    return replace(plan, placements=tuple(found))
+
+
+def _over(plan: Plan, engines: holdings.Engines) -> str:
+    """What does not fit a device. Reshards are only worked out where they might not."""
+    counted = CountMemory(engines).devices(plan)
+    if (why := over(counted)) or not any(_near(plan, engines, e.src, e.dst) for e in plan.graph.reshards()):
+        return why
+    return over(CountMemory(engines).devices(Resharding(engines, compare=False)(plan)))
+
+
+def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
+    """Whether a reshard might not fit, whatever its buckets are."""
+    options, item, model = plan.deploy.reshard, BYTES[holdings.dtype(plan, source)], plan.model(source)
+    arriving = holdings.weights(plan, engines, target) + max(options.bucket or GIB, item * model.largest)
+    leaving = 0
+    pools = {plan.placement(n).pool for n in (source, target)}
+    if len(pools) == 1 and options.mode == "swap" and options.order != "direct":
+        leaving = min(arriving, holdings.weights(plan, engines, source))
+    most = max(sum(holdings.resident(plan, engines, p).values()) for p in pools)
+    return most + arriving - leaving > holdings.capacity(plan.cluster).value

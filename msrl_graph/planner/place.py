@@ -1,0 +1,258 @@
+"""place: every node-state gets devices, a layout and an engine, each with its reason.
+
+Invariant: states that share weights share their layout; the states of a pool share its devices (each process hosts them in turn);
+functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges it. What is not stated is as
+decided (planner/search.py), and what nobody decided is data-parallel over its pool; micro-batches and recomputation follow from that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..ir.graph import Node, Value
+from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
+from ..passes.estimate import EstimateTime
+from ..sharding.layout import AXES, Layout
+from ..sharding.redistribute import gather_block
+from .offload import relieved
+from .pools import Division, divide
+
+# A micro-batch where none is stated: rows of at most this many tokens together.
+MICRO_BATCH_TOKENS = 16384
+# Prompts generated at once where memory holds more than an iteration has: an evaluation may bring more.
+PROMPTS_AT_ONCE = 1024
+PYTHON = EngineChoice("python", chosen="default")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the file leaves open: the division into pools, and by owner (owner_of) layouts and engines. `why` is their reason."""
+
+    division: Division | None = None
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    engines: Mapping[str, str] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Place:
+    """`engines` are the specs by name, `defaults` the engine of each verb where the file names none."""
+
+    engines: Mapping[str, EngineSpec]
+    defaults: Mapping[str, str]
+
+    def __call__(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
+        """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
+        decision = decision or Decision()
+        division = decision.division or divide(plan)
+        plan = replace(plan, pools=division.pools)
+        found: dict[str, Placement] = {}
+        # Updates first, since other states take their layouts.
+        for verb in ("update", "generate", "infer"):
+            # Of a worker's updates the first has the layout of all.
+            for node in sorted(plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name):
+                if plan.graph.worker(node.worker).kind != "function":
+                    placed = self._on_devices(plan, node, division, decision, found, numbered)
+                    if division.beside and node.name not in division.named:
+                        placed = replace(placed, reason=f"{placed.reason}; unnamed, so beside {division.beside}")
+                    found[node.name] = placed
+        everywhere = Layout(dp=plan.cluster.nodes)
+        placements = tuple(found.get(n.name) or self._on_hosts(n, everywhere) for n in plan.graph.nodes)
+        whole = replace(plan, placements=placements)
+        idle = plan.cluster.devices - sum(p.devices for p in division.pools)
+        notes = (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),) if idle > 0 else ()
+        whole = replace(whole, notes=(*plan.notes, *notes))
+        return relieved(whole, self.engines, self._completed) if numbered else self._completed(whole)
+
+    def _completed(self, plan: Plan) -> Plan:
+        return replace(plan, placements=tuple(self.complete(plan, p) for p in plan.placements))
+
+    def _on_hosts(self, node: Node, everywhere: Layout) -> Placement:
+        if node.verb == "source":
+            reason = "the source runs once a run, beside the first host's functions"
+            return Placement(node.name, FUNCTIONS, Layout(dp=1), 0, PYTHON, reason)
+        return Placement(node.name, FUNCTIONS, everywhere, 0, PYTHON, "functions run on the hosts' CPUs")
+
+    def _on_devices(
+        self, plan: Plan, node: Node, division: Division, decision: Decision, found: Mapping[str, Placement], numbered: bool
+    ) -> Placement:
+        pool, owner = division.pool_of(node.name), owner_of(plan, division, node)
+        engine = self._engine(plan, node, owner, decision, found)
+        stated = plan.deploy.layouts.get(node.name)
+        if owner != node.name and owner in found and node.verb != "generate":
+            shares = plan.graph.node(owner).worker == node.worker
+            layout, reason = found[owner].layout, f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
+        elif owner != node.name and owner in plan.deploy.layouts and stated is None:
+            layout, reason = resolve(plan.deploy.layouts[owner], pool.devices)[0], f"has the weights of {owner}"
+        elif stated is not None:
+            layout, reason = resolve(stated, pool.devices)
+        else:
+            layout, reason = decision.layouts.get(owner, Layout(dp=pool.devices)), decision.why or "data-parallel over its pool"
+        if node.verb == "generate" and numbered:
+            layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
+        return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
+
+    def _engine(self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]) -> EngineChoice:
+        stated = plan.deploy.engines.get(node.name)
+        update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None
+        sharing = update.name if update is not None else first_stated(plan, node, plan.deploy.engines)
+        if sharing is None or sharing == node.name:
+            if stated is None and owner != node.name and owner in found and found[owner].engine.name != self.defaults[node.verb]:
+                return EngineChoice(found[owner].engine.name, chosen=f"{owner}, as the layout is")
+            return stated or self._open(plan, node, decision.engines.get(owner))
+        # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
+        theirs = found[sharing].engine if update is not None else plan.deploy.engines[sharing]
+        if stated is None:
+            return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
+        own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
+        return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
+
+    def _open(self, plan: Plan, node: Node, decided: str | None) -> EngineChoice:
+        """The engine that was decided, else the default of a verb, or where it cannot do what is asked, the first engine that can."""
+        family, layout = plan.model(node.name).family, plan.deploy.layouts.get(node.name, Layout())
+        needed = [a for a in AXES if getattr(layout, a) > 1]
+        first = self.engines[self.defaults[node.verb]]
+        if decided is not None and decided != first.name:
+            lacks = "" if family in first.families else f": `{first.name}` has no {family} models"
+            return EngineChoice(decided, chosen=f"the plan, with its layout{lacks}")
+        for spec in (first, *(e for e in self.engines.values() if node.verb in e.verbs)):
+            if family in spec.families and set(needed) <= set(spec.axes):
+                lacking = [f"no {family} models"] * (family not in first.families)
+                lacking += [f"no {a}" for a in needed if a not in first.axes]
+                return EngineChoice(spec.name, chosen=f"the plan: `{first.name}` has {', '.join(lacking)}" if lacking else "default")
+        return EngineChoice(first.name, chosen="default")
+
+    def _inner(
+        self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement], engine: EngineChoice, layout: Layout, reason: str
+    ) -> tuple[Layout, str]:
+        """Numbers the ranks of a generation such that resharding gathers among the fewest neighbours."""
+        source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
+        if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
+            return layout, reason
+        kinds = tuple(k for k in plan.model(node.name).kinds if not k.tensor.experts and not k.tensor.padded)
+        at_rest = self.engines[source.engine.name].side(source.layout)
+
+        def group(inner: int) -> int:
+            return gather_block(kinds, at_rest, self.engines[engine.name].side(replace(layout, inner=inner)))
+
+        # More than the update's tp neighbours never hold anything new.
+        choices = [n for n in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % n == 0]
+        sizes = {n: group(n) for n in choices}
+        best = min(choices, key=lambda n: (sizes[n], n))
+        if best > 1:
+            reason += f"; dp in {best}s of neighbours, so that resharding gathers among {sizes[best]} ranks, not {sizes[1]}"
+        return replace(layout, inner=best), reason
+
+    def complete(self, plan: Plan, placement: Placement) -> Placement:
+        """States the weights' bytes, and micro-batch and recomputation where the file does not: the run then needs to choose nothing."""
+        if placement.pool == FUNCTIONS:
+            return placement
+        placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
+        node, options, spec = placement.node, placement.engine.options, self.engines[placement.engine.name]
+        if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
+            return placement
+        if plan.graph.node(node).verb == "generate":
+            # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
+            most, room = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE), holdings.kv_room(plan, self.engines, node)
+            return _with(placement, micro_batch=self._largest(plan, placement, most, room))
+        return self._in_batches(plan, placement)
+
+    def _in_batches(self, plan: Plan, placement: Placement) -> Placement:
+        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a device whose rates were
+        measured, is quicker with fewer. Where nothing says whether an update recomputes activations, it does if it does not fit
+        otherwise, or is quicker."""
+        node, options, room = placement.node, placement.engine.options, self._room(plan, placement)
+        most = max(1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node))))
+        stated = options.get("micro_batch")
+        found = []
+        asked = (
+            plan.graph.node(node).verb != "update"
+            or "recompute" in options
+            or "recompute" not in self.engines[placement.engine.name].options
+        )
+        for tried in [placement] if asked else [placement, _with(placement, recompute="full")]:
+            if "micro_batch" in options:
+                found.append((tried, self._working(plan, tried, stated if isinstance(stated, int) else 1)))
+                continue
+            size = self._largest(plan, tried, most, room)
+            # Where more at once is not always quicker, powers of two: then less memory never allows what more does not.
+            some = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
+            sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if some else {size}
+            batches = [_with(tried, micro_batch=n) for n in sorted(sizes, reverse=True)]
+            best = batches[0] if len(batches) == 1 else min(batches, key=lambda p: self._seconds(plan, p))
+            if asked:
+                return best
+            found.append((best, self._working(plan, tried, 1)))
+            if size == most and found[-1][1] <= room:
+                break  # recomputing could not make it quicker
+        if len(found) == 1:
+            return found[0][0]
+        (whole, need), (again, _) = found
+        if need > room:
+            why = f"recomputes activations, which would take {holdings.gigabytes(need)} of {holdings.gigabytes(max(0, room))} otherwise"
+        elif "micro_batch" not in options and self._seconds(plan, again) < self._seconds(plan, whole):
+            why = "recomputes activations, which is quicker, in larger micro-batches"
+        else:
+            return whole
+        return replace(again, reason=f"{placement.reason}; {why}")
+
+    def _room(self, plan: Plan, placement: Placement) -> int:
+        """Bytes that an infer or update may plan for beside what is resident."""
+        usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
+        return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
+
+    def _largest(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
+        """The largest micro-batch up to `most` that leaves the state within `room`; 1 where none does."""
+        return max(1, bisect_right(range(1, max(1, most) + 1), room, key=lambda n: self._working(plan, placement, n)))
+
+    def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+        """Bytes that a state holds at its peak with such a micro-batch, beside what is resident."""
+        plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
+        return sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
+
+    def _seconds(self, plan: Plan, placement: Placement) -> float:
+        compute, exchange = EstimateTime(self.engines).state(replace(plan, placements=(placement,)), placement.node)
+        return compute.value + exchange.value
+
+
+def _with(placement: Placement, **options: Value) -> Placement:
+    return holdings.with_options(placement, options)
+
+
+def owner_of(plan: Plan, division: Division, node: Node) -> str:
+    """The state whose layout a state has: of the same weights; or for a frozen state of which nothing is stated, an update of the same
+    model in its pool (micro-batches then go to the same ranks)."""
+    if node.verb == "generate":
+        return node.name
+    if update := holdings.update_of(plan, node.worker):
+        return update.name
+    if stated := first_stated(plan, node, plan.deploy.layouts):
+        return node.name if node.name in plan.deploy.layouts else stated
+    worker, engine = plan.graph.worker(node.worker), first_stated(plan, node, plan.deploy.engines)
+    for other in plan.graph.verb("update"):
+        alike = plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
+        theirs = plan.deploy.engines.get(other.name)
+        named = engine is not None and (theirs is None or theirs.name != plan.deploy.engines[engine].name)
+        # An engine of its own may not divide what the plan chooses for another.
+        if alike and (not named or other.name in plan.deploy.layouts):
+            return other.name
+    return plan.graph.sharing(node.worker)[0].name
+
+
+def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
+    """The first infer that has a statement, of those that share the weights of an infer."""
+    if node.verb != "infer":
+        return None
+    return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
+
+
+def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:
+    """A stated layout with its dp: 0 stands for one that the file leaves to the placement."""
+    if stated.dp:
+        return stated, "stated"
+    layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
+    return layout, f"stated; dp {layout.dp} from {devices} devices"

@@ -1,0 +1,365 @@
+"""search: the layouts, engines and pools that the file leaves open get those of the quickest iteration that fits.
+
+Invariant: a candidate is judged by the passes themselves, on the plan that it would be. What is left out takes no less than a bound that
+the passes cannot go below: each state's seconds at the best micro-batch that its memory alone allows, along the critical path, and no
+more of resharding than what has to come into a host. The best is then optimal in the plan's own model, or its gap to the least bound
+that is left is told. Nothing depends on the clock, unless a budget of seconds is given.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..cost.time import function
+from ..ir.plan import FUNCTIONS, Plan
+from ..ir.searched import Candidate, Searched
+from ..passes.dock import Dock
+from ..passes.estimate import EstimateTime, critical
+from ..passes.memory import CountMemory, over
+from ..passes.reshard import Resharding, least_seconds
+from ..passes.schedule import Schedule
+from ..passes.traffic import CountTraffic
+from .candidates import Choice, Choices, Owner, is_open, owners
+from .place import Decision, Place
+from .pools import Division, divisions
+
+# What a search may spend before it tells a gap, in units of about a millisecond: the same on any machine.
+EFFORT = 2500.0
+RUNNERS = 5
+# What looking for runners-up may take.
+FURTHER = 600.0
+# Of the combinations that are bounded when the effort is spent, so many are evaluated.
+DIVES = 8
+
+
+@dataclass(frozen=True)
+class Search:
+    """`engines` are the specs by name, `defaults` the engine of each verb where the file names none; `refuses` says whether the checks
+    would refuse a placed plan; `budget` are seconds after which the best so far is taken."""
+
+    engines: Mapping[str, EngineSpec]
+    defaults: Mapping[str, str]
+    refuses: Callable[[Plan], bool] = lambda plan: False
+    budget: float | None = None
+
+    def __call__(self, plan: Plan) -> Plan:
+        place = Place(self.engines, self.defaults)
+        some = divisions(plan)
+        if len(some) == 1 and not any(is_open(plan, o) for o in owners(plan, some[0])):
+            return place(plan)
+        return _Run(self, place, plan).best()
+
+
+@dataclass
+class _Space:
+    """The combinations of one division: a choice for each owner. `skeleton` is a plan with its pools, schedule and traffic."""
+
+    division: Division
+    skeleton: Plan
+    owners: tuple[Owner, ...]
+    lists: list[list[Choice]]
+    functions: dict[tuple[str, str], float]
+    # The least seconds of each node from each place of its owner's list on: a bound for all that come later.
+    later: list[list[dict[str, float]]]
+
+    @property
+    def size(self) -> int:
+        number = 1
+        for choices in self.lists:
+            number *= len(choices)
+        return number
+
+    def bound(self, at: Sequence[int]) -> float:
+        """Of an iteration without resharding."""
+        return self.least({("RUN", n): s for choice in self.chosen(at) for n, s in choice.seconds.items()})
+
+    def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
+        """Of an iteration in which states take these seconds, and all else what it does whatever the layouts are."""
+        # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
+        turn = self.skeleton.cluster.device.overheads.turn.value
+        return critical(self.skeleton, {**self.functions, **seconds})[0] + turn
+
+    def bound_from(self, at: Sequence[int]) -> float:
+        """Of all combinations in which each owner's choice comes at or after `at`: the least seconds of each state that are left along the
+        critical path, and no pool is done before all its states are."""
+        seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
+        busy = dict.fromkeys(self.division.pools, 0.0)
+        for owner, choice in zip(self.owners, self.chosen(at), strict=True):
+            busy[self.division.pool_of(owner.node)] += sum(choice.seconds.values())
+        return max(self.least(seconds), *busy.values())
+
+    def chosen(self, at: Sequence[int]) -> list[Choice]:
+        return [choices[i] for choices, i in zip(self.lists, at, strict=True)]
+
+    def start(self) -> tuple[int, ...]:
+        """A combination that may fit, each owner's quickest choice beside the others' smallest; () where there is none."""
+        at = [min(range(len(own)), key=lambda i, own=own: own[i].resident) for own in self.lists]  # type: ignore[misc]
+        if self.over(at):
+            return ()
+        for number, own in enumerate(self.lists):
+            at[number] = next(i for i in range(len(own)) if not self.over([*at[:number], i, *at[number + 1 :]]))
+        return tuple(at)
+
+    def over(self, at: Sequence[int]) -> str:
+        """Why a combination cannot fit, "" if it may: what stays of every state of a pool adds up."""
+        swap = self.skeleton.deploy.reshard.mode == "swap"
+        source = {e.dst: e.src for e in self.skeleton.graph.reshards()}
+        capacity = holdings.capacity(self.skeleton.cluster).value
+        chosen = list(zip(self.owners, self.chosen(at), strict=True))
+        for owner, choice in chosen:
+            pool = self.division.pool_of(owner.node)
+            others = [(o, c) for o, c in chosen if o.node in pool.nodes and o.node != owner.node]
+            for phase, peak in choice.peaks.items():
+                beside = sum(c.resident for _, c in others) if phase != "load" else 0
+                if phase == "generate" and swap:
+                    beside -= sum(c.weights for o, c in others if source.get(owner.node) == o.node)
+                if peak + beside > capacity:
+                    size = holdings.gigabytes
+                    return f"{phase} needs {size(peak + beside)} a device of {size(capacity)}"
+        return ""
+
+
+@dataclass(order=True)
+class _Item:
+    """A combination to look at; of equal bounds first what is further on, then what comes first."""
+
+    bound: float
+    stage: int
+    order: tuple[int, ...]
+    space: _Space = field(compare=False)
+    at: tuple[int, ...] = field(compare=False)
+
+
+class _Found(NamedTuple):
+    """A combination and the plan that it is; or where there is none, why not."""
+
+    seconds: float
+    space: _Space
+    at: tuple[int, ...]
+    plan: Plan | None
+    wrong: str = ""
+
+
+@dataclass
+class _Run:
+    """One search; best-first, by bounds that only rise as more of a combination is worked out."""
+
+    search: Search
+    place: Place
+    plan: Plan
+    began: float = field(default_factory=time.monotonic)
+    spent: float = 0.0
+    seen: set[tuple[int, ...]] = field(default_factory=set)
+    evaluated: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
+    lists: dict[tuple[tuple[str, ...], int, int, int], list[Choice]] = field(default_factory=dict)
+    found: list[_Found] = field(default_factory=list)
+    wrong: list[_Found] = field(default_factory=list)
+
+    def best(self) -> Plan:
+        heap: list[_Item] = []
+        spaces: list[_Space] = []
+        left = 0
+        for division in divisions(self.plan):
+            if spaces and self._late():
+                left += 1
+                continue
+            space = self._space(division)
+            spaces.append(space)
+            if all(c.over <= 0 for own in space.lists for c in own[:1]):
+                self._push(heap, len(spaces), space, (0,) * len(space.lists))
+                if not self.found and (start := space.start()):
+                    self._evaluate(space, start)
+        ended = f"the budget of {self.search.budget:g} s" if left else ""
+        while heap and not ended and not (self.found and heap[0].bound >= self.found[0][0]):
+            ended = self._enough()
+            if not ended:
+                self._step(heap, heapq.heappop(heap))
+        # A division that was not looked at may hold anything.
+        bound = 0.0 if left else heap[0].bound if heap else math.inf
+        self._more(heap, ended)
+        candidates = sum(s.size for s in spaces)
+        if not self.found:
+            return self._nothing(spaces, candidates, ended)
+        seconds, space, at = self.found[0][:3]
+        bound = min(bound, seconds)
+        best = self._candidate(self.found[0])
+        record = Searched(candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._runners(heap))
+        return replace(self.place(self.plan, self._decision(space, at, _why(record))), search=record)
+
+    def _late(self) -> bool:
+        """Whether a budget is over; until something is found, the search goes on to its limit."""
+        over = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
+        return over and (bool(self.found) or self.spent >= EFFORT)
+
+    def _enough(self) -> str:
+        """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or longer."""
+        if self.search.budget is not None:
+            return f"the budget of {self.search.budget:g} s" if self._late() else ""
+        return "the search's limit" if self.spent >= EFFORT else ""
+
+    def _more(self, heap: list[_Item], ended: str) -> None:
+        """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then runners-up."""
+        if ended and self.search.budget is None:
+            for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
+                if not self.found or item.bound < self.found[0][0]:
+                    self._evaluate(item.space, item.at)
+        most = self.spent + FURTHER
+        while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._late():
+            self._step(heap, heapq.heappop(heap))
+
+    def _space(self, division: Division) -> _Space:
+        skeleton = self.place(self.plan, Decision(division), numbered=False)
+        for step in (Dock(self.search.engines), Schedule(), CountTraffic()):
+            skeleton = step(skeleton)
+        found = owners(self.plan, division)
+        lists = [self._choices(skeleton, division, o) for o in found]
+        later = []
+        for own in lists:
+            least: list[dict[str, float]] = []
+            for choice in reversed(own):
+                least.append({n: min(s, least[-1][n]) if least else s for n, s in choice.seconds.items()})
+            later.append(least[::-1])
+        hosted = [n.name for n in skeleton.graph.nodes if n.verb != "source" and skeleton.placement(n.name).pool == FUNCTIONS]
+        functions = {("RUN", n): function(skeleton, holdings.row_count(skeleton, n)).value for n in hosted}
+        return _Space(division, skeleton, found, lists, functions, later)
+
+    def _choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
+        """The same for all pools of so many devices that lie alike on their hosts."""
+        pool = division.pool_of(owner.node)
+        key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
+        if key not in self.lists:
+            found = Choices(self.place)(skeleton, division, owner)
+            moved = {n for e in self.plan.graph.reshards() for n in (e.src, e.dst)}
+            self.lists[key] = found if moved & set(owner.nodes) else _undominated(found)
+        return self.lists[key]
+
+    def _push(self, heap: list[_Item], number: int, space: _Space, at: tuple[int, ...]) -> None:
+        if (number, *at) not in self.seen and all(i < len(own) for i, own in zip(at, space.lists, strict=True)):
+            self.seen.add((number, *at))
+            heapq.heappush(heap, _Item(space.bound_from(at), 2, (number, *at), space, at))
+
+    def _step(self, heap: list[_Item], item: _Item) -> None:
+        """Takes a combination one stage further: into the open, to its own bound, placed without resharding, through all passes."""
+        space, at = item.space, item.at
+        if item.stage == 2:
+            self.spent += 0.3
+            for i in range(len(at)):
+                self._push(heap, item.order[0], space, (*at[:i], at[i] + 1, *at[i + 1 :]))
+            own = space.bound(at)
+            if why := space.over(at):
+                self._refuse(own, space, at, why)
+            else:
+                heapq.heappush(heap, replace(item, bound=max(own, item.bound), stage=1))
+        elif item.stage == 1:
+            self.spent += 3 + self.plan.cluster.devices * 0.01
+            placed = self.place(self.plan, self._decision(space, at))
+            rough = CountMemory(self.search.engines)(replace(space.skeleton, placements=placed.placements, pools=placed.pools))
+            if why := over(rough.memory):
+                self._refuse(item.bound, space, at, why)
+                return
+            time_of = EstimateTime(self.search.engines).state
+            seconds = {("RUN", n): sum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
+            seconds |= {("RESHARD", e.dst): least_seconds(rough, self.search.engines, e) for e in self.plan.graph.reshards()}
+            bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)
+            heapq.heappush(heap, bounded)
+        else:
+            self._evaluate(space, at)
+
+    def _evaluate(self, space: _Space, at: tuple[int, ...]) -> None:
+        if (id(space), at) in self.evaluated:
+            return
+        self.evaluated.add((id(space), at))
+        self.spent += 10 + self.plan.cluster.devices * 0.25
+        plan, engines = self.place(self.plan, self._decision(space, at)), self.search.engines
+        if self.search.refuses(plan):
+            return
+        for step in (
+            Dock(engines),
+            Resharding(engines, compare=False),
+            Schedule(),
+            CountTraffic(),
+            CountMemory(engines),
+            EstimateTime(engines),
+        ):
+            plan = step(plan)
+        assert plan.estimate is not None
+        seconds = plan.estimate.iteration_seconds.value
+        if why := over(plan.memory):
+            self._refuse(seconds, space, at, why)
+            return
+        self.found.append(_Found(seconds, space, at, plan))
+        self.found.sort(key=lambda f: f.seconds)
+
+    def _refuse(self, seconds: float, space: _Space, at: tuple[int, ...], why: str) -> None:
+        if len(self.wrong) < RUNNERS:
+            self.wrong.append(_Found(seconds, space, at, None, why))
+
+    def _decision(self, space: _Space, at: tuple[int, ...], why: str = "planned") -> Decision:
+        chosen = list(zip(space.owners, space.chosen(at), strict=True))
+        open_ = [(o.node, c) for o, c in chosen if is_open(self.plan, o)]
+        return Decision(space.division, {n: c.layout for n, c in open_}, {n: c.engine for n, c in open_}, why)
+
+    def _nothing(self, spaces: list[_Space], candidates: int, ended: str) -> Plan:
+        """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""
+        why = "planned: nothing that fits was found" if ended else "planned: nothing that the devices and engines allow fits"
+        space = spaces[0]
+        at = tuple(min(range(len(own)), key=lambda i, own=own: max(own[i].peaks.values(), default=0)) for own in space.lists)  # type: ignore[misc]
+        best = self._candidate(_Found(0.0, space, at, None, ended or "nothing fits"))
+        record = Searched(candidates, len(self.evaluated), 0.0, 0.0, False, ended or "nothing fits", best, self._runners([]))
+        return replace(self.place(self.plan, self._decision(space, at, why)), search=record)
+
+    def _runners(self, heap: list[_Item]) -> tuple[Candidate, ...]:
+        """The next best that were evaluated, those of which only a bound is known, and the quickest that do not fit."""
+        runners = self.found[1 : RUNNERS + 1]
+        bounded = heapq.nsmallest(RUNNERS - len(runners), [i for i in heap if i.stage < 2])
+        runners = [*runners, *(_Found(i.bound, i.space, i.at, None) for i in bounded)]
+        return tuple(map(self._candidate, [*runners, *sorted(self.wrong, key=lambda w: w.seconds)]))
+
+    def _candidate(self, found: _Found) -> Candidate:
+        space = found.space
+        layouts = {o.node: f"{_layout(c)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)}
+        pools = tuple(f"{p.name}: {', '.join(p.nodes)}" for p in space.division.pools) if len(space.division.pools) > 1 else ()
+        loses = {}
+        if found.plan is not None and self.found[0].plan is not None:
+            mine, theirs = _phases(self.found[0].plan), _phases(found.plan)
+            loses = {n: theirs.get(n, 0.0) - mine.get(n, 0.0) for n in {**mine, **theirs}}
+        return Candidate(pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong)
+
+
+def _undominated(found: list[Choice]) -> list[Choice]:
+    """The choices of states that no reshard touches, without those that are slower than another and hold more, alone and beside others."""
+    kept: list[Choice] = []
+    for choice in found:
+        if not any(
+            c.resident <= choice.resident
+            and c.whole <= choice.whole
+            and all(c.seconds[n] <= s for n, s in choice.seconds.items())
+            and all(c.peaks[p] <= b for p, b in choice.peaks.items())
+            for c in kept
+        ):
+            kept.append(choice)
+    return kept
+
+
+def _layout(choice: Choice) -> str:
+    layout = choice.layout
+    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
+
+
+def _phases(plan: Plan) -> dict[str, float]:
+    assert plan.estimate is not None
+    return {p.name: p.seconds.value for p in plan.estimate.phases}
+
+
+def _why(record: Searched) -> str:
+    best = f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only one that is allowed"
+    if record.optimal:
+        return f"{best}, optimal in the plan's own model" if record.candidates > 1 else best
+    return f"{best} that was found; none is better by more than {record.percent}"

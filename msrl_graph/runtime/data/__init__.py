@@ -1,0 +1,1 @@
+"""Rows: columns of them, where they come from, and whether what they hold can be trained on."""

@@ -1,0 +1,236 @@
+"""The rows of a data file: read, checked, tokenised, and dealt to iterations.
+
+Invariant: which row stands at a position is a function of the seed, and of the iteration and the weights where it is drawn by some; a row
+that cannot be used is told with its number before anything is started, or left out and counted. The same rows in the same order are the
+same data, whichever kind of file they are in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...data import datafile
+from ...data.chat import Messages, messages
+from ...data.datafile import bad, where
+from ...diagnostics import Diagnostic, Fault
+from ...ir.graph import Graph
+from ...ir.plan import Data, Plan
+from ...ir.sequences import is_tokens, models, responses, sequences, speaker
+from . import fields, order
+from .columns import DTYPES, Array, Column, ragged, texts
+from .tokens import BadMessages, Tokens
+from .wrong import outside, vocabulary
+
+LOOKED = 1000  # rows that are tokenised before a run is started
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are left `out`, and why."""
+
+    rows: int
+    looked: int = 0
+    out: int = 0
+    why: str = ""
+
+    def __str__(self) -> str:
+        """How many rows are left out, in words; nothing where none is."""
+        first = f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
+        return f"{self.out:,} of {first} rows are left out: {self.why}" if self.out else ""
+
+    def doubts(self, data: Data, prompts: int) -> Iterator[Diagnostic]:
+        """Warnings where most rows are left out, or an iteration takes more than there are."""
+        if 2 * self.out > self.looked:
+            help = "state higher bounds, or other data: all else is trained on these few"
+            yield Diagnostic("bad-data", f"of {data.path} {self}", data.span, help, "warning")
+        usable = self.rows - self.out  # or fewer, where not all were looked at
+        if usable < prompts:
+            yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
+
+
+def check(data: Data, plan: Plan) -> Looked:
+    """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be used, and where no row
+    is short enough."""
+    rows = read(data, plan.graph)
+    try:
+        first = dict(islice(rows.items(), LOOKED))
+        found = Dataset(data, plan, rows=first)
+    except Fault as fault:
+        if len(rows) <= LOOKED or fault.diagnostics[0].code != "no-data":
+            raise
+        first = rows
+        found = Dataset(data, plan, rows=rows)
+    return Looked(len(rows), len(first), found.too_long, found.why)
+
+
+def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
+    """The rows of a JSON lines file, or of a Parquet one, by line (or row, from 1) and column; `Fault` for a file that is missing or empty
+    and for a row that cannot be used."""
+    path = Path(data.path)
+    if path.suffix not in (".jsonl", ".json", ".parquet"):
+        message = f"`{path.suffix}` data cannot be read"
+        raise Fault(Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)"))
+    return {number: _row(row, number, data, graph) for number, row in datafile.rows(data)}
+
+
+def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:
+    found = {}
+    for column, name in data.fields.items():
+        try:
+            found[column] = fields.take(row[name], graph.column(column))
+        except fields.Misfit as misfit:
+            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
+    return found
+
+
+class Dataset:
+    """The usable rows of a data file, numbered from 0 in its order. `left_out` counts the others, each by the first of its columns that is
+    longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words. `rows` are some of
+    the file's, as `read` gives them; else it is read."""
+
+    def __init__(self, data: Data, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None) -> None:
+        worker = speaker(plan.graph)
+        assert worker is not None
+        self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
+        self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
+        self.responses = responses(plan.graph)
+        rows = rows or read(data, plan.graph)
+        self.lines = list(rows)
+        self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
+        self._match()
+        self.left_out: dict[str, int] = {}
+        keep = np.ones(len(rows), bool)
+        for name in data.fields:
+            fits = self._fits(name, plan)
+            if out := int((keep & ~fits).sum()):
+                self.left_out[name] = out
+            keep &= fits
+        self.usable = np.flatnonzero(keep)
+        if not len(self.usable):
+            raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
+        for name, column in self.columns.items():
+            if is_tokens(plan.graph, name) and (size := vocabulary(plan, name)):
+                self._known(name, column, size)
+
+    @property
+    def too_long(self) -> int:
+        return sum(self.left_out.values())
+
+    @property
+    def why(self) -> str:
+        """Why rows are left out, for a sentence."""
+        bounds = {c: self.graph.bound(c) for c in self.left_out}
+        return ", ".join(f"`{c}` of {n:,} is empty or longer than {bounds[c]:,}" for c, n in self.left_out.items())
+
+    def _column(self, name: str, rows: list[dict[str, Any]]) -> Column:
+        column = self.graph.column(name)
+        values = [row[name] for row in rows]
+        if column.element in ("text", "json"):
+            return texts(values)
+        if not fields.holds_tokens(column):
+            return ragged(values, DTYPES[column.element]) if column.dims else Column(np.concatenate(values))
+        written = [i for i, v in enumerate(values) if not isinstance(v, np.ndarray)]
+        encoded = self.tokens.encode([self._text(name, rows[i], self.lines[i]) for i in written])
+        for i, ids in zip(written, encoded, strict=True):
+            values[i] = ids
+        if name in self.responses:
+            values = self.tokens.closed(values)
+        return ragged(values, DTYPES[column.element])
+
+    def _text(self, name: str, row: dict[str, Any], line: int) -> str:
+        """What a row's tokens are encoded from: text as it is, messages as the chat template writes them."""
+        value: str | Messages = row[name]
+        if isinstance(value, str):
+            return value
+        if name not in self.responses:
+            return self._rendered(name, line, self.tokens.prompt, value)
+        before = [c for c in self.responses[name] if c in row]
+        prompts = [v if isinstance(v, list) else messages(v) if isinstance(v, str) else None for v in (row[c] for c in before)]
+        if len(prompts) > 1 or None in prompts:
+            others = " and ".join(f"`{self.data.fields[c]}`" for c in before)
+            what = f"has messages in `{self.data.fields[name]}`, and before it, in {others}, not one list of messages"
+            raise bad(self.data, line, what, "write both as messages, or the response as text")
+        return self._rendered(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
+
+    def _rendered(self, name: str, line: int, render: Callable[..., str], *given: str | Messages) -> str:
+        try:
+            return render(*given)
+        except BadMessages as error:
+            help = "name the folder of a model that was trained to chat, or write the field as text"
+            raise bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
+
+    def _match(self) -> None:
+        """Looks at columns that are as long as another."""
+        for name, column in self.columns.items():
+            dims = self.graph.column(name).dims
+            if not dims or dims[0].like not in self.columns:
+                continue
+            each = math.prod(d.size for d in dims[1:])
+            wanted = self.columns[dims[0].like].lengths
+            if len(wrong := np.flatnonzero(column.lengths != wanted * each)):
+                row = wrong[0]
+                what = f"has {column.lengths[row] // each} values in `{self.data.fields[name]}`"
+                raise bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
+
+    def _fits(self, name: str, plan: Plan) -> Array:
+        """The rows whose column is no longer than its bound, nor empty where a model reads it."""
+        kind, column = self.graph.column(name), self.columns[name]
+        read = [(n, sequences(self.graph, n)) for n in models(self.graph)]
+        readers = {plan.model(n.name).path for n, s in read if name in (*s.context, *s.scored)}
+        lengths = [column.lengths]
+        if kind.element == "text":
+            lengths = []
+            for tokens in map(Tokens, sorted(readers)):
+                asked = [self._rendered(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
+                lengths.append(np.array([len(ids) for ids in tokens.encode(asked)]))
+        fits = np.ones(len(column), bool)
+        for some in lengths:
+            fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))
+        return fits
+
+    def _known(self, name: str, column: Column, size: int) -> None:
+        """Looks for tokens outside the vocabulary of a model that reads them."""
+        if not len(strange := self.usable[outside(column.take(self.usable), size)]):
+            return
+        ids, line = column[strange[0]], self.lines[strange[0]]
+        token = int(ids[(ids < 0) | (ids >= size)][0])
+        text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
+        what = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
+        help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+        if text is None:
+            help = "the ids are of another tokenizer: write the field as text or messages"
+        raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", self.data.span, help))
+
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def where(self, index: int) -> str:
+        """The place of a usable row in the file, in words."""
+        return where(self.data, self.lines[self.usable[index]])
+
+    def indices(self, position: int, count: int) -> Array:
+        """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
+        return order.shuffled(self.seed, len(self), position, count)
+
+    def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
+        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not negative: without
+        replacement, those of weight 0 last."""
+        return order.drawn(self.seed, iteration, weights, position, count)
+
+    def take(self, indices: Array) -> dict[str, Column]:
+        """The columns of these rows, in this order."""
+        return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
+
+    def rows(self, position: int, count: int) -> dict[str, Column]:
+        """The columns of `indices(position, count)`."""
+        return self.take(self.indices(position, count))
+
+    def all(self) -> dict[str, Column]:
+        return self.take(np.arange(len(self)))

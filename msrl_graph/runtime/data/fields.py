@@ -1,0 +1,106 @@
+"""What a field of a data file may hold, by the type of its column.
+
+Invariant: a value is taken as it is or told as what it is and what belongs in its place; nothing is rounded, cut or guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ...data.chat import Messages, are_messages
+from ...ir.graph import Column
+from .columns import DTYPES, Array
+
+# By element: the types that its numbers may have, one of them, several.
+NUMBERS: dict[str, tuple[set[type], str, str]] = {
+    "i32": ({int}, "a whole number of 32 bits", "whole numbers of 32 bits"),
+    "i64": ({int}, "a whole number of 64 bits", "whole numbers of 64 bits"),
+    "f32": ({int, float}, "a finite number", "finite numbers"),
+    "bf16": ({int, float}, "a finite number", "finite numbers"),
+    "bool": ({bool}, "true or false", "true and false"),
+}
+
+
+class Misfit(ValueError):
+    """`found` is in a field where `wanted` belongs."""
+
+    def __init__(self, found: str, wanted: str) -> None:
+        super().__init__(f"{found}, where {wanted}")
+        self.found, self.wanted = found, wanted
+
+
+def take(value: Any, column: Column) -> str | Messages | Array:
+    """A field's value for a column: text, which for `json` and for messages in a `text` column is JSON; messages, for tokens; or
+    the numbers of a row, flat, in the dtype of the column's element. Raises Misfit."""
+    if column.element == "json":
+        return _json(value)
+    if column.element == "text":
+        if are_messages(value):
+            return _json(_stated(value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return str(value)
+        return _text(value, "text, a number or messages belong")
+    if not holds_tokens(column):
+        return _numbers(value, column)
+    if are_messages(value):
+        return _stated(value)
+    wanted = "text, messages or token ids belong"
+    return _numbers(value, column, wanted) if isinstance(value, list) else _text(value, wanted)
+
+
+def holds_tokens(column: Column) -> bool:
+    """Whether a column may be written as text: tokens, each row as many as it has."""
+    return column.element in ("i32", "i64") and len(column.dims) == 1 and column.dims[0].ragged
+
+
+def _text(value: Any, wanted: str) -> str:
+    if not isinstance(value, str):
+        raise Misfit(type(value).__name__, wanted)
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise Misfit(f"half a character (U+{ord(value[error.start]):04X})", wanted) from None
+    return value
+
+
+def _json(value: Any) -> str:
+    try:
+        return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
+    except (TypeError, ValueError) as error:
+        raise (
+            error if isinstance(error, Misfit) else Misfit(f"what JSON does not know ({str(error).split(':')[0]})", "JSON belongs")
+        ) from None
+
+
+def _stated(value: Messages) -> Messages:
+    """Messages without the keys that have no value: a Parquet file gives every message the keys of all."""
+    return [{k: v for k, v in message.items() if v is not None} for message in value]
+
+
+def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
+    types, one, several = NUMBERS[column.element]
+    sizes = " x ".join(str(d.size) for d in column.dims if d.size and not d.ragged)
+    wanted = wanted or (f"a list of {sizes + ' ' if sizes else ''}{several} belongs" if column.dims else f"{one} belongs")
+    flat = [value]
+    for dim in column.dims:
+        if odd := {type(v).__name__ for v in flat if not isinstance(v, list)}:
+            raise Misfit(min(odd), wanted)
+        if dim.size and not dim.ragged and (lengths := {len(v) for v in flat} - {dim.size}):
+            raise Misfit(f"a list of {min(lengths)}", wanted)
+        flat = list(chain.from_iterable(flat))
+    within = "a list with " if column.dims else ""
+    if odd := {t.__name__ for t in set(map(type, flat)) - types}:
+        raise Misfit(within + min(odd), wanted)
+    try:
+        with np.errstate(over="ignore"):
+            array: Array = np.asarray(flat, DTYPES[column.element])
+    except OverflowError:
+        raise Misfit(f"{within}{max(flat, key=abs):.3g}", wanted) from None
+    if not np.isfinite(array).all():
+        raise Misfit(f"{within}{next(v for v, fine in zip(flat, np.isfinite(array), strict=True) if not fine):.3g}", wanted)
+    return array

@@ -1,0 +1,50 @@
+"""The order in which the rows of a data file are dealt.
+
+Invariant: which row stands at a position is a function of the seed and of what is named beside it, so that any part of an order can be
+had without those before it, in any order, by any process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ... import noise
+from .columns import Array
+
+_DRAWN = 0x5EED  # tells the keys of draws from those of sampled tokens, which are of seed, iteration, row and step
+
+
+def shuffled(seed: int, size: int, position: int, count: int) -> Array:
+    """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its own."""
+    return _passes(lambda turn: _sorted(noise.keys(seed, turn, np.arange(size))), size, position, count)
+
+
+def drawn(seed: int, iteration: int, weights: Array, position: int, count: int) -> Array:
+    """`count` rows from `position` on of an iteration's draw, in proportion to `weights` and without replacement: each next row is any of
+    those left with the probability of its share of their weights (Efraimidis and Spirakis 2006: the order of u^(1/w), here as
+    log(-log u) - log w). Rows of weight 0 come last, in an order by the seed; where all are 0, all are equal. After the last row comes
+    another draw of all. `weights`: one a row, finite and not negative."""
+    certain = weights > 0
+    log = np.log(np.where(certain, weights, 1.0))
+
+    def order(turn: int) -> Array:
+        u = noise.uniform(seed, iteration, turn, np.arange(len(weights)), _DRAWN)
+        with np.errstate(divide="ignore"):
+            key = np.log(-np.log1p(-u)) - log
+        found: Array = np.lexsort((key, ~certain))
+        return found
+
+    return _passes(order, len(weights), position, count)
+
+
+def _sorted(keys: Array) -> Array:
+    order: Array = np.argsort(keys, kind="stable")
+    return order
+
+
+def _passes(order: Callable[[int], Array], size: int, position: int, count: int) -> Array:
+    positions = np.arange(position, position + count)
+    turns = positions // size
+    return np.concatenate([np.zeros(0, np.int64), *(order(int(t))[positions[turns == t] % size] for t in np.unique(turns))])

@@ -1,0 +1,136 @@
+"""What a controller sees of an iteration: which rows there are, as far as filters have said.
+
+Invariant: pure functions of what was heard; a row is *known* when every filter before it has said that it goes on, and stays known: more
+news only turn unknown rows into known ones, or take them away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ...ir.rowsets import Numbers, Sieve, chain, common
+from ..data.columns import Array
+
+
+class Table:
+    """A number for each row, by the row's number. Rows that repeat others (rowsets.py) lie in blocks of their own, made as they come."""
+
+    def __init__(self, size: int, empty: int) -> None:
+        self.size, self.empty = max(size, 1), empty
+        self.blocks: dict[int, Array] = {0: np.full(self.size, empty, np.int64)}
+
+    def set(self, rows: Array, values: Array | int) -> None:
+        for block, some in self._blocks(rows):
+            if block not in self.blocks:
+                self.blocks[block] = np.full(self.size, self.empty, np.int64)
+            self.blocks[block][rows[some] - block * self.size] = values if isinstance(values, int) else values[some]
+
+    def get(self, rows: Array) -> Array:
+        if self._plain(rows):
+            return np.asarray(self.blocks[0][rows])
+        out = np.full(len(rows), self.empty, np.int64)
+        for block, some in self._blocks(rows):
+            if block in self.blocks:
+                out[some] = self.blocks[block][rows[some] - block * self.size]
+        return out
+
+    def _plain(self, rows: Array) -> bool:
+        """Whether none of these rows repeats another."""
+        return not len(rows) or bool(rows.max() < self.size)
+
+    def _blocks(self, rows: Array) -> list[tuple[int, Array | slice]]:
+        if self._plain(rows):
+            return [(0, slice(None))]
+        blocks = rows // self.size
+        return [(int(b), np.flatnonzero(blocks == b)) for b in np.unique(blocks)]
+
+
+@dataclass(frozen=True)
+class View:
+    """The rows that a node is to be handed, by unit and then by number, and which of them are known; `units` are ascending, and the
+    rows of each begin at `starts`. `complete`: there will be no others."""
+
+    rows: Array
+    known: Array
+    units: Array
+    starts: Array
+    complete: bool
+
+    @cached_property
+    def sizes(self) -> Array:
+        return np.diff(np.append(self.starts, len(self.rows)))
+
+    def each(self, values: Array) -> Array:
+        """For each unit whether all of its rows' values are true."""
+        return np.logical_and.reduceat(values, self.starts) if len(self.units) else np.zeros(0, bool)
+
+    def rows_of(self, units: Array) -> tuple[Array, Array]:
+        """The rows of some units, unit by unit, and how many each has."""
+        at = np.searchsorted(self.units, units)
+        starts, sizes = self.starts[at], self.sizes[at]
+        ends = np.cumsum(sizes)
+        index = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
+        return self.rows[index], sizes
+
+
+def view(rows: Array, known: Array, units: Array, complete: bool) -> View:
+    order = np.lexsort((rows, units))
+    rows, known = rows[order], known[order]
+    distinct, starts = np.unique(units[order], return_index=True)
+    return View(rows, known, distinct, starts, complete and bool(known.all()))
+
+
+def enumerate_rows(
+    numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, Table]
+) -> tuple[Array, Array]:
+    """The rows of set `end` under some prompts that filters have not dropped, and which of them are known to stay."""
+    rows, known = prompts, np.ones(len(prompts), bool)
+    path = chain(numbers.sets, end)[::-1]
+    for here, below in zip(path, [*path[1:], -1], strict=True):
+        if here and not numbers.sets[here].repeats:
+            fan = numbers.fans[here]
+            rows, known = (rows[:, None] * fan + np.arange(fan)).reshape(-1), np.repeat(known, fan)
+        # One that repeats rows makes others of them: who chooses from these rows comes before it, wherever it stands in the graph.
+        for sieve in sorted((s for s in sieves if s.rows == here), key=lambda s: s.left != here):
+            times = verdicts[sieve.column].get(rows)
+            if sieve.left == here:
+                stay = times != 0
+                rows, known = rows[stay], (known & (times > 0))[stay]
+            elif sieve.left == below:
+                # Of a row whose verdict is not there yet one stands for all.
+                count = np.where(times < 0, 1, times)
+                first = np.cumsum(count) - count
+                which = np.arange(int(count.sum())) - np.repeat(first, count)
+                rows = np.repeat(rows, count) + which * numbers.space[here]
+                known = np.repeat(known & (times >= 0), count)
+    for sieve in sieves:
+        # A filter of rows that are not above these: one stays where any that belongs to it, or to the row above both, does.
+        if sieve.left in path:
+            continue
+        meeting = common(numbers.sets, sieve.left, end)
+        there, sure = enumerate_rows(
+            numbers, sieve.left, prompts, [s for s in sieves if s.left in chain(numbers.sets, sieve.left)], verdicts
+        )
+        above = numbers.above(there, sieve.left, meeting)
+        mine = numbers.above(rows, end, meeting)
+        alive, possible = np.isin(mine, above[sure]), np.isin(mine, above)
+        rows, known = rows[possible], (known & alive)[possible]
+    return rows, known
+
+
+def first_prompts(rows: Array, known: Array, above: Array, prompts: int, count: int) -> tuple[Array, Array, int]:
+    """Of `prompts` prompts, of which some rows stay (`above` are their prompts), the first `count` that any row is left of, in order, as
+    far as is known: whether each is one of them, whether that is known, and how many there are."""
+    alive, open_ = np.zeros(prompts, bool), np.zeros(prompts, bool)
+    alive[above[known]] = True
+    open_[above[~known]] = True
+    open_ &= ~alive  # one row that stays is enough to know that the prompt does
+    decided = np.logical_and.accumulate(~open_)
+    rank = np.cumsum(alive & decided)
+    inside = alive & decided & (rank <= count)
+    full = int(rank[-1]) >= count if prompts else False
+    return inside, decided | full, int(min(rank[-1], count)) if prompts else 0

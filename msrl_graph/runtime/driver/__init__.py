@@ -1,0 +1,1 @@
+"""The driver of a run: starts processes, iterations and checkpoints. No sample passes through it."""

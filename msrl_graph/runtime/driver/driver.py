@@ -1,0 +1,416 @@
+"""The driver of a run: starts iterations and collects metrics. No sample passes through it.
+
+Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints renamed into place. It
+tells the supervisor how it ended. When the supervisor is gone it is killed, with all that it started (processes.py).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+
+from ...diagnostics import Fault
+from ...emit.text import many
+from ...ir.plan import Evaluation, Plan
+from ..dock.actors import DockTimeout, Picture
+from ..metrics.display import Display, Screen, Tail, comparison
+from ..metrics.record import Recorder
+from ..metrics.symptoms import Symptoms
+from ..process import points
+from ..process.report import Report, RunError
+from ..process.task import Task
+from ..weights import checkpoint
+from .carried import Carried
+from .function_hosts import Call, FunctionHosts, reference
+from .pool import Pool
+from .supervisor import Attempt, Result
+
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOK = 0.5  # seconds between two looks at the processes
+# Seconds that a driver leaves the docks to tell of a wait before it does.
+AFTER = 2.0
+# Seconds that an iteration which is to be the last may stand still, twice the longest so far where that is more.
+STILL = 5.0
+DISK = 3600.0  # seconds that reading or writing weights may take
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that comes when no
+    iteration is under way, or SIGHUP, ends it at once. So does the first where the iteration stands still."""
+
+    def __init__(self, say: Any) -> None:
+        self.say = say
+        self.asked = 0  # the first signal that was heeded
+        self.since = 0.0  # when it came (time.monotonic)
+        self.last = 0
+        self.training = False
+        self.heed()
+
+    def heed(self) -> None:
+        """Puts the handlers in place: again after Ray, which has its own, was started."""
+        for number in HEEDED:
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _frame: Any) -> None:
+        self.last = number
+        if self.asked or not self.training or number == signal.SIGHUP:
+            raise KeyboardInterrupt
+        self.asked, self.since = number, time.monotonic()
+        self.say("ending after this iteration, with a checkpoint; ask once more to end at once")
+
+
+def main(folder: str) -> int:
+    """Runs the attempt that the supervisor described in `folder`."""
+    attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
+    # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to the old one.
+    screen = os.fdopen(os.dup(2), "w", buffering=1)
+    os.dup2(1, 2)
+    console = Screen(file=screen)
+    console = console if console.is_terminal else Screen(file=screen, width=120)
+    display = Display(attempt.plan, console)
+    signals = Signals(display.say)
+    pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(attempt, pool, over), daemon=True).start()
+    tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
+    try:
+        (Path(folder) / "ready").touch()
+        result = _result(attempt, pool, display, signals)
+    except KeyboardInterrupt:
+        result = Result("interrupted", status=128 + signals.last)
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)  # which is the driver's log
+        result = Result("failed", f"{type(error).__name__}: {error}; more is in logs/driver.log")
+    if tail is not None:
+        tail.close()
+    display.close()
+    over.set()
+    for number in HEEDED:
+        signal.signal(number, signal.SIG_IGN)
+    if pool.attached:
+        pool.close()
+    for stream in (sys.stdout, sys.stderr, screen):
+        with suppress(OSError):
+            stream.flush()
+    _leave(attempt, result)
+
+
+def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
+    import ray
+
+    driver = Driver(attempt, pool, display, signals)
+    try:
+        return driver.whole()
+    # First: what Ray raises for a process's Fault or RunError is one too, in Ray's words.
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, Fault):
+            return Result("fault", diagnostics=list(cause.diagnostics))
+        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout):
+            return Result("failed", str(cause))
+        words = driver.words(str(cause))
+        if isinstance(cause, DockTimeout):
+            return Result("failed", f"{cause}{words}")
+        # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
+        dead = pool.dead(20.0 if isinstance(cause, RuntimeError) else 2.0)
+        if dead or isinstance(error, ray.exceptions.RayActorError):
+            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{words}")
+        told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
+        return Result("failed", f"{told}{words}")
+    except Fault as fault:
+        return Result("fault", diagnostics=list(fault.diagnostics))
+    except (RunError, OSError, checkpoint.Unsound) as error:
+        return Result("failed", str(error))
+
+
+_leaving = threading.Lock()
+
+
+def _leave(attempt: Attempt, result: Result) -> NoReturn:
+    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is left of the run. Who
+    comes first is heard."""
+    _leaving.acquire()
+    with suppress(OSError):  # a full disk
+        os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
+    os._exit(0)
+
+
+def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
+    """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
+    while not over.wait(LOOK):
+        if (gone := pool.look()) and not over.is_set():
+            _leave(attempt, Result("died", f"{' and '.join(gone)} died"))
+
+
+class _Running(NamedTuple):
+    """A task under way: when it began (perf_counter), and a reference to each process's report."""
+
+    task: Task
+    start: float
+    streams: list[Any]
+
+
+class Driver:
+    """One attempt."""
+
+    def __init__(self, attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> None:
+        import ray
+
+        self.ray = ray
+        self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
+        self.plan: Plan = attempt.plan
+        self.pictures: list[Picture] = []
+        self.longest = 0.0  # seconds of an iteration
+        self.unsaved = ""  # why the last checkpoint that was asked for is not there
+        self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
+
+    @property
+    def functions(self) -> FunctionHosts:
+        assert self.pool.functions is not None
+        return self.pool.functions
+
+    def whole(self) -> Result:
+        pool, display, out = self.pool, self.display, Path(self.attempt.out)
+        pool.connect()
+        self.signals.heed()
+        pool.start()
+        sizes: dict[str, tuple[int, str]] = self._wait(pool.started, DISK)[0]
+        (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
+        for name, (_, left_out) in sizes.items():
+            if left_out:
+                display.say(f"{name}: {left_out}")
+        self.recorder = Recorder(out, self.plan, self.attempt.lines)
+        try:
+            result = self._train({name: rows for name, (rows, _) in sizes.items()}, out)
+        except KeyboardInterrupt:
+            display.say(f"interrupted; the files of the run so far are in {out}")
+            raise
+        finally:
+            display.close()
+            with suppress(OSError):
+                self.recorder.close()
+        if table := self.recorder.table():
+            display.console.print(comparison(table))
+        return result
+
+    def _train(self, sizes: dict[str, int], out: Path) -> Result:
+        plan, run, begin = self.plan, self.plan.deploy.run, 0
+        self.carried = Carried(plan, sizes["source"])
+        if self.attempt.resume:
+            manifest = checkpoint.manifest_of(Path(self.attempt.resume))
+            self.carried.restore(Path(self.attempt.resume), manifest)
+            begin = manifest.iteration
+            self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks], DISK)
+            self.display.resume(begin)
+        if self.attempt.options.replay:
+            self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
+        if not self.attempt.lines:
+            for evaluation in plan.deploy.evaluations:
+                self._evaluate(evaluation, 0, sizes)
+        scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
+        symptoms = Symptoms(plan)
+        for line in self.recorder.lines:  # of what was told already
+            symptoms.look(line)
+        self.signals.training = True
+        running = None
+        for i in range(begin, run.iterations):
+            running = running or self._begin(self.carried.task(i), self._measured(i))
+            done, last = running, i + 1 == run.iterations
+            saves = bool(run.save) and (last or (i + 1) % run.save == 0)
+            evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
+            # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
+            goes_on = not (last or saves or evaluations or self.attempt.options.record)
+            if goes_on and self.carried.known:
+                self._prepare(self.carried.task(i + 1))
+            seconds, reports = self._end(done)
+            self.longest = max(self.longest, seconds)
+            self.carried.after(done.task, reports)
+            goes_on = goes_on and not self.signals.asked
+            running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
+            if self._measured(i):
+                self.recorder.memory(reports)
+            line = self.recorder.training(i, seconds, reports, self._clear(done.task, reports))
+            self.display.iteration(line, scalars)
+            for words in symptoms.look(line):
+                self.display.say(words)
+            for evaluation in evaluations:
+                self._evaluate(evaluation, i + 1, sizes)
+            if running is not None:
+                continue
+            if self.signals.asked or saves:
+                self._checkpoint(i + 1, out)
+            if self.signals.asked:
+                self.display.say(f"ended after {many(i + 1, 'iteration')}" + ("" if self.unsaved else f"; go on with --resume {out}"))
+                return Result("interrupted", status=128 + self.signals.asked)
+        self.signals.training = False
+        # After the checkpoint: a longer run that is resumed from it would not have had these.
+        for evaluation in plan.deploy.evaluations if run.iterations else ():
+            if not evaluation.every or run.iterations % evaluation.every:
+                self._evaluate(evaluation, run.iterations, sizes)
+        for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
+            self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK)
+        # All else is done; but who asked for checkpoints must not take this run for one that has its last.
+        return Result("failed", self.unsaved) if self.unsaved else Result("done")
+
+    def _checkpoint(self, iteration: int, out: Path) -> None:
+        """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
+        self.display.phase(f"saving after {many(iteration, 'iteration')}")
+        partial = None
+        try:
+            partial = checkpoint.begin(out, iteration)
+            points.reach("driver", f"begun checkpoint {iteration}")
+            program, position, lines = checkpoint.program(self.plan), self.carried.position, self.recorder.written
+            says = checkpoint.said(iteration, lines, position, program)
+            parts = self._wait([r.checkpoint.remote(str(partial.absolute()), says) for r in self.pool.ranks], DISK)
+            if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
+                raise OSError(wrong)
+            files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial, says))
+            steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
+            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, lines, steps, program, files, position)
+            points.reach("driver", f"written checkpoint {iteration}")
+            checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
+            points.reach("driver", f"kept checkpoint {iteration}")
+            self.unsaved = ""
+        except OSError as error:
+            if partial is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            kept = checkpoint.found(out)
+            older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
+            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
+            self.display.say(self.unsaved)
+
+    def _open(self, task: Task) -> None:
+        """Makes a task known: first to the warehouses, since a controller that dies is rebuilt from what they know."""
+        points.reach("driver", f"open {task.key}")
+        self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
+        points.reach("driver", f"opened in warehouses {task.key}")
+        self.ray.get([b.open.remote(task) for b in self.pool.boards])
+        points.reach("driver", f"opened {task.key}")
+
+    def _begin(self, task: Task, measure: bool = False) -> _Running:
+        """Starts the streams of all pools for one task."""
+        start = time.perf_counter()
+        if task.key not in self.ahead:
+            self._prepare(task)
+        ranks = [r.run.remote(task, measure) for r in self.pool.ranks]
+        points.reach("driver", f"begun {task.key}")
+        return _Running(task, start, [*ranks, *self.ahead.pop(task.key)])
+
+    def _prepare(self, task: Task) -> None:
+        """Opens a task and starts the hosts' functions on it: ahead of the ranks where it follows without anything between, so that its
+        prompts are there when it begins."""
+        self._open(task)
+        tables = self.carried.tables() if task.trains else {}
+        hosts = range(self.plan.cluster.nodes)
+        self.ahead[task.key] = [self.functions.ask(host, "run", task, {} if host else tables) for host in hosts]
+
+    def _end(self, running: _Running) -> tuple[float, list[Report]]:
+        """Waits for the streams: seconds, reports."""
+        reports = self._wait(running.streams)
+        points.reach("driver", f"ended {running.task.key}")
+        return time.perf_counter() - running.start, reports
+
+    def _clear(self, task: Task, reports: list[Report]) -> dict[str, int]:
+        """Forgets the rows of a task that has ended; bytes moved by the dock."""
+        pool = self.pool
+        points.reach("driver", f"clear {task.key}")
+        for remark in [r for report in reports for r in report.remarks]:
+            self.display.say(remark)
+        if task.trains and self.attempt.options.record:
+            for words in filter(None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])):
+                self.display.say(words)
+        moved: dict[str, int] = {}
+        for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
+            for what, size in counts.items():
+                moved[what] = moved.get(what, 0) + size
+        for board in pool.boards:  # last: one that is rebuilt takes for open what the warehouses know
+            board.close.remote(task.key)
+        points.reach("driver", f"cleared {task.key}")
+        return moved
+
+    def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:
+        """The results, of references and of function hosts' calls. Fails as soon as one fails or a process dies that is not replaced, or
+        when for the deadline (0: the dock's) no row has moved and nothing has ended; keeps the display alive meanwhile."""
+        left, moves, since, rows = list(asked), -1, time.monotonic(), not deadline
+        deadline = deadline or self.plan.docks.deadline
+        while left:
+            ended, _ = self.ray.wait([reference(x) for x in left], num_returns=1, timeout=min(LOOK, deadline))
+            for host in self.functions.mend():  # the calls of a process that died have other references now
+                name = f"functions of host {host}"
+                self.display.say(f"{name} died{self.place([name])}; started again")
+            done = [x for x in left if reference(x) in ended]
+            self.ray.get([reference(x) for x in done])
+            left = [x for x in left if x not in done]
+            now = moves
+            if not done:
+                self._look()
+                now = sum(p.moves for p in self.pictures)
+            if done or now != moves:
+                moves, since = now, time.monotonic()
+            elif rows and self.signals.asked and (still := time.monotonic() - max(since, self.signals.since)) > self._patience():
+                self.display.say(f"for {still:.0f} s no row has moved: ending at once{self.words()}")
+                raise KeyboardInterrupt
+            elif time.monotonic() - since > deadline + AFTER:
+                # The dock's own deadline would have told of a wait by now: this is work that does not end.
+                last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
+                raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
+        return list(self.ray.get([reference(x) for x in asked]))
+
+    def _patience(self) -> float:
+        """How long an iteration may stand still after which the run is to end: what takes minutes each time is work, and ends."""
+        return max(STILL, 2 * self.longest)
+
+    def _look(self) -> None:
+        """Asks controllers and warehouses; whoever is dead fails at once."""
+        with suppress(self.ray.exceptions.GetTimeoutError):
+            asked = [b.picture.remote() for b in self.pool.boards]
+            self.ray.get([w.__ray_ready__.remote() for w in self.pool.warehouses], timeout=5)
+            self.pictures = self.ray.get(asked, timeout=5)
+            self.display.phase(self.pictures[0].last)
+
+    def place(self, names: list[str]) -> str:
+        """What these processes did when they were last heard of, in words."""
+        with suppress(self.ray.exceptions.RayError):
+            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
+        # A process tells the controllers of one host what it does; those of another may know of a share that it has taken since.
+        heard = sorted((item for p in self.pictures for item in p.doing.items()), key=lambda item: -item[1][1])
+        doing = {name: what for name, (what, _) in heard}
+        told = [f"in {doing[name]}" for name in names if name in doing]
+        return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
+
+    def words(self, told: str = "") -> str:
+        """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
+        with suppress(self.ray.exceptions.RayError):
+            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
+        lines = [str(wait) for p in self.pictures for wait in p.waits if str(wait).split(" has waited ")[0] not in told]
+        lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
+        return "".join(f"\n  {line}" for line in lines)
+
+    def _measured(self, number: int) -> bool:
+        """Whether memory is looked at in this iteration: one that is not the first, if there are more."""
+        return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
+
+    def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
+        self.display.phase(f"evaluating {evaluation.data}")
+        task = Task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples, 0, self.carried.of_run())
+        seconds, reports = self._end(self._begin(task))
+        self._clear(task, reports)
+        found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
+        if not self.display.live:
+            shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
+            self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.data}: {shown}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""The folder of a run.
+
+Invariant: a run never writes among another's results, unless it is asked to replace them, and then removes nothing but what runs make and
+nothing that it reads; two never write into one folder at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...diagnostics import Diagnostic, Fault
+from ...ir.plan import Plan
+from ..data import recording as rows
+from ..weights import checkpoint
+
+# All that a run makes in its folder.
+MADE = (
+    "logs",
+    "plan.json",
+    "metrics.jsonl",
+    "curve.png",
+    "tensorboard",
+    "trace.json",
+    "memory.json",
+    "weights",
+    checkpoint.FOLDER,
+    rows.FOLDER,
+)
+
+
+def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
+    """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads none of them."""
+    try:
+        return _chosen(plan, out, overwrite, replay)
+    except OSError as error:  # a name that is too long, a folder that none may look into
+        raise _unfit(out, error) from None
+
+
+def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) -> Path:
+    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
+    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
+    nearest = next(p for p in (folder, *folder.parents) if p.exists())
+    what, help = "", "name another with --out"
+    if folder.exists() and not folder.is_dir():
+        what = "is a file"
+    elif folder.exists() and any(folder.iterdir()):
+        ran = (folder / "logs" / "driver.log").is_file()
+        if overwrite and ran:
+            return _replaced(plan, folder, replay)
+        what = "is there already and is not empty" + (
+            "; it holds no results of a run, which --overwrite would replace" if overwrite else ""
+        )
+        if ran and checkpoint.found(folder):
+            help += f", go on with the run in it: --resume {folder}, or replace its results: --overwrite"
+        elif ran:
+            help += ", or replace the results in it: --overwrite"
+    elif overwrite and out is None:
+        raise Fault(Diagnostic("bad-value", "--overwrite replaces the results in a folder, and none is named", help="name it with --out"))
+    elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = f"cannot be made: {nearest} is not a folder that can be written to"
+    if what:
+        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
+    return folder
+
+
+def _unfit(folder: Path | str | None, error: OSError) -> Fault:
+    """What the system says of a folder that it does not give."""
+    what = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
+    return Fault(Diagnostic("bad-value", what, help="name another with --out"))
+
+
+def _replaced(plan: Plan, folder: Path, replay: str) -> Path:
+    """A folder whose results are to be replaced; `Fault` where the run reads some of them."""
+    made = [(folder / name).resolve() for name in MADE]
+    reads = [*(m.path for m in plan.deploy.models.values()), *(d.path for d in plan.deploy.data.values())]
+    reads += [str(Path(replay) / rows.FOLDER)] if replay else []
+    for path in (Path(r).resolve() for r in reads if r):
+        if any(path == m or m in path.parents for m in made):
+            what = f"--overwrite would remove {path}, which the run reads"
+            raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
+    return folder
+
+
+def clear(folder: Path, begin: Path | None) -> None:
+    """Removes the results of a run; of one that goes on from its own checkpoint `begin` only the newer checkpoints."""
+    newer = [p for p in checkpoint.found(folder) if begin and int(p.name) > int(begin.name)]
+    for path in newer if begin else (folder / name for name in MADE):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def make(plan: Plan, folder: Path, stated: bool) -> Path:
+    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=stated)
+            return folder
+        except FileExistsError as error:
+            if stated:
+                raise _unfit(folder, error) from None
+            folder = choose(plan, None)
+        except OSError as error:  # as under /proc, which seems to be one that can be written to
+            raise _unfit(folder, error) from None
+
+
+@contextmanager
+def lock(out: Path) -> Iterator[None]:
+    """Two runs never write into one folder. The lock goes with the process, however it ends."""
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = f"another run is writing into {out}"
+            raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
+        except OSError:
+            pass  # a file system without locks: then nobody is kept out
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,399 @@
+"""`run`: one process that watches another drive the run, and starts it again where something died.
+
+Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, or this process is
+killed, no process and no temporary folder of it is left (processes.py). The driver (driver.py) is a process of its own since Ray ends
+the process that drives it when its servers are lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from ...checks import folders
+from ...compiler.unready import unready
+from ...diagnostics import UNFIT, Diagnostic, Fault
+from ...emit.text import many
+from ...ir.located import absolute
+from ...ir.plan import Plan
+from ...model.architecture import Model
+from ..data import dataset as data
+from ..data import recording as rows
+from ..data.tokens import Tokens
+from ..metrics.display import Screen
+from ..metrics.record import read
+from ..process.joining import NoResources
+from ..process.processes import MARK, Temporary, nicer, sweep
+from ..rank.tried import tried
+from ..weights import checkpoint
+from .folder import choose, clear, lock, make
+from .pool import check_machine
+
+DRIVER = ("-m", "msrl_graph.runtime.driver.driver")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
+
+
+class RunFailed(Exception):
+    """A process died, or a wait passed its deadline."""
+
+
+class Interrupted(Exception):
+    """The run was asked to end; `status` is the exit status that a shell expects."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"interrupted (status {status})")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where the files lie, and each reported mean, first and last, by what a person calls it."""
+
+    folder: Path
+    reported: dict[str, tuple[float, float]]
+
+    def lines(self) -> list[str]:
+        """Each evaluation before and after, in a line."""
+        return [f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in self.reported.items()]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is watched, apart from what it computes."""
+
+    measure: bool = False  # memory, at each instruction of an iteration
+    verbose: bool = False  # what the processes print, as they print it
+    record: bool = False  # the rows of each iteration are written into the run's folder
+    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
+    overwrite: bool = False  # results of an earlier run in the folder are replaced
+    nice: int = 0  # by how much the processes that compute are nicer than what starts them
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What a driver is given: `folder` is the temporary one, `answer` the open file that its result goes to, `resume` a checkpoint (or
+    nothing), `lines` how many lines of the metrics in `out` belong to it."""
+
+    plan: Plan
+    out: str
+    folder: str
+    answer: int
+    resume: str
+    lines: int
+    options: Options
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an attempt ended: done, fault, failed, died (a process of it, and it may be tried again) or interrupted."""
+
+    kind: str
+    message: str = ""
+    status: int = 0
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+
+
+def check(plan: Plan) -> dict[str, data.Looked]:
+    """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is missing."""
+    found = unready(plan)
+    for model in plan.deploy.models.values():
+        if not model.path:
+            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
+            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
+            continue
+        for pattern in ("*.safetensors", "tokenizer.json"):
+            if not list(Path(model.path).glob(pattern)):
+                found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
+    if not found:
+        found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
+    if not found:
+        found = folders.changed(plan) or [d for d in folders.check(plan) if d.severity == "error"]
+    if "source" not in plan.deploy.data:
+        found.append(
+            Diagnostic(
+                "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
+            )
+        )
+    sizes, able = {}, not found  # data needs the models' tokenizers
+    for name, item in plan.deploy.data.items():
+        try:
+            sizes[name] = data.check(item, plan) if able else data.Looked(len(data.read(item, plan.graph)))
+        except Fault as fault:
+            found += fault.diagnostics
+    if found:
+        raise Fault(*found)
+    if not os.environ.get("RAY_ADDRESS"):
+        check_machine(plan)
+    return sizes
+
+
+def _unreadable(model: Model) -> Diagnostic | None:
+    """What is wrong with a folder's tokenizer."""
+    try:
+        Tokens(model.path)
+    except Exception as error:  # the library raises nothing more special
+        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span)
+    return None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it."""
+
+    plan: Plan
+    rows: dict[str, data.Looked]
+    folder: Path
+    stated: bool
+    begin: Path | None
+    manifest: checkpoint.Manifest | None
+    warnings: list[Diagnostic]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the results are added to those of the run that is resumed."""
+        return self.begin is not None and self.folder == self.begin.parent.parent
+
+    def lines(self) -> list[str]:
+        """What would run."""
+        plan, run = self.plan, self.plan.deploy.run
+        begin = f"from iteration {self.manifest.iteration} ({self.begin})" if self.manifest else "from the beginning"
+        saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
+        rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
+        left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
+        return [
+            f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
+            f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            f"data: {rows}",
+            *left_out,
+            f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
+            f"results would be in {self.folder}; nothing was started",
+        ]
+
+
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
+    """Everything that can be checked without starting a process; `Fault` for what is wrong."""
+    sizes, warnings = check(plan), tried(plan)
+    if any(d.severity == "error" for d in warnings):
+        raise Fault(*warnings)
+    for name, found in sizes.items():
+        warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
+    plan = absolute(plan)
+    target = resume or plan.deploy.run.resume
+    if not target:
+        rows.check(plan, options.record, options.replay, 0)
+        folder = choose(plan, out, options.overwrite, options.replay)
+        return Prepared(plan, sizes, folder, out is not None, None, None, warnings)
+    span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
+    begin, manifest, changed = checkpoint.resumed(plan, target, span)
+    home = begin.parent.parent
+    here = out is None or Path(out).resolve() == home.resolve()
+    if here and begin != checkpoint.found(home)[-1] and not options.overwrite:
+        what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
+        help = "name another folder for the results with --out, or replace them: --overwrite"
+        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    rows.check(plan, options.record, options.replay, manifest.iteration)
+    folder = home if here else choose(plan, out, options.overwrite, options.replay)
+    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed])
+
+
+def run(
+    plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options(), stderr: IO[str] | None = None
+) -> Outcome:
+    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
+    runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with). What is told on the way goes to
+    `stderr`.
+
+    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
+    often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    """
+    made = prepare(plan, out, resume, options)
+    return Supervisor(made, options, stderr).whole()
+
+
+class Supervisor:
+    """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
+
+    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER) -> None:
+        self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
+        self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
+        self.child: subprocess.Popen[bytes] | None = None
+        self.ready = Path()  # is there once the driver heeds signals
+        self.asked: list[int] = []  # signals so far
+        self.killer: threading.Timer | None = None
+
+    def whole(self) -> Outcome:
+        fresh = not self.made.folder.exists()
+        out = self.made.folder if self.made.goes_on else make(self.plan, self.made.folder, self.made.stated)
+        for warning in self.made.warnings:
+            self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
+        with lock(out), self._signals():
+            try:
+                if self.options.overwrite:
+                    clear(out, self.made.begin if self.made.goes_on else None)
+                self._begin(out)
+                return self._attempts(out)
+            except Fault:
+                if fresh:
+                    shutil.rmtree(out, ignore_errors=True)
+                raise
+
+    def _begin(self, out: Path) -> None:
+        """Where a run goes on in another folder, the lines so far are its lines too."""
+        begin, manifest = self.made.begin, self.made.manifest
+        if begin is None or manifest is None or self.made.goes_on:
+            return
+        old = begin.parent.parent / "metrics.jsonl"
+        lines = old.read_text(encoding="utf-8").splitlines(keepends=True) if old.is_file() else []
+        (out / "metrics.jsonl").write_text("".join(lines[: manifest.lines]), encoding="utf-8")
+
+    def _attempts(self, out: Path) -> Outcome:
+        limit, made = self.plan.deploy.run.restarts, self.made
+        begin = (made.begin, made.manifest) if made.begin and made.manifest else None
+        known = begin
+        for restarts in itertools.count(1):
+            sweep()
+            result = self._attempt(out, known)
+            if result.kind == "done":
+                return self._outcome(out)
+            if result.kind == "interrupted" or self.asked:
+                raise Interrupted(128 + self.asked[0] if self.asked else result.status)
+            known = checkpoint.newest(out) or begin
+            if result.kind == "fault":
+                if restarts == 1 and not _lines(out):
+                    # Nothing was computed: it is the input that is told about, and no folder stays.
+                    missing = any(d.code in UNFIT for d in result.diagnostics)
+                    raise (NoResources if missing else Fault)(*result.diagnostics)
+                result = Result("failed", "; ".join(d.message for d in result.diagnostics))
+            if result.kind == "failed" or restarts > limit:
+                kept = f"; go on from its last checkpoint with --resume {out}" if checkpoint.found(out) else ""
+                tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
+                raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {out}{kept}"))
+            where = (
+                f"from the checkpoint after {many(known[1].iteration, 'iteration')}"
+                if known
+                else "from the beginning, for want of a checkpoint"
+            )
+            self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
+        raise AssertionError
+
+    def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
+        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer:
+            folder = kept.folder
+            self.ready = folder / "ready"
+            resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
+            attempt = Attempt(self.plan, str(out), str(folder), answer.fileno(), resume, lines, self.options)
+            (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
+            try:
+                status = self._drive(attempt, out / "logs", kept)
+            finally:
+                self.child = None
+                if self.killer is not None:
+                    self.killer.cancel()
+                if self.console.is_terminal:
+                    self.console.show_cursor()
+            try:
+                answer.seek(0)
+                return msgspec.json.decode(answer.read(), type=Result)
+            except (OSError, msgspec.MsgspecError):
+                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                return Result("died", f"the driver {how}")
+
+    def _drive(self, attempt: Attempt, logs: Path, kept: Temporary) -> int:
+        """Starts a driver, and waits for its end."""
+        command = [sys.executable, *self.driver, attempt.folder]
+        # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
+        environment = {**os.environ, **nicer(attempt.options.nice), MARK: attempt.folder, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        logs.mkdir(exist_ok=True)
+        direct = self.stderr is None or _is_file(self.stderr)
+        with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
+            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
+            self.child = child = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=self.stderr if direct else subprocess.PIPE,
+                pass_fds=(attempt.answer,),
+                start_new_session=True,
+            )
+        kept.ends(child.pid)
+        if self.asked:
+            child.send_signal(signal.SIGTERM)
+        if child.stderr is not None:
+            with child.stderr:
+                for line in child.stderr:
+                    self.console.file.write(line.decode("utf-8", "replace"))
+        return child.wait()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Hands signals on to the driver; one that stays deaf is killed. What the caller has ignored (nohup), stays ignored."""
+
+        def forward(number: int, _frame: Any) -> None:
+            self.asked.append(number)
+            if self.child is not None:
+                with suppress(ProcessLookupError):
+                    # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
+                    self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
+                if (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
+                    self.killer = threading.Timer(PATIENCE, self.child.kill)
+                    self.killer.daemon = True
+                    self.killer.start()
+
+        before = {s: signal.getsignal(s) for s in SIGNALS}
+        ours = [s for s in SIGNALS if before[s] not in (signal.SIG_IGN, None)]
+        if threading.current_thread() is not threading.main_thread():
+            ours = []
+        for number in ours:
+            signal.signal(number, forward)
+        try:
+            yield
+        finally:
+            for number in ours:
+                signal.signal(number, before[number])
+
+    def _outcome(self, out: Path) -> Outcome:
+        evaluations = {e.data: e for e in self.plan.deploy.evaluations}
+        found: dict[str, tuple[float, float]] = {}
+        for line in map(read, _lines(out)):
+            if evaluation := evaluations.get(line.get("evaluation", "")):
+                for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
+                    found[name] = (found.get(name, (value,))[0], value)
+        return Outcome(out, found)
+
+
+def _lines(out: Path) -> list[str]:
+    """What metrics there are."""
+    path = out / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def _is_file(stream: IO[str]) -> bool:
+    """Whether a process can write to it; a notebook's stream, or one in memory, is fed by this process."""
+    try:
+        return stream.fileno() >= 0
+    except (OSError, AttributeError, ValueError):
+        return False
+
+
+def _first(message: str, more: str) -> str:
+    """The message with more at the end of its first line: what follows is the wait-for graph."""
+    head, newline, rest = message.partition("\n")
+    return head + more + newline + rest
+
+
+__all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]

@@ -1,0 +1,1 @@
+"""Function nodes and environments: the user's Python, called on rows of the dock."""

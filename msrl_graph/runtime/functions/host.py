@@ -1,0 +1,191 @@
+"""The pool of function nodes: the source and the Python functions, on the hosts' CPUs.
+
+Invariant: what a process of it keeps between tasks is what a new one in its place loads: data, functions, nothing that a task left. The
+values that outlive an iteration come with the task, and go back in the report.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from ...algorithms.registry import told
+from ...ir.graph import Node, State
+from ...ir.plan import from_json
+from ..data import recording as rows
+from ..data.columns import Array, Column
+from ..data.dataset import Dataset
+from ..data.wrong import Watch
+from ..dock.client import Client
+from ..dock.readers import home, readers
+from ..metrics.spread import Means
+from ..process import log
+from ..process.joining import absent
+from ..process.report import Report, RunError
+from ..process.surroundings import settle
+from ..process.task import Task
+from .blame import blame
+from .calling import Function, Weigher, scarce
+from .note import Note, ProcessDied
+
+
+@ray.remote(num_cpus=0)
+class FunctionHost:
+    """The function nodes of one host; host 0 also runs the source. `again`: in the place of a process that died."""
+
+    def __init__(
+        self, plan: bytes, host: int, folder: str, logs: str, controllers: dict[str, str], warehouses: list[str], again: bool
+    ) -> None:
+        settle(folder, logs, f"functions of host {host}")
+        self.note = Note(Path(folder or logs) / f"functions-of-host-{host}.note", again)
+        self.plan = from_json(zlib.decompress(plan))
+        self.host = host
+        self.readers = {r.node: r for r in readers(self.plan)}
+        found = list(self.readers.values())
+        self.client = Client(f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0))
+        self.functions: dict[str, Function] | None = None
+
+    def lacks(self, paths: list[str]) -> tuple[str, list[str]]:
+        """This host's address, and which of the paths it has not."""
+        return ray.util.get_node_ip_address(), absent(paths)
+
+    def start(self) -> dict[str, tuple[int, str]]:
+        """Loads functions and data; of each data file how many rows can be used, and which others were left out."""
+        plan = self.plan
+        files = plan.deploy.data if self.host == 0 else {}
+        self.data = {n: Dataset(d, plan) for n, d in files.items()}
+        self.watch, self.means = Watch(plan), Means(plan)
+        source = plan.graph.node("source")
+        self.refilling = next((r.refilling for r in self.readers.values()), None)
+        with self._noted(source, "its import"):
+            self.weigh = Weigher(plan, self.data["source"]) if "weights" in source.attributes and "source" in self.data else None
+        functions = {}
+        for node in plan.graph.nodes:
+            if plan.placement(node.name).pool == "functions" and node.verb != "source":
+                with self._noted(node, "its import"):
+                    functions[node.name] = Function(node, plan, self.readers[node.name], self.note)
+        self.functions = functions
+        left_out = {
+            name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}" for name, d in self.data.items() if d.too_long
+        }
+        return {name: (len(d), left_out.get(name, "")) for name, d in self.data.items()}
+
+    def run(self, task: Task, tables: Mapping[str, Array]) -> Report:
+        """The stream of this pool for one task; `tables` are, for the source, the states of each row of the data. Where this process takes
+        a dead one's place it does all of it again: its shares are the same, functions are pure, and rows that are written twice replace
+        themselves."""
+        if self.functions is None:
+            self.start()
+        assert self.functions is not None
+        report, drawn = Report(f"functions of host {self.host}"), 0
+        stream = next(s for s in self.plan.schedule if s.pool == "functions" and s.task == task.name)
+        for instruction in self.client.walk(stream.instructions, task):
+            if instruction.node != "source":
+                self._function(self.functions[instruction.node], task, report)
+            elif self.host == 0:
+                self.client.at(f"source in {task.key}")
+                with report.phase("source"):
+                    self._source(task, drawn, tables, report)
+                drawn += 1
+        if self.host == 0 and task.trains:
+            if self.refilling is not None:
+                report.count("refills", drawn - 1, 0)
+                report.count("prompts_drawn", drawn * task.prompts, 0)
+            for name, value in task.states.items():
+                report.count(name, value, 1)
+        report.here = self.client.flush(task)
+        return report
+
+    def record(self, task: Task, folder: str) -> str:
+        """Writes the rows of a task that has ended into a run's folder; what went wrong."""
+        if self.functions is None:
+            self.start()
+        try:
+            rows.write(Path(folder), self.plan, self.client.whole(task), task)
+        except OSError as error:
+            return f"the rows of iteration {task.number} could not be recorded: {error}"
+        return ""
+
+    def _source(self, task: Task, round: int, tables: Mapping[str, Array], report: Report) -> None:
+        """Puts the prompts of a round, and their states."""
+        dataset = self.data["source" if task.trains else task.name]
+        first = round * task.prompts
+        numbers = np.arange(first, first + task.prompts)
+        if not task.trains:
+            chosen = np.arange(len(dataset))
+        elif self.weigh is not None:
+            with self._noted(self.plan.graph.node("source"), f"what `weights` reads in {task.key}"):
+                weights = self.weigh(tables, task)
+            chosen = dataset.drawn(weights, task.number, first, task.prompts)
+            report.remarks += scarce(self.plan.graph.node("source"), task, weights, first)
+        else:
+            chosen = dataset.indices(task.position + first, task.prompts)
+        columns = dataset.take(chosen)
+        for state in self._states():
+            values = tables[state.name][chosen] if task.trains else np.full(len(chosen), state.initial.literal())
+            columns[state.name] = Column(values.astype(np.float64))
+        if task.trains and tables:
+            for state in self._states():
+                report.count(state.name, float(columns[state.name].values.sum()), task.prompts)
+            report.drawn = np.concatenate([report.drawn, chosen])
+        self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
+
+    def _states(self) -> list[State]:
+        """The states of each prompt that some node reads."""
+        read = {s for n in self.plan.graph.nodes for s in n.states if n.verb != "source"}
+        return [s for s in self.plan.graph.states if s.per and s.name in read]
+
+    @contextmanager
+    def _noted(self, node: Node, where: str) -> Iterator[None]:
+        """While a user's code runs that is not called for rows."""
+        try:
+            with self.note.at(f"{node.name}: {where}"):
+                yield
+        except ProcessDied as died:
+            raise RunError(blame(node, died, where)) from died
+
+    def _function(self, function: Function, task: Task, report: Report) -> None:
+        node, last = function.node, False
+        while not last:
+            waiting = time.perf_counter()
+            batch = self.client.take(node.name, task, self.host, at_once=True)
+            report.add("wait", waiting)
+            last = batch.share.last
+            if not len(batch.rows):
+                continue
+            log.at(f"{node.name} in {task.key}")
+            with report.phase(node.name):
+                made = function(batch, task)
+            for figure, amount in told().items():
+                report.count(figure, amount, 0)
+            known = function.spoilt(batch)
+            for name, (numbers, column) in made.columns.items():
+                if function.sieve is not None:
+                    self._kept(function, task, numbers, column, report)
+                    continue
+                spoilt = known if len(numbers) == len(known) else None
+                self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", numbers, column, spoilt)
+                if column.offsets is None and column.values.dtype.kind == "f":
+                    self.means.count(report, node, task, name, numbers, column.values)
+            for name, (units, values) in made.states.items():
+                reader, old = self.readers[node.name], report.states.get(name, ([], []))
+                if not reader.whole:  # a prompt that a filter repeats is the same row of the data
+                    units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
+                report.states[name] = (old[0] + units, old[1] + values)
+            self.client.put(node.name, task, made.columns)
+
+    def _kept(self, function: Function, task: Task, numbers: Array, verdicts: Column, report: Report) -> None:
+        """Counts what a filter lets pass."""
+        report.count(f"kept/{function.node.name}", float(verdicts.values.sum()), len(verdicts))
+        if "select" in function.node.attributes:
+            report.count(f"distinct/{function.node.name}", float((verdicts.values > 0).sum()), len(verdicts))
+        if self.refilling is not None and function.sieve == self.refilling:
+            reader = self.readers[function.node.name]
+            prompts = reader.numbers(task).above(numbers[verdicts.values > 0], reader.rows, 0)
+            report.count("prompts_kept", len(np.unique(prompts)), 0)

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, warnings, predicted against measured."""

@@ -1,0 +1,234 @@
+"""What a run leaves behind: metrics, curve, trace, and predicted against measured.
+
+Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from ...ir.plan import Plan
+from ..process.report import Report
+from .predicted import estimate
+from .spread import spreads
+from .tensorboard import Board
+
+# Under which name a rank reports a phase of the estimate, where it is not the same.
+MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
+# What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was begun.
+COUNTED = ("wrong/", "verify/")  # what evaluations tell beside their columns
+TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
+
+
+def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:
+    """(sum, weight) of each metric over all processes."""
+    found: dict[str, tuple[float, float]] = {}
+    for report in reports:
+        for name, (total, weight) in report.sums.items():
+            old = found.get(name, (0.0, 0.0))
+            found[name] = (old[0] + total, old[1] + weight)
+    return found
+
+
+class Recorder:
+    """Writes into `folder`."""
+
+    def __init__(self, folder: Path, plan: Plan, keep: int) -> None:
+        """Goes on after the first `keep` lines of the metrics that are there."""
+        self.folder, self.plan = folder, plan
+        self.lines: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
+        self._processes: dict[str, int] = {}
+        self._start: float | None = None
+        path = folder / "metrics.jsonl"
+        kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep else []
+        lines = [read(text) for text in kept]
+        for line in lines:
+            (self.evaluations if "evaluation" in line else self.lines).append(line)
+        self.written = len(kept)
+        # In place and cut, not written anew: what is kept is never in danger.
+        self._metrics = path.open("r+b" if kept else "wb")
+        self._metrics.truncate(sum(map(len, kept)))
+        self._metrics.seek(0, 2)
+        self._board = Board(folder / "tensorboard", lines)
+
+    def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
+        """Adds the metrics of one iteration and returns them."""
+        line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
+        line |= {name: total / weight if weight else total for name, (total, weight) in sorted(_sums(reports).items())}
+        line |= spreads(reports)
+        for name, value in (peak for r in reports for peak in r.peaks.items()):
+            line[name] = max(value, line.get(name, value))
+        graph, devices = self.plan.graph, self.plan.cluster.devices
+        prompts, responses = graph.rows[0], graph.rows[-1]
+        tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
+        bound = sum(graph.bound(c) for n in graph.verb("generate")[:1] for c in (*n.reads, *n.writes) if graph.column(c).element == "i32")
+        line["tokens_per_second"] = tokens / seconds
+        # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, a device.
+        line["throughput_eq5"] = responses * bound / devices / seconds
+        line["prompts"] = prompts
+        line["phases"] = phases(reports)
+        line["dock_bytes"] = moved
+        edges = {e.dst: f"{e.src} => {e.dst}" for e in self.plan.reshards}
+        line["reshard_bytes"] = max((sum(r.bytes.get(edge, 0) for edge in edges.values()) for r in reports), default=0)
+        if len(edges) > 1:
+            line |= {f"{node}/reshard_bytes": max(r.bytes.get(edge, 0) for r in reports) for node, edge in edges.items()}
+        self._write(line)
+        self.lines.append(line)
+        self._trace(iteration, reports)
+        return line
+
+    def memory(self, reports: list[Report]) -> None:
+        """Keeps what live tensors took on each rank, before and after every instruction."""
+        self.held = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
+        (self.folder / "memory.json").write_text(json.dumps(self.held, indent=2))
+
+    def evaluation(self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]) -> dict[str, float]:
+        """Adds the means of the reported columns over all of the data."""
+        found, sums = {}, _sums(reports)
+        for column in columns:
+            total, weight = sums.get(column, (math.nan, 1.0))
+            found[column] = total / weight
+        counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED)}
+        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **counted}
+        self._write(line)
+        self.evaluations.append(line)
+        self._trace(iteration, reports)
+        return found
+
+    def _write(self, line: dict[str, Any]) -> None:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}  # JSON has no nan
+        self._metrics.write((json.dumps(finite) + "\n").encode())
+        self._metrics.flush()
+        self.written += 1
+        self._board.add(line)
+
+    def _trace(self, iteration: int, reports: list[Report]) -> None:
+        for report in reports:
+            process = self._processes.setdefault(report.process, len(self._processes))
+            for name, start, seconds in report.events:
+                self._start = start if self._start is None else min(self._start, start)
+                self.events.append(
+                    {"name": name, "ph": "X", "ts": start, "dur": seconds * 1e6, "pid": 0, "tid": process, "args": {"iteration": iteration}}
+                )
+
+    def close(self) -> None:
+        """Writes trace and curve."""
+        self._metrics.close()
+        self._board.close()
+        names: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "host 0"}}]
+        names += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": p}} for p, t in self._processes.items()]
+        for event in self.events:
+            event["ts"] = (event["ts"] - (self._start or 0.0)) * 1e6
+        (self.folder / "trace.json").write_text(json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"}))
+        if self.lines:
+            self._curve()
+
+    def _curve(self) -> None:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        names = [c.name for c in self.plan.graph.columns if any(c.name in line for line in self.lines)]
+        figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+        x = [line["iteration"] + 1 for line in self.lines]
+        for name in names:
+            axes.plot(x, [line.get(name, math.nan) for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
+        for evaluation in self.plan.deploy.evaluations:
+            some = [e for e in self.evaluations if e["evaluation"] == evaluation.data]
+            for column in evaluation.report:
+                at = [(e["after_iterations"], e[column]) for e in some]
+                if not at:
+                    continue
+                axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=evaluation.title(column))
+                for point in (at[0], at[-1]):
+                    axes.annotate(f"{point[1]:.3f}", point, textcoords="offset points", xytext=(0, 8), ha="center")
+        axes.set_xlabel("iterations")
+        axes.set_title(self.plan.deploy.name)
+        axes.margins(y=0.15)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right")
+        figure.savefig(self.folder / "curve.png", dpi=120)
+        pyplot.close(figure)
+
+    def table(self) -> list[tuple[str, str, float, float, str]]:
+        """Predicted against measured: (what, unit, predicted, measured, source); measured are medians over the iterations, the first
+        left out when there are several. Seconds are predicted for the lengths that rows had, bytes for their bounds."""
+        plan = self.plan
+        lines = self.lines[1:] or self.lines
+        rows: list[tuple[str, str, float, float, str]] = []
+        if plan.estimate is None or not lines:
+            return rows
+        found = estimate(plan, lines) or plan.estimate
+        for phase in found.phases:
+            measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
+            known = [m for m in measured if m is not None]
+            if known:
+                rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))
+        whole = found.iteration_seconds
+        rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
+        for edge in plan.reshards:
+            gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
+            key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
+            received = statistics.median(x[key] for x in lines)
+            rows.append((f"{edge.src} => {edge.dst}, received a device", "B", gathered, received, "derived"))
+        predicted: dict[str, float] = {}
+        for t in plan.traffic:
+            predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
+        for node, size in predicted.items():
+            got = [
+                sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away", f"{node} get here"))
+                for line in lines
+            ]
+            rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
+        return [*rows, *self._memory()]
+
+    def _memory(self) -> list[tuple[str, str, float, float, str]]:
+        """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding left on the host."""
+        found = []
+        for pool in self.plan.pools:
+            per_host = self.plan.cluster.devices_per_node
+            ranks = [self.held.get(f"rank {pool.device(r, per_host)}", {}) for r in range(pool.devices)]
+            peaks: dict[str, int] = {}
+            for name, size in (item for held in ranks for item in held.items()):
+                what, _, place = name.partition(", ")
+                if what.startswith("peak of ") and place == "device":
+                    phase = self._phase(*what.removeprefix("peak of ").split(" "))
+                    peaks[phase] = max(size, peaks.get(phase, 0))
+            where = f", {pool.name}" if len(self.plan.pools) > 1 else ""
+            for m in self.plan.memory:
+                if m.place == "device" and m.pool == pool.name and m.phase in peaks:
+                    source = "derived, at the columns' bounds"
+                    found.append((f"peak of {m.phase}, a device{where}", "B", float(m.total), float(peaks[m.phase]), source))
+        for edge in self.plan.reshards:
+            key = f"before RELEASE {edge.dst}, host"
+            if measured := [held[key] for held in self.held.values() if key in held]:
+                name = f"{edge.src} => {edge.dst}: host buffers, after"
+                found.append((name, "B", float(edge.released_bytes_per_device), float(max(measured)), "derived"))
+        return found
+
+    def _phase(self, op: str, node: str) -> str:
+        """The plan's name for what an instruction does."""
+        return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
+
+
+def read(text: str | bytes) -> dict[str, Any]:
+    """A line of metrics.jsonl; JSON has no nan, so null stands for it."""
+    line: dict[str, Any] = json.loads(text)
+    return {k: math.nan if v is None else v for k, v in line.items()}
+
+
+def phases(reports: list[Report]) -> dict[str, float]:
+    """Seconds of each phase: the slowest process's."""
+    found: dict[str, float] = {}
+    for report in reports:
+        for name, seconds in report.seconds.items():
+            found[name] = max(found.get(name, 0.0), seconds)
+    return found

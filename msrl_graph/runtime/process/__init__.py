@@ -1,0 +1,1 @@
+"""What every process of a run has: its log, its report of a task, its neighbours, its end."""

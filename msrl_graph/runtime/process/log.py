@@ -1,0 +1,78 @@
+"""What the processes of a run print, by whatever code.
+
+Invariant: each process has one file in the run's folder; a line that Python prints begins with the time, the process and the node-state at
+work, so that the files of all processes can be laid together.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ...diagnostics.shown import shown
+
+
+class Lines(io.TextIOBase):
+    """A text stream that puts a head before each line. `node` is the node-state at work."""
+
+    def __init__(self, descriptor: int, process: str) -> None:
+        self.descriptor, self.process, self.node = descriptor, process, ""
+        self.open = False  # a line is begun
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        head = shown(" ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip()) + " | "
+        pieces = [_shown(piece) if self.open and i == 0 else head + _shown(piece) for i, piece in enumerate(text.splitlines(keepends=True))]
+        self.open = (self.open and not text) or (bool(text) and not text.endswith("\n"))
+        with suppress(OSError):  # a full disk costs lines, not a run
+            os.write(self.descriptor, "".join(pieces).encode("utf-8", "replace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+
+def _shown(line: str) -> str:
+    """As it may be shown by who reads the log; its end stays."""
+    text = line.rstrip("\r\n")
+    return shown(text) + line[len(text) :]
+
+
+_here: list[Lines] = []
+_file = ""
+
+
+def divert(path: str, process: str) -> None:
+    """Sends all that this process prints to a file, instead of where Ray puts it."""
+    global _file
+    with suppress(OSError):  # a full disk, or a host that does not see the folder: Ray's own files remain
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        _here[:] = [Lines(1, process), Lines(2, process)]
+        sys.stdout, sys.stderr = _here
+        _file = Path(path).name
+
+
+def at(node: str) -> None:
+    """The lines to come are of this node-state."""
+    for lines in _here:
+        lines.node = node
+
+
+def file() -> str:
+    """The name of this process's file; empty where it has none."""
+    return _file
+
+
+def whole(*text: str) -> None:
+    """Keeps in this process's file what a message has no room for."""
+    if _file:
+        print("\n".join(part.rstrip("\n") for part in text), file=sys.stderr, flush=True)

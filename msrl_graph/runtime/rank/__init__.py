@@ -1,0 +1,1 @@
+"""A rank: what it generates, infers and updates."""

@@ -1,0 +1,196 @@
+"""The engines of a rank: built for its pool, saved, and restored.
+
+Invariant: process groups are made by all ranks of all pools in one order; a rank builds the engines of its own pool only. Weights and
+moments leave and enter by their boxes, so that neither checkpoints nor exported weights know a layout.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ... import algorithms
+from ...backends import transformer
+from ...backends.spec import EngineSpec, Generator, Trainer
+from ...ir.graph import Node
+from ...ir.plan import Placement, Plan
+from ...sharding.layout import owns, slices
+from ...sharding.redistribute import gatherers
+from ..weights import checkpoint, saved
+from ..weights.reshard import Resharder, Swap
+from ..weights.send import Sender
+
+T = TypeVar("T")
+
+
+class Engines:
+    """What rank `rank` of a plan holds."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
+        self.per_host = plan.cluster.devices_per_node
+        self.pool = next((p for p in plan.pools if 0 <= p.rank(rank, self.per_host) < p.devices), None)  # None: an idle device
+        self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
+        self.meshes: dict[tuple[int, int, int, int], DeviceMesh] = {}
+        self.trainers: dict[str, Trainer] = {}  # by worker
+        self.generators: dict[str, Generator] = {}  # by node
+        self.swaps: dict[str, Swap] = {}  # by worker
+        self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
+        self.steps: dict[str, int] = {}  # optimizer steps taken, by update
+
+    def build(self) -> None:
+        """Makes process groups, engines and resharding; a collective of all ranks."""
+        plan = self.plan
+        # Process groups are made by all ranks of all pools, in one order; engines by the ranks of their pool.
+        for placement in plan.placements:
+            if placement.pool != "functions":
+                self._mesh(placement)
+        for placement in plan.placements:
+            if self.pool and placement.pool == self.pool.name:
+                self._build(plan.graph.node(placement.node))
+        for edge in plan.reshards:
+            self._build_reshard(edge.src, edge.dst)
+
+    def _mesh(self, placement: Placement) -> DeviceMesh:
+        layout = placement.layout
+        key = (placement.first, layout.tp, layout.dp, layout.inner)
+        if key not in self.meshes:
+            ranks = [[placement.device(layout.rank(tp, dp), self.per_host) for tp in range(layout.tp)] for dp in range(layout.dp)]
+            self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+        return self.meshes[key]
+
+    def _first(self, node: Node) -> bool:
+        """Whether this rank speaks for its data-parallel group."""
+        return self.plan.placement(node.name).layout.coordinates(self.local).tp == 0
+
+    def _shared(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
+        """What the first rank of a node's data-parallel group finds, on all of its ranks."""
+        placement = self.plan.placement(node.name)
+        answer: list[Any] = [find(*arguments) if self._first(node) else None]
+        if placement.layout.tp > 1:
+            dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
+        shared: T = answer[0]
+        return shared
+
+    def _build(self, node: Node) -> None:
+        plan, placement = self.plan, self.plan.placement(node.name)
+        engine = import_module(f"msrl_graph.backends.{placement.engine.name}").Engine
+        layout, options = placement.layout, placement.engine.options
+        model = plan.model(node.name)
+        model = replace(model, dtype=str(options.get("dtype") or model.dtype))
+        mesh = self._mesh(placement)
+        if node.verb == "generate":
+            self.generators[node.name] = engine(model, layout, self.local, mesh, int(options.get("micro_batch") or 0))
+            if not any(edge.dst == node.name for edge in plan.reshards):
+                # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
+                transformer.fill(model, self.generators[node.name].allocate())
+        elif node.worker not in self.trainers:
+            update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
+            if update is not None and update.name != node.name:
+                return self._build(update)  # what an update states holds for the weights that its other states share
+            recompute = options.get("recompute") == "full"
+            made = algorithms.optimizer(update.attributes["optimizer"]) if update else None
+            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, made)
+
+    def _spec(self, node: str) -> EngineSpec:
+        spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
+        return spec
+
+    def _build_reshard(self, src: str, dst: str) -> None:
+        plan = self.plan
+        edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
+        worker = plan.graph.node(src).worker
+        source, model = plan.placement(src), plan.model(src)
+        shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
+        sides = [self._spec(p.node).side(p.layout, p.first, p.each) for p in (source, plan.placement(dst))]
+        if edge.mode == "send":
+            model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
+            self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
+            return
+        block = None
+        for ranks in gatherers(sides[0], edge.ways[0].across, edge.ways[0].block):
+            members = [source.device(r, self.per_host) for r in ranks]
+            group = dist.new_group(members) if len(members) > 1 else None
+            if self.rank in members:
+                block = group
+        if shards:
+            swap = self.swaps.setdefault(worker, Swap(shards))
+            self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
+
+    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
+        """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files, optimizer steps by
+        update, and what went wrong."""
+        files, failed = [], ""
+        for node in self._updates():
+            if node.worker in self.swaps:
+                self.swaps[node.worker].wait()
+            if node.worker not in self.trainers:
+                continue
+            trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
+            side = self._spec(node.name).side(placement.layout)
+            owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, side, self.local)}
+            kinds = {"weights": trainer.shards(), **trainer.moments()}
+            pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
+            try:
+                name = f"{node.worker}-rank-{self.rank:05d}.safetensors"
+                files.append(checkpoint.write(Path(folder), name, pieces, says | checkpoint.taken(self.steps)))
+            except OSError as error:
+                failed = str(error)  # not raised: the other ranks are on their way to the next collective
+        return files, self.steps, failed
+
+    def resume(self, folder: str, steps: dict[str, int]) -> None:
+        """Takes weights and moments from a checkpoint."""
+        source = checkpoint.Source(Path(folder))
+        self.steps = dict(steps)
+        for node in self._updates():
+            if node.worker not in self.trainers:
+                continue
+            trainer, name = self.trainers[node.worker], node.worker
+            with torch.no_grad():
+                for s in trainer.shards():
+                    s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
+                moments = {
+                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards() if s.name in of}
+                    for kind, of in source.kinds(name).items()
+                    if kind != "weights"
+                }
+                # Its optimizer has taken the steps of all of a worker's updates.
+                trainer.restore(moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name))
+
+    def _updates(self) -> list[Node]:
+        """The first update of each worker that has one."""
+        return list({n.worker: n for n in reversed(list(self.plan.graph.verb("update")))}.values())
+
+    def save(self, worker: str, folder: str) -> None:
+        """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have some."""
+        if worker in self.swaps:
+            self.swaps[worker].wait()
+        mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()] if worker in self.trainers else []
+        everyone: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
+        dist.gather_object(mine, everyone, dst=0)
+        if everyone is None:
+            return
+        model = self.plan.model(next(n.name for n in self._updates() if n.worker == worker))
+        given = [piece for shards in everyone for piece in shards]
+        whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
+        for name, box, values in given:
+            whole[name][slices(box)] = values
+        target = Path(folder).with_suffix(".partial")
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        saved.tensors(target / "model.safetensors", whole, {"format": "pt"})
+        saved.companions(Path(model.path), target)
+        if model.scores:
+            config = target / "config.json"
+            config.write_text(json.dumps(transformer.scoring(json.loads(config.read_text())), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
+        target.rename(folder)

@@ -1,0 +1,51 @@
+"""A rank on Ray."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..process import points
+from ..process.report import Report
+from ..process.task import Task
+
+
+@ray.remote
+class RankHost:
+    """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without torch."""
+
+    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
+        # Threads that wait for each other leave the core at once: a rank's are as many as its cores, and beside them are warehouses,
+        # functions, and other programs. OpenMP asks for it when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from .rank import Rank
+
+        self.rank = Rank(plan, rank, threads, folder, logs)
+
+    def address(self) -> tuple[str, int]:
+        return self.rank.address()
+
+    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> None:
+        self.rank.start(address, controllers, warehouses)
+
+    def run(self, task: Task, measure: bool) -> Report:
+        return self.rank.run(task, measure)
+
+    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
+        process, number = f"rank {self.rank.rank}", Path(folder).stem.lstrip(".0")
+        points.reach(process, f"write checkpoint {number}")
+        found = self.rank.checkpoint(folder, says)
+        points.reach(process, f"written checkpoint {number}")
+        return found
+
+    def resume(self, folder: str, steps: dict[str, int]) -> None:
+        self.rank.resume(folder, steps)
+
+    def replay(self, folder: str) -> None:
+        self.rank.replay(folder)
+
+    def save(self, worker: str, folder: str) -> None:
+        self.rank.save(worker, folder)

@@ -1,0 +1,51 @@
+"""Responses of several turns while they grow: what a policy writes, and what its environment answers.
+
+Invariant: a response ends with what the policy wrote, and holds at most as many tokens as its bound. A token that the environment wrote
+has the log-probability NaN: it was not drawn. One of the policy's that is no number is -inf.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..data.columns import Array, Column, offsets_of
+
+
+class Responses:
+    """The responses of some rows, which are called by their positions; each has room for `bound` tokens."""
+
+    def __init__(self, rows: int, bound: int) -> None:
+        self.bound = bound
+        self.lengths = np.zeros(rows, np.int64)
+        self._ids = np.zeros((rows, bound), np.int32)
+        self._logps = np.full((rows, bound), np.nan, np.float32)
+        self._written = np.zeros((rows, bound), bool)  # by the policy
+
+    def __getitem__(self, row: int) -> Array:
+        """The tokens of a row so far."""
+        return self._ids[row, : self.lengths[row]]
+
+    def drawn(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
+        """Appends what the policy wrote in these rows."""
+        for row, ids, logp in zip(rows, tokens, logps, strict=True):
+            new = slice(self.lengths[row], self.lengths[row] + len(ids))
+            self._ids[row, new], self._logps[row, new], self._written[row, new] = ids, logp, True
+            self.lengths[row] += len(ids)
+
+    def told(self, rows: Array, tokens: list[Array]) -> Array:
+        """Appends what the environment said in these rows, where there is room for an answer to it; the rows where there is."""
+        fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
+        for row, ids, fit in zip(rows, tokens, fits, strict=True):
+            if fit:
+                self._ids[row, self.lengths[row] : self.lengths[row] + len(ids)] = ids
+                self.lengths[row] += len(ids)
+        found: Array = rows[fits]
+        return found
+
+    def columns(self) -> tuple[Column, Column, Column]:
+        """Tokens, log-probabilities, and the mask that is true where the policy wrote."""
+        inside, offsets = np.arange(self.bound) < self.lengths[:, None], offsets_of(self.lengths)
+        mask = self._written[inside]
+        logps = self._logps[inside]
+        logps[mask & ~np.isfinite(logps)] = -np.inf
+        return Column(self._ids[inside], offsets), Column(logps, offsets), Column(mask, offsets)

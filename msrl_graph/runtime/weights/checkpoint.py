@@ -1,0 +1,336 @@
+"""Checkpoints: what a run needs to go on as if nothing had happened, on any layout.
+
+Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest names every file
+with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is: no byte changes unseen. (That tells
+of accidents and of edits by hand; it is no signature against who makes all of them again.) A tensor lies in it in the boxes in which ranks
+held it, each box once, and whoever reads takes the boxes that it needs. What is not in it (the order of the data, mini-batches, noise) is a
+function of seed and iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...diagnostics import Diagnostic, Fault, Span
+from ...files.paths import is_folder
+from ...ir.plan import Plan
+from ...sharding.layout import Box, elements, overlap, slices, within
+from . import saved
+
+if TYPE_CHECKING:
+    # The supervisor of a run reads manifests, and starts without torch.
+    import torch
+    from numpy.typing import NDArray
+
+    from ...backends.spec import Shard
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
+FOLDER = "checkpoints"  # within a run's folder
+
+
+@dataclass(frozen=True)
+class Piece:
+    name: str  # WORKER/KIND/TENSOR: `weights`, and what the optimizer keeps
+    box: Box
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    bytes: int
+    sha256: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by update. `position`:
+    how many rows of the data's endless sequence were drawn (-1: as many as the iterations have prompts)."""
+
+    format_version: int
+    iteration: int
+    lines: int
+    steps: dict[str, int]
+    program: dict[str, Any]
+    files: tuple[File, ...]
+    position: int = -1
+
+
+class Unsound(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def said(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
+    """What each file of a checkpoint says of it, so that no other file can speak for it: as `Manifest` has it."""
+    whole = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
+    return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": whole}
+
+
+def taken(steps: Mapping[str, int]) -> dict[str, str]:
+    """What a file says of the optimizer's steps."""
+    return {f"steps of {name}": str(count) for name, count in steps.items()}
+
+
+# Writing
+
+
+def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> File:
+    """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
+    held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
+    saved.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
+    return _written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
+
+
+def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
+    """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
+    saved.arrays(folder / name, arrays, says)
+    return _written(folder / name, ())
+
+
+def _written(path: Path, pieces: tuple[Piece, ...]) -> File:
+    _to_disk(path)
+    return File(path.name, path.stat().st_size, _digest(path), pieces)
+
+
+def begin(run: Path, iteration: int) -> Path:
+    """An empty folder to write a checkpoint in."""
+    partial = run / FOLDER / f".{iteration:06d}.partial"
+    for stale in (run / FOLDER).glob(".*.partial"):  # of a run that was ended while it wrote
+        shutil.rmtree(stale, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
+    """Gives a whole checkpoint its name, and removes those older than the newest `keep`."""
+    content = msgspec.json.format(msgspec.json.encode(manifest))
+    for name, written in ((MANIFEST, content), (DIGEST, _sum(content))):
+        (partial / name).write_bytes(written)
+        _to_disk(partial / name)
+    _to_disk(partial)
+    target = partial.parent / f"{manifest.iteration:06d}"
+    if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
+        shutil.rmtree(target)
+    partial.rename(target)
+    _to_disk(target.parent)
+    for old in found(target.parent.parent)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sum(manifest: bytes) -> bytes:
+    return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Reading
+
+
+def found(run: Path) -> list[Path]:
+    """The checkpoints of a run's folder, oldest first, sound or not."""
+    return sorted((p for p in (run / FOLDER).glob("*") if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
+
+
+def manifest_of(path: Path) -> Manifest:
+    """The manifest alone, as it was written. Raises Unsound."""
+    name = MANIFEST
+    try:
+        content = (path / name).read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
+        if manifest.format_version != FORMAT:
+            raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {FORMAT}")
+        name = DIGEST
+        if (path / name).read_bytes() != _sum(content):
+            raise Unsound(f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other")
+    except OSError as error:
+        raise Unsound(f"its {name} cannot be read: {error.strerror}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # no JSON of ours, no text, or brackets without end
+        raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
+    counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
+    counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
+    if below := next((what for what, count in counts.items() if count < 0), ""):
+        raise Unsound(f"its {MANIFEST} cannot be right: {below} is below zero")
+    if path.name.isdecimal() and int(path.name) != manifest.iteration:
+        raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations")
+    return manifest
+
+
+def sound(path: Path) -> Manifest:
+    """The manifest of a checkpoint whose every byte is there. Raises Unsound."""
+    manifest = manifest_of(path)
+    true = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
+    for file in manifest.files:
+        there = path / file.name
+        if not there.is_file():
+            raise Unsound(f"its file {file.name} is missing")
+        if (size := there.stat().st_size) != file.bytes:
+            raise Unsound(f"its file {file.name} has {size} bytes of {file.bytes}")
+        if _digest(there) != file.sha256:
+            raise Unsound(f"its file {file.name} was changed after it was written: its SHA-256 differs")
+        for what, value in _says(there).items():
+            if value != true.get(what):
+                raise Unsound(f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}")
+    return manifest
+
+
+def _says(path: Path) -> dict[str, str]:
+    """What a file says of its checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    from safetensors.numpy import load_file
+
+    found: dict[str, NDArray[Any]] = load_file(path)
+    return found
+
+
+def newest(run: Path) -> tuple[Path, Manifest] | None:
+    """The newest sound checkpoint of a run's folder."""
+    for path in reversed(found(run)):
+        try:
+            return path, sound(path)
+        except Unsound:
+            continue
+    return None
+
+
+class Source:
+    """The tensors of a checkpoint, by box."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pieces: dict[str, list[tuple[str, Box]]] = {}
+        for file in manifest_of(path).files:
+            for piece in file.pieces:
+                self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
+
+    def kinds(self, worker: str) -> dict[str, set[str]]:
+        """What is kept of a worker's tensors, and of which: an optimizer may step by several rules."""
+        found: dict[str, set[str]] = {}
+        for name in self.pieces:
+            of, kind, tensor = name.split("/", 2)
+            if of == worker:
+                found.setdefault(kind, set()).add(tensor)
+        return found
+
+    def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """The part of a tensor that lies in `box`, from however many files."""
+        import torch
+        from safetensors import safe_open
+
+        out = torch.empty([b - a for a, b in box], dtype=dtype)
+        missing = elements(box)
+        for file, there in self.pieces.get(name, ()):
+            common = overlap(there, box)
+            if common is None:
+                continue
+            with safe_open(self.path / file, framework="pt") as tensors:
+                piece = tensors.get_slice(name)[slices(within(common, there))]
+            out[slices(within(common, box))] = piece
+            missing -= elements(common)
+        if missing:
+            raise Unsound(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
+        return out
+
+
+# Whose it is
+
+
+def program(plan: Plan) -> dict[str, Any]:
+    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the data."""
+    models = {name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()}
+    data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
+    found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
+    return found | {"seed": plan.deploy.run.seed}
+
+
+MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
+
+
+def _size(path: str) -> int:
+    return Path(path).stat().st_size if Path(path).is_file() else 0
+
+
+def _bare(value: Any) -> Any:
+    """Without the places in the text."""
+    if isinstance(value, dict):
+        return {k: _bare(v) for k, v in value.items() if k != "span"}
+    return [_bare(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(there: Any, here: Any, where: str = "") -> list[str]:
+    """What differs between two programs, in words."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [*there, *(k for k in here if k not in there)]
+        return [d for k in keys for d in differences(there.get(k), here.get(k), f"{where}.{k}" if where else str(k))]
+    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
+        named = [x.get("name", i) if isinstance(x, dict) else i for i, x in enumerate(here)]
+        return [d for n, a, b in zip(named, there, here, strict=True) for d in differences(a, b, f"{where}.{n}")]
+    if there == here:
+        return []
+    return [f"{where} was {_shown(there)}, is {_shown(here)}"]
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[Diagnostic]]:
+    """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound or another's."""
+    path = Path(target).absolute()
+
+    def refuse(what: str, help: str = "") -> Fault:
+        return Fault(Diagnostic("bad-checkpoint", what, span, help))
+
+    if not is_folder(path):
+        raise refuse(f"there is no folder {path} to resume from")
+    run = path.parent.parent if path.parent.name == FOLDER else path
+    if path == run:
+        if not found(run):
+            raise refuse(f"the run in {run} has saved no checkpoint", "state `save` in `run { }`: a checkpoint every so many iterations")
+        path = found(run)[-1]
+    try:
+        manifest = sound(path)
+    except Unsound as error:
+        older = newest(run)
+        help = f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer" if older else ""
+        help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
+        raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
+    if manifest.iteration > plan.deploy.run.iterations:
+        done = f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have {plan.deploy.run.iterations}"
+        raise refuse(done, "state more iterations, or resume from an older checkpoint")
+    other = differences(manifest.program, program(plan))
+    foreign = [d for d in other if d.startswith(("models.", "algorithm.name "))]
+    if foreign:
+        raise refuse(f"the checkpoint {path} is of another program: {'; '.join(foreign)}")
+    shown = "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else "")
+    what = f"the program has changed since the checkpoint {path} was written: {shown}"
+    help = "the run goes on with the program as it is now"
+    return path, manifest, [Diagnostic("changed-program", what, span, help, severity="warning")] if other else []

@@ -1,0 +1,100 @@
+"""Resharding between two pools: the update's weights are sent to the ranks that generate, and stay where they are.
+
+Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's. Every rank walks the same
+list of messages and takes part in its own, each of which all ends finish before their next: so no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ...backends import transformer
+from ...backends.spec import Shard
+from ...ir.plan import Plan, Reshard
+from ...model.architecture import Model
+from ...sharding.layout import Box, Side, slices, within
+from ...sharding.redistribute import fetches
+
+
+@dataclass(frozen=True)
+class Message:
+    """Boxes of tensors, from a rank to the first of some on one host that want the same (`group`), which hands them on."""
+
+    giver: int
+    takers: tuple[int, ...]
+    group: Any
+    boxes: list[tuple[str, Box]]
+
+
+class Sender:
+    """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the update's and the
+    generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
+
+    def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
+        self.rank, self.shards = rank, shards
+        (source, target), per_host = sides, plan.cluster.devices_per_node
+        # What holds for a tensor holds for all that differ from it in nothing but the name.
+        alike = {t.name: replace(t, name="") for t in model.tensors}
+        found = {t: fetches(t, source, target, per_host) for t in dict.fromkeys(alike.values())}
+        groups: dict[tuple[int, ...], Any] = {}
+        for takers in dict.fromkeys(f.takers for fetched in found.values() for f in fetched):
+            groups[takers] = dist.new_group(list(takers)) if len(takers) > 1 else None
+        self.messages: list[Message] = []
+        most = max(source.devices, target.devices)
+        for names in edge.buckets:
+            wanted: dict[tuple[int, tuple[int, ...]], list[tuple[str, Box]]] = {}
+            for name in names:
+                for giver, takers, box in found[alike[name]]:
+                    wanted.setdefault((giver, takers), []).append((name, box))
+            # In a round each source rank has another target, so that messages of a round pass side by side.
+            for giver, takers in sorted(wanted, key=lambda pair: ((pair[1][0] - pair[0]) % most, pair)):
+                if rank in (giver, *takers):
+                    self.messages.append(Message(giver, takers, groups[takers], wanted[giver, takers]))
+        self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
+        self.seconds: dict[str, float] = {}
+        self.moved = 0  # bytes received in the last run
+
+    def run(self, allocate: Callable[[], list[Shard]]) -> None:
+        """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends."""
+        self.seconds, self.moved = {}, 0
+        since = time.perf_counter()
+
+        def timed(name: str) -> None:
+            nonlocal since
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
+            since = time.perf_counter()
+
+        held = {s.name: s for s in (*self.shards, *allocate())}
+        with torch.no_grad():
+            for message in self.messages:
+                parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in message.boxes]
+                if self.rank == message.giver:
+                    self._send(message, parts, timed)
+                else:
+                    self._receive(message, parts, timed)
+
+    def _send(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
+        buffer = torch.cat([part.reshape(-1) for part in parts])
+        timed("buffer")
+        dist.send(buffer, message.takers[0])
+        timed("send")
+
+    def _receive(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
+        sizes = [part.numel() for part in parts]
+        buffer = torch.empty(sum(sizes), dtype=self.dtype)
+        timed("buffer")
+        if self.rank == message.takers[0]:
+            dist.recv(buffer, message.giver)
+        if message.group is not None:
+            dist.broadcast(buffer, group=message.group, group_src=0)
+        self.moved += buffer.nbytes
+        timed("send")
+        for part, values in zip(parts, torch.split(buffer, sizes), strict=True):
+            part.copy_(values.view(part.shape))
+        timed("select")
