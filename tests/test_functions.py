@@ -1,5 +1,6 @@
 """Function nodes: what they see, and what is said when they return what their columns cannot hold."""
 
+import os
 import re
 import subprocess
 import sys
@@ -250,7 +251,7 @@ try:
 except Exception as error:
     Path({str(tmp_path / "told")!r}).write_text(str(error))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     told = (tmp_path / "told").read_text().splitlines()
     assert told[0].endswith(f"ValueError: first …, at {tmp_path / 'mine.py'}:6")
     assert told[5] == "  … 45 more" and len(told) == 1 + 9 + 3

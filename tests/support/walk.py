@@ -26,7 +26,7 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Rank
 from msrl_graph.runtime.rank.training import Training
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 

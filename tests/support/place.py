@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 PROGRAM = (EXAMPLE / "grpo.rlg").read_text()
 SMALL = ["--set", "prompts=8", "--set", "group=4"]

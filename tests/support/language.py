@@ -18,7 +18,7 @@ from msrl_graph.dsl.parse import parse
 from msrl_graph.model import models
 from msrl_graph.runtime.driver import supervisor
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 PROGRAMS = sorted((TESTS / "programs").glob("*.rlg"))
 
 

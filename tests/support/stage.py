@@ -14,7 +14,7 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Rank
 from msrl_graph.runtime.rank.training import Training
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
 PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15]), np.array([5, 13, 5, 15])]
 
 

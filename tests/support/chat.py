@@ -15,7 +15,7 @@ from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.data.dataset import Dataset
 from msrl_graph.runtime.data.tokens import Tokens
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "model"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "model"
 SPECIAL = ("<|end|>", "<|start|>", "<|stop|>")
 # As ChatML, with a newline after each turn, which is no part of a response.
 TEMPLATE = """\
