@@ -7,13 +7,16 @@ them, that of every plan; none is chosen to meet a figure. The last line is one 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from equations import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
 from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import compile, simulate
-from msrl_graph.cost.closed_forms import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
 from msrl_graph.hardware.cluster import SHARES
 from msrl_graph.ir.plan import Plan
 from msrl_graph.model.models import load

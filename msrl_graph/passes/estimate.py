@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost import time as costs
-from ..cost.closed_forms import throughput
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
@@ -228,5 +227,5 @@ def _throughput(plan: Plan, iteration: Figure) -> Figure:
     node = nodes[0]
     written = holdings.written_tokens(plan, node)
     prompt = holdings.row_tokens(plan, node) - written
-    value = throughput(holdings.row_count(plan, node), 1, prompt, written, plan.cluster.devices, iteration.value)
+    value = holdings.row_count(plan, node) * (prompt + written) / plan.cluster.devices / iteration.value
     return Figure(value, iteration.source, "rows x (prompt + response) / devices / seconds (arXiv:2507.19017, eq. 5)")

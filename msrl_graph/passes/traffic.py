@@ -1,7 +1,8 @@
 """traffic: what each sample edge moves in an iteration, through the dock and, for comparison, through a central buffer.
 
 Invariant: counted on the graph itself, at the columns' bounds: a column once for each state that reads it (an update reads its rows once
-an epoch), row-level columns once a row, prompt-level columns once a prompt. closed_forms.py is the cross-check.
+an epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py holds it to the
+paper's equations.
 """
 
 from __future__ import annotations

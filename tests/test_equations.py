@@ -6,8 +6,7 @@ import math
 
 import page
 import pytest
-
-from msrl_graph.cost.closed_forms import (
+from equations import (
     GIB,
     MIB,
     central_bytes,
@@ -17,6 +16,7 @@ from msrl_graph.cost.closed_forms import (
     throughput,
     warehouse_bytes,
 )
+
 from msrl_graph.sharding.layout import Layout, Side, Tensor, kinds
 from msrl_graph.sharding.redistribute import left_behind
 

@@ -1,6 +1,7 @@
 """The paper's equations 1 to 5 (arXiv:2507.19017), each a function of its own.
 
-Invariant: nothing here looks at a graph or a plan. The compiler counts what the actual graph moves; these are the cross-check.
+Invariant: nothing here looks at a graph or a plan. The compiler counts what the actual graph moves; these are what tests and
+`make paper` hold it to.
 G prompts an iteration, N responses a prompt, B bytes an element, PL and SL prompt and response length, n items as long as a
 response, M scalars a row, C controllers, S warehouses. Volumes are bytes (the paper divides by 1024^3).
 """
