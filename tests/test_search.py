@@ -132,8 +132,7 @@ def every(plan: Plan) -> Iterator[Plan]:
             stated = plan.deploy.engines.get(node)
             found = []
             some = {n: e for n, e in able.items() if verb in e.verbs}
-            if plan.cluster.device.backend == "cpu" and any(e.runs for e in some.values()):
-                some = {n: e for n, e in some.items() if e.runs}
+            some = {n: e for n, e in some.items() if plan.cluster.device.backend in e.runs} or some
             for name, spec in some.items():
                 if stated is None or stated.name == name:
                     zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)

@@ -63,8 +63,8 @@ Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a p
 class EngineSpec:
     """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "share" of 1, or the
     words that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never),
-    `vocabulary_multiple` that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures. What
-    does not run yet can be planned.
+    `vocabulary_multiple` that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures,
+    `runs` the kinds of devices on which a run of this version may use it; on others it can be planned.
     `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
     rest; without it general formulas stand in, in which a gradient takes `gradient_bytes` (0: as much as a weight), and tp divides what
     norms see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `continuous`: a sequence that ends leaves its
@@ -84,7 +84,7 @@ class EngineSpec:
     vocabulary_multiple: int = 1
     replicates_kv_heads: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
-    runs: bool = True
+    runs: tuple[str, ...] = ("cpu",)
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None

@@ -27,7 +27,7 @@ SPEC = EngineSpec(
     vocabulary_multiple=64,
     replicates_kv_heads=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    runs=False,
+    runs=(),
     lints=_lints,
     continuous=True,
 )

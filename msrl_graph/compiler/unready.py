@@ -60,8 +60,9 @@ def _refused(plan: Plan) -> list[_Refusal]:
     def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "", follows: bool = False) -> None:
         found.append(_Refusal(what, brief or what.rstrip(","), span, help, how, follows))
 
-    if plan.cluster.device.backend != "cpu":
-        tell(f"devices of kind {plan.cluster.device.backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
+    backend = plan.cluster.device.backend
+    if lacking := not any(backend in e.runs for e in ENGINES.values()):
+        tell(f"devices of kind {backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
     if plan.docks.capacity:
         tell("`capacity` of the dock", plan.deploy.dock.span, "leave it out: the hosts' memory is the bound")
     if plan.docks.imbalance > 1:
@@ -72,7 +73,7 @@ def _refused(plan: Plan) -> list[_Refusal]:
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
-            chosen = plan.cluster.device.backend != "cpu" and not placement.engine.span.line  # for these devices
+            chosen = lacking and not placement.engine.span.line  # for these devices
             tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):

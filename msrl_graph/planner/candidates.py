@@ -102,8 +102,7 @@ class Choices:
         verbs = {plan.graph.node(n).verb for n in owner.nodes}
         default = self.place.defaults[plan.graph.node(owner.node).verb]
         able = [e for e in self.place.engines.values() if verbs <= set(e.verbs) and family in e.families]
-        light = [e for e in able if e.runs]
-        found = light if plan.cluster.device.backend == "cpu" and light else able
+        found = [e for e in able if plan.cluster.device.backend in e.runs] or able
         return sorted(found, key=lambda e: e.name != default) or [self.place.engines[default]]
 
     def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
