@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from msrl_graph.runtime.dock import actors
-from msrl_graph.runtime.driver import driver as trainer
+from msrl_graph.runtime.driver import driver
 
 LONGEST = 0.1  # seconds
 
@@ -44,4 +44,4 @@ class Shuffled(actors.WarehouseHost.__ray_metadata__.modified_class):  # type: i
 
 if __name__ == "__main__":
     actors.WarehouseHost = ray.remote(num_cpus=0, max_concurrency=1000)(Shuffled)
-    sys.exit(trainer.main(sys.argv[1]))
+    sys.exit(driver.main(sys.argv[1]))

@@ -42,7 +42,7 @@ def facts(plan: Plan) -> dict[str, Section]:
         "Cluster": _cluster(plan),
         "Placements": _placements(plan),
         "Transfer dock": _docks(plan),
-        "Resharding": {f"{r.src} => {r.dst}": _reshard(r) for r in plan.reshards},
+        "Resharding": {r.name: _reshard(r) for r in plan.reshards},
         "Sample edges": _traffic(plan),
         "Schedule": _schedule(plan),
         "Memory": _memory(plan),

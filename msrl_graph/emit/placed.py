@@ -38,7 +38,7 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
         arcs.append(Arc(f"dock {c.node}", c.node, "sample"))
     for r in plan.reshards:
         kind = "send" if r.mode == "send" else "allgather_swap"
-        name = f"{kind} {r.src} => {r.dst}"
+        name = f"{kind} {r.name}"
         facts = {"mode": r.mode, "order": r.order, "group": str(r.ways[0].ranks)}
         where = " to ".join(dict.fromkeys(plan.placement(n).pool for n in (r.src, r.dst)))
         vertices.append(Vertex(name, kind, where, {"buckets": str(len(r.buckets))} if kind == "send" else facts))

@@ -306,7 +306,7 @@ def _traffic(page: Sheet, plan: Plan) -> None:
 
 def _reshards(page: Sheet, plan: Plan) -> None:
     for r in plan.reshards:
-        page.heading(f"Reshard {r.src} => {r.dst}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
+        page.heading(f"Reshard {r.name}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
         sends = r.mode == "send"
         page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
         largest = "as large as the largest bucket"

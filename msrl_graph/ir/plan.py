@@ -242,6 +242,11 @@ class Reshard:
     peak_bytes_per_device: int
     redundant_bytes: int  # what naive resharding would leave on all devices (eq. 3)
 
+    @property
+    def name(self) -> str:
+        """As the program writes the edge; ranks count its bytes under this name."""
+        return f"{self.src} => {self.dst}"
+
 
 @dataclass(frozen=True)
 class Instruction:

@@ -30,14 +30,14 @@ class EstimateTime:
 
     def __call__(self, plan: Plan) -> Plan:
         seconds: dict[tuple[str, str], Figure] = {}  # by instruction
+        used: dict[tuple[str, str], set[str]] = {}  # the pools whose ranks take part
         phases: list[Phase] = []
         for r in plan.reshards:
-            seconds["RESHARD", r.dst] = costs.reshard(plan, r)
+            src, dst = plan.placement(r.src).pool, plan.placement(r.dst).pool
+            seconds["RESHARD", r.dst], used["RESHARD", r.dst] = costs.reshard(plan, r), {src, dst}
             if r.swap_in.bytes:
-                seconds["SWAP_IN", r.src] = costs.swap_in(r)
+                seconds["SWAP_IN", r.src], used["SWAP_IN", r.src] = costs.swap_in(r), {src}
         # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
-        used = {("RESHARD", r.dst): {plan.placement(r.src).pool, plan.placement(r.dst).pool} for r in plan.reshards}
-        used |= {("SWAP_IN", r.src): {plan.placement(r.src).pool} for r in plan.reshards}
         for name, op in (("reshard", "RESHARD"), ("swap in (H2D)", "SWAP_IN")):
             by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
             pool, found = max(by_pool.items(), key=lambda item: sum(f.value for f in item[1]))

@@ -73,7 +73,7 @@ class CountMemory:
                 items[f"{worker} weights"] = max(0, r.update_bytes_per_device - r.generate_bytes_per_device - r.bucket_bytes)
             items |= {"generation weights": r.generate_bytes_per_device * (pool == target), "bucket": r.bucket_bytes}
             how = r.order if source == target else r.mode
-            entries.append(self._entry(plan, pool, "reshard", items, f"{r.src} => {r.dst}, {how}"))
+            entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, {how}"))
         return entries
 
     def _swaps(self, plan: Plan, pool: str) -> list[Memory]:

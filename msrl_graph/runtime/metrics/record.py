@@ -75,10 +75,10 @@ class Recorder:
         line["prompts"] = prompts
         line["phases"] = phases(reports)
         line["dock_bytes"] = moved
-        edges = {e.dst: f"{e.src} => {e.dst}" for e in self.plan.reshards}
-        line["reshard_bytes"] = max((sum(r.bytes.get(edge, 0) for edge in edges.values()) for r in reports), default=0)
+        edges = self.plan.reshards
+        line["reshard_bytes"] = max((sum(r.bytes.get(e.name, 0) for e in edges) for r in reports), default=0)
         if len(edges) > 1:
-            line |= {f"{node}/reshard_bytes": max(r.bytes.get(edge, 0) for r in reports) for node, edge in edges.items()}
+            line |= {f"{e.dst}/reshard_bytes": max((r.bytes.get(e.name, 0) for r in reports), default=0) for e in edges}
         self._write(line)
         self.lines.append(line)
         self._trace(iteration, reports)
@@ -178,7 +178,7 @@ class Recorder:
             gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
             received = statistics.median(x[key] for x in lines)
-            rows.append((f"{edge.src} => {edge.dst}, received a device", "B", gathered, received, "derived"))
+            rows.append((f"{edge.name}, received a device", "B", gathered, received, "derived"))
         predicted: dict[str, float] = {}
         for t in plan.traffic:
             predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
@@ -210,7 +210,7 @@ class Recorder:
         for edge in self.plan.reshards:
             key = f"before RELEASE {edge.dst}, host"
             if measured := [held[key] for held in self.held.values() if key in held]:
-                name = f"{edge.src} => {edge.dst}: host buffers, after"
+                name = f"{edge.name}: host buffers, after"
                 found.append((name, "B", float(edge.released_bytes_per_device), float(max(measured)), "derived"))
         return found
 

@@ -107,7 +107,7 @@ class Rank(Training, Generation):
             edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list)
         for step, seconds in edge.seconds.items():
             report.more(f"reshard {step}", seconds)
-        report.bytes[f"{instruction.node} => {instruction.other}"] = edge.moved
+        report.bytes[edge.name] = edge.moved
 
     def _release(self, instruction: Instruction, task: Task, report: Report) -> None:
         self.generators[instruction.node].release()

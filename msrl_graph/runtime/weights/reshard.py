@@ -88,7 +88,7 @@ class Resharder:
     """One resharding edge on one rank; `block` is the process group of the neighbours that gather or exchange among themselves."""
 
     def __init__(self, plan: Reshard, model: Model, rank: int, source: Side, target: Side, block: Any, swap: Swap) -> None:
-        self.plan, self.block, self.swap = plan, block, swap
+        self.name, self.plan, self.block, self.swap = plan.name, plan, block, swap
         (way,) = plan.ways  # engines that divide experts, or pad vocabularies, need more than one
         self.size, self.exchanges = way.ranks, way.how == "all-to-all"
         first = rank // self.size * self.size

@@ -37,7 +37,7 @@ class Sender:
     generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
 
     def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
-        self.rank, self.shards = rank, shards
+        self.name, self.rank, self.shards = edge.name, rank, shards
         (source, target), per_host = sides, plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.
         alike = {t.name: replace(t, name="") for t in model.tensors}
