@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+from stage import Stage, one_rank
 
 from msrl_graph import compile
 from msrl_graph.cost import time as costs
 from msrl_graph.runtime.metrics.record import Recorder
 from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 AGAIN = ("node second: actor.generate(prompt, response) -> again { temperature = 0 }", "source -> actor.generate -> second")
@@ -41,6 +43,19 @@ def test_what_each_of_two_edges_received(plan, tmp_path):
     recorder.close()
     assert table[f"{ONE}, received a device"] == (gathered["actor.generate"], 300)
     assert table[f"{TWO}, received a device"] == (gathered["second"], 90)
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_of_two_edges_add_up():
+    changes = [(old, new) for old, new in TWICE if not old.startswith("layout")]
+    stage = Stage(one_rank(*changes))
+    stage.told = Report("rank 0")
+    for instruction in [i for s in stage.plan.schedule for i in s.instructions if i.op == "RESHARD" and s.task == "train"]:
+        stage._reshard(instruction, Task("train", 0, 4), stage.told)
+    edges = [*stage.resharders.values()]
+    assert len(edges) == 2
+    for step in edges[0].seconds:
+        assert stage.told.seconds[f"reshard {step}"] == sum(edge.seconds[step] for edge in edges), step
 
 
 def test_seconds_of_two_edges_on_the_same_ranks_are_their_sum(plan):
