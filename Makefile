@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
+VENV_ENGINES := .venv-engines
 BIN := $(VENV)/bin
 SEED ?= 0
 LOAD ?= 0
@@ -12,7 +13,7 @@ PROGRAM ?= grpo
 NAMES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves test lint chaos dry invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves test test-engines lint chaos dry invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -42,6 +43,17 @@ lint: $(VENV)/ready
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 	$(BIN)/pytest -n 2 --dist loadgroup -m slow
+
+$(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
+	$(PYTHON) -m venv $(VENV_ENGINES)
+	$(VENV_ENGINES)/bin/pip install --quiet --constraint constraints/engines.txt torch
+	$(VENV_ENGINES)/bin/pip install --quiet --no-deps --requirement constraints/engines.txt
+	$(VENV_ENGINES)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 8 minutes when they are there.
+test-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/pytest tests/with_engines
 
 # Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs: at random, 200 take about an hour, and then each process
 # on two hosts at each point of its work, about as long.
@@ -115,4 +127,4 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_ENGINES)

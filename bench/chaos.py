@@ -1,13 +1,14 @@
 """Kills processes of a run with -9 at random moments, and counts what is lost: rows, runs, processes, files, seconds.
 
-An example runs with a checkpoint every other iteration: GRPO; DAPO, which draws prompts until enough of them survive; or PF-PPO, whose rows
-repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws prompts by these. At random moments of
-whatever phase a rank, the warehouse, the controllers, a function host, the driver, the supervisor, Ray's raylet or its GCS is killed,
-several in each run. A run ends well when its metrics are, line for line, those of a run that nobody disturbed, and its weights bit for
-bit the same. A run whose supervisor is killed cannot start itself again: nothing of it may be left, and it is gone on with by --resume.
+An example runs with a checkpoint every other iteration: GRPO; DAPO, which draws prompts until enough of them survive;
+or PF-PPO, whose rows repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws
+prompts by these. At random moments of whatever phase a rank, the warehouse, the controllers, a function host, the
+driver, the supervisor, Ray's raylet or its GCS is killed, several in each run. A run ends well when its metrics are,
+line for line, those of a run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is
+killed cannot start itself again: nothing of it may be left, and it is gone on with by --resume.
 
-A row is lost when an iteration's optimizer steps saw fewer responses than undisturbed, doubled when they saw more; a hang is a run that
-does not write a line for --patience seconds. The last line is JSON.
+A row is lost when an iteration's optimizer steps saw fewer responses than undisturbed, doubled when they saw more; a
+hang is a run that does not write a line for --patience seconds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ SOLVED = """
 """
 # Of each program the file, changes to its text, and params.
 PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
-    "grpo": ("arithmetic/grpo.rlg", [('"./model"', '"../arithmetic/model"'), (' "t', ' "../arithmetic/t')], ["prompts=8", "group=4"]),
+    "grpo": (
+        "arithmetic/grpo.rlg",
+        [('"./model"', '"../arithmetic/model"'), (' "t', ' "../arithmetic/t')],
+        ["prompts=8", "group=4"],
+    ),
     "dapo": ("dapo/dapo.rlg", [("devices_per_node = 1", "devices_per_node = 2")], ["prompts=8", "group=4"]),
     "pf_ppo": (
         "pf_ppo_pow/pf_ppo_pow.rlg",
@@ -112,7 +117,9 @@ class Place:
         command += ["p.rlg", *self.sets, *(more or ("--out", out))]
         environment = {**self.environment, "TMPDIR": str(self.temporary)}
         with (self.folder / f"{out}.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
 
     def lines(self, out: str) -> int:
         path = self.folder / out / "metrics.jsonl"
@@ -137,7 +144,9 @@ class Place:
         lines = [json.loads(x) for x in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
         lines = [{k: v for k, v in x.items() if k not in TIMES} for x in lines]
         workers = sorted((self.folder / out / "weights").iterdir())
-        return lines, {f"{w.name} {k}": v.tobytes() for w in workers for k, v in load_file(w / "model.safetensors").items()}
+        return lines, {
+            f"{w.name} {k}": v.tobytes() for w in workers for k, v in load_file(w / "model.safetensors").items()
+        }
 
 
 def main() -> None:
@@ -172,12 +181,22 @@ def main() -> None:
     report(count)
 
 
-def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chance: random.Random, count: Count, reference: Result) -> int:
+def chaos(
+    place: Place,
+    out: str,
+    kills: int,
+    options: argparse.Namespace,
+    chance: random.Random,
+    count: Count,
+    reference: Result,
+) -> int:
     """One run and its kills: how many there were until it ended."""
     names, wanted = options.only or list(TARGETS), kills
     count.runs += 1
     process = place.start(out)
-    pending: tuple[str, float, int, set[int]] | None = None  # the last kill, when, how many lines there were, and the driver's id
+    pending: tuple[str, float, int, set[int]] | None = (
+        None  # the last kill, when, how many lines there were, and the driver's id
+    )
     due = time.monotonic() + chance.uniform(0.0, options.gap)  # starting and starting anew are phases, too
     seen, changed = -1, time.monotonic()
     while True:
@@ -185,7 +204,11 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
         now, lines = time.monotonic(), place.lines(out)
         if lines != seen:
             seen, changed = lines, now
-            if pending is not None and lines > pending[2] and not (pending[0] in RESTARTS and pending[3] & place.drivers()):
+            if (
+                pending is not None
+                and lines > pending[2]
+                and not (pending[0] in RESTARTS and pending[3] & place.drivers())
+            ):
                 name, since = pending[:2]  # it is further than it was
                 count.recover.setdefault(name, []).append(now - since)
                 pending = None
@@ -225,7 +248,9 @@ def chaos(place: Place, out: str, kills: int, options: argparse.Namespace, chanc
             seen = lines
     clean(place, count, out)
     if process.returncode != 0:
-        count.remarks.append(f"{out} ended with {process.returncode}: {(place.folder / f'{out}.log').read_text()[-1500:]}")
+        count.remarks.append(
+            f"{out} ended with {process.returncode}: {(place.folder / f'{out}.log').read_text()[-1500:]}"
+        )
         return wanted - kills
     compare(place, out, count, reference)
     return wanted - kills

@@ -1,12 +1,13 @@
-"""How long compiling takes: of the page's program beside the imports that it needs, of large programs beside networkx, and of the page's
-program for 10,000 devices.
+"""How long compiling takes: of the page's program beside the import of two libraries, of large programs beside
+networkx, and of the page's program for 10,000 devices.
 
-Usage: python bench/compile.py [--runs N] [--rounds N] [--shape NAME]. What is compared is interleaved. Start: medians of whole
-processes of `msrl-compile --check` and of `import lark, networkx`. Large programs: the page's with 100, 1,000 and 10,000 more nodes
-that are functions, step by step in this process, with empty caches, in seconds of the processor, the least of all runs: what else the
-machine does can only add to them. networkx: the same graph, as `Graph.to_networkx()` makes it, sorted by dependency, ties by name; `bare`
-is a DiGraph of the same names and edges without data, sorted in any such order. The collector of cycles rests in both, as it does in
-every compile. The last line is one JSON object; the bars stand in `BARS`.
+Usage: python bench/compile.py [--runs N] [--rounds N] [--shape NAME]. What is compared is interleaved. Start: medians
+of whole processes of `msrl-compile --check` and of `import lark, networkx`. Large programs: the page's with 100, 1,000
+and 10,000 more nodes that are functions, step by step in this process, with empty caches, in seconds of the processor,
+the least of all runs: what else the machine does can only add to them. networkx: the same graph, as
+`Graph.to_networkx()` makes it, sorted by dependency, ties by name; `bare` is a DiGraph of the same names and edges
+without data, sorted in any such order. The collector of cycles rests in both, as it does in every compile. The last
+line is one JSON object; the bars stand in `BARS`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from typing import Any
 import networkx as nx
 
 from msrl_graph.checks import check
-from msrl_graph.compiler.pipeline import PASSES, Source, context, translate
+from msrl_graph.compiler.pipeline import CHECKS, PASSES, context, translate
+from msrl_graph.compiler.sources import Source
 from msrl_graph.dsl.lower import lower
 from msrl_graph.ir.graph import Graph
 from msrl_graph.ir.plan import Plan
@@ -35,7 +37,8 @@ from msrl_graph.ir.plan import Plan
 PROGRAM = Path(__file__).parent.parent / "tests" / "programs" / "grpo_page.rlg"
 PAGE = PROGRAM.read_text(encoding="utf-8")
 ALGORITHM, DEPLOY = PAGE.split("cluster pod", 1)
-# A process beside its imports; a step at ten times the nodes; all but parsing beside networkx; seconds for 10,000 devices.
+# A process beside the imports; a step at ten times the nodes; all but parsing beside networkx; seconds for 10,000
+# devices.
 BARS = {"start": 3.0, "growth": 15.0, "networkx": 20.0, "devices": 3.0}
 SIZES = (100, 1_000, 10_000)
 AGAIN = 3_000
@@ -50,7 +53,9 @@ def program(shape: str, nodes: int) -> str:
     body = "\n".join(SHAPES[shape](nodes))
     columns = "\n".join(f"    c{i} : f32" for i in range(nodes))
     deploy = DEPLOY.replace("deploy grpo", "deploy big")
-    return f"{ALGORITHM}\nalgorithm big extends grpo {{\n  columns {{\n{columns}\n  }}\n{body}\n}}\n\ncluster pod{deploy}"
+    return (
+        f"{ALGORITHM}\nalgorithm big extends grpo {{\n  columns {{\n{columns}\n  }}\n{body}\n}}\n\ncluster pod{deploy}"
+    )
 
 
 def chains(nodes: int) -> list[str]:
@@ -65,7 +70,8 @@ def chains(nodes: int) -> list[str]:
 
 
 def skips(nodes: int) -> list[str]:
-    """One long chain, in which each reads what the one before the last wrote: an edge never leads there from the writer."""
+    """One long chain, in which each reads what the one before the last wrote: an edge never leads there from the
+    writer."""
     lines = []
     for i in range(nodes):
         column, node = f"c{i - 2}" if i > 1 else "reward", f"host.f{i - 1}" if i else "host.reward"
@@ -78,7 +84,12 @@ def fan(nodes: int) -> list[str]:
     """All side by side, from one node to one node that reads all that they write."""
     lines = [f"  node host.f{i}(response, answer) -> c{i} {{ call = exact_match() }}" for i in range(nodes)]
     all_nodes, all_columns = (", ".join(f"{name}{i}" for i in range(nodes)) for name in ("host.f", "c"))
-    lines += [f"  columns {{ sum : f32 }}\n  node host.sum({all_columns}) -> sum {{ call = weighted_sum({', '.join('1' * nodes)}) }}"]
+    lines += [
+        (
+            f"  columns {{ sum : f32 }}\n  node host.sum({all_columns}) -> sum {{ call = "
+            f"weighted_sum({', '.join('1' * nodes)}) }}"
+        )
+    ]
     return [*lines, f"  actor.generate -> {all_nodes}", f"  {all_nodes} -> host.sum"]
 
 
@@ -117,7 +128,9 @@ def steps(text: str) -> dict[str, float]:
     for step in PASSES:
         found[step.name], plan = timed(lambda step=step, plan=plan: step.apply(plan))  # type: ignore[misc]
         # What it brings to light in the program, and what it promises.
-        verify += timed(lambda step=step, plan=plan: (step.check and step.check(plan), step.holds(plan)))[0]  # type: ignore[misc]
+        told = CHECKS.get(step.name, lambda plan: [])
+        both = functools.partial(lambda step, told, plan: (told(plan), [*step.verify(plan)]), step, told, plan)
+        verify += timed(both)[0]
     found["verify"] = verify
     graph = result.graph
     return found | {"networkx": timed(lambda: sort(graph))[0], "networkx, bare": timed(lambda: sort_bare(graph))[0]}
@@ -140,7 +153,11 @@ def sort_bare(graph: Graph) -> list[str]:
 
 def devices() -> float:
     """Seconds for the page's program on 10,000 devices, with layouts as wide."""
-    text = PAGE.replace("nodes            = 2", "nodes            = 1250").replace("dp = 2", "dp = 1250").replace("dp = 4", "dp = 2500")
+    text = (
+        PAGE.replace("nodes            = 2", "nodes            = 1250")
+        .replace("dp = 2", "dp = 1250")
+        .replace("dp = 4", "dp = 2500")
+    )
     text = text.replace("prompts      = 256", "prompts      = 1250")
     for cached in [c for c in gc.get_objects() if isinstance(c, functools._lru_cache_wrapper)]:
         cached.cache_clear()
@@ -150,7 +167,8 @@ def devices() -> float:
 
 
 def starts(runs: int) -> tuple[dict[str, float], float]:
-    """Median seconds of the two processes, and of each run's ratio to its neighbour: what else the machine does then weighs on both."""
+    """Median seconds of the two processes, and of each run's ratio to its neighbour: what else the machine does then
+    weighs on both."""
     seconds: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for i in range(runs + 1):
         for name, command in COMMANDS.items():
@@ -160,7 +178,10 @@ def starts(runs: int) -> tuple[dict[str, float], float]:
                 seconds[name].append(time.perf_counter() - began)
     ratio = statistics.median(a / b for a, b in zip(seconds["compile"], seconds["imports"], strict=True))
     for name, values in seconds.items():
-        print(f"{name:<8} median {statistics.median(values) * 1e3:7.1f} ms, least {min(values) * 1e3:7.1f} ms, {runs} runs")
+        print(
+            f"{name:<8} median {statistics.median(values) * 1e3:7.1f} ms, least {min(values) * 1e3:7.1f} ms, "
+            f"{runs} runs"
+        )
     return {name: statistics.median(values) for name, values in seconds.items()}, ratio
 
 
@@ -170,11 +191,19 @@ def table(shape: str, rounds: list[dict[int, dict[str, float]]]) -> dict[str, fl
     growth = {s: [took[b][s] / took[a][s] for a, b in pairwise(SIZES)] for s in took[SIZES[0]]}
     print(f"\n{shape:<16}" + "".join(f"{n:>9,}" for n in SIZES) + "   ms; times of the size before")
     for step, ratios in growth.items():
-        print(f"{step:<16}" + "".join(f"{took[n][step] * 1e3:9.1f}" for n in SIZES) + "   " + "".join(f"{r:7.1f}" for r in ratios))
+        print(
+            f"{step:<16}"
+            + "".join(f"{took[n][step] * 1e3:9.1f}" for n in SIZES)
+            + "   "
+            + "".join(f"{r:7.1f}" for r in ratios)
+        )
     last = took[SIZES[-1]]
     worst = max((s for s in growth if not s.startswith("networkx")), key=lambda s: growth[s][-1])
     beside, bare = (last["all but parse"] / last[n] for n in ("networkx", "networkx, bare"))
-    print(f"all but parse, in times of networkx: {beside:.1f}; of a bare DiGraph: {bare:.1f}; the step that grows most: {worst}")
+    print(
+        f"all but parse, in times of networkx: {beside:.1f}; of a bare DiGraph: {bare:.1f}; the step that grows "
+        f"most: {worst}"
+    )
     return {
         "growth": round(max(max(r) for s, r in growth.items() if not s.startswith("networkx")), 1),
         "networkx": round(beside, 1),
@@ -202,7 +231,10 @@ def main() -> None:
     figures = {shape: table(shape, rounds) for shape, rounds in found.items()}
     seconds = statistics.median(large)
     print(f"\nthe page's program on 10,000 devices: {seconds:.2f} s")
-    worst = {"growth": max(f["growth"] for f in figures.values()), "networkx": max(f["networkx"] for f in figures.values())}
+    worst = {
+        "growth": max(f["growth"] for f in figures.values()),
+        "networkx": max(f["networkx"] for f in figures.values()),
+    }
     reached = {"start": round(ratio, 3), **worst, "devices": round(seconds, 3)}
     result = {
         "bench": "compile",

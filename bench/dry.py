@@ -1,5 +1,5 @@
-"""Random programs, compiled and run dry in random orders (tests/test_dry.py): how many were tried, what became of them, and the first that
-waits for ever or hands a row out twice."""
+"""Random programs, compiled and run dry in random orders (tests/test_dry.py): how many were tried, what became of them,
+and the first that waits for ever or hands a row out twice."""
 
 import argparse
 import sys
@@ -42,7 +42,10 @@ def main() -> None:
             ends[holds(text, Path(folder), order, kindness)] += 1
 
         tried()
-    print(f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:", ", ".join(f"{n} {end}" for end, n in ends.most_common()))
+    print(
+        f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:",
+        ", ".join(f"{n} {end}" for end, n in ends.most_common()),
+    )
 
 
 if __name__ == "__main__":

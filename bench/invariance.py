@@ -1,14 +1,15 @@
 """The table of invariance: where and how a program runs never changes what it computes, but for rounding.
 
-One run on one rank is recorded. Then for each configuration (1) one iteration that generates for itself: its tokens are the reference's,
-one for one; and (2) all iterations on the reference's responses: the largest relative deviation of what they make from the reference's.
-After a first difference by rounding, runs that generate may draw another token and part; that is no mistake, and so (2) replays. An
-iteration takes six optimizer steps, in two epochs, the last mini-batch of each a short one. All is float32.
+One run on one rank is recorded. Then for each configuration (1) one iteration that generates for itself: its tokens are
+the reference's, one for one; and (2) all iterations on the reference's responses: the largest relative deviation of
+what they make from the reference's. After a first difference by rounding, runs that generate may draw another token and
+part; that is no mistake, and so (2) replays. An iteration takes six optimizer steps, in two epochs, the last mini-batch
+of each a short one. All is float32.
 
-Softmax does not see what is added to all keys alike. A bias of the keys is, but for what the rotation by position makes of it, so the
-gradient of its slowly rotating elements is nearly zero and in good part rounding, and Adam makes steps of the usual size of it. These
-biases are told apart, relative to the largest step that any weight took. Ends with one line of JSON, and with status 1 where tokens
-differ or a deviation passes the bar.
+Softmax does not see what is added to all keys alike. A bias of the keys is, but for what the rotation by position makes
+of it, so the gradient of its slowly rotating elements is nearly zero and in good part rounding, and Adam makes steps of
+the usual size of it. These biases are told apart, relative to the largest step that any weight took. Ends with one line
+of JSON, and with status 1 where tokens differ or a deviation passes the bar.
 """
 
 from __future__ import annotations
@@ -66,8 +67,12 @@ CONFIGURATIONS = {
     "dp 4, 3 warehouses": How("dock { replicas = 3 }", devices=4, update="dp = 4, zero = 3", generate="dp = 4"),
     "central dock": How("dock { mode = central }"),
     "stream": How(STREAM, generate="dp = 2"),
-    "balance tokens": How("host.advantage -> actor.update { balance = tokens }\n  actor.generate -> actor.infer { balance = tokens }"),
-    "micro-batches": How("engine actor.update = fsdp { micro_batch = 3 }\n  engine actor.generate = hf { micro_batch = 3 }"),
+    "balance tokens": How(
+        "host.advantage -> actor.update { balance = tokens }\n  actor.generate -> actor.infer { balance = tokens }"
+    ),
+    "micro-batches": How(
+        "engine actor.update = fsdp { micro_batch = 3 }\n  engine actor.generate = hf { micro_batch = 3 }"
+    ),
     "shuffled arrival": How(f"dock {{ replicas = 3 }}{STREAM}", generate="dp = 2", shuffled=True),
 }
 
@@ -110,7 +115,9 @@ def off(value: float, expected: float) -> float:
 
 def compare(out: Path, reference: Path) -> dict[str, float]:
     """The largest relative deviations of a run from the reference."""
-    lines, expected = ([json.loads(x) for x in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, reference))
+    lines, expected = (
+        [json.loads(x) for x in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, reference)
+    )
     found = {name: max(off(a[name], b[name]) for a, b in zip(lines, expected, strict=True)) for name in METRICS}
     start = load_file(EXAMPLE / "model" / "model.safetensors")
     weights, old = (load_file(f / "weights" / "actor" / "model.safetensors") for f in (out, reference))
@@ -133,19 +140,34 @@ def main() -> int:
         reference = Path(folder) / "reference"
         execute(ONE, reference, options.iterations)
         for number, name in enumerate(options.only or CONFIGURATIONS):
-            how, drew, trained = CONFIGURATIONS[name], Path(folder) / f"{number}-drew", Path(folder) / f"{number}-trained"
+            how, drew, trained = (
+                CONFIGURATIONS[name],
+                Path(folder) / f"{number}-drew",
+                Path(folder) / f"{number}-trained",
+            )
             execute(how, drew, 1)
             execute(how, trained, options.iterations, str(reference))
             figures[name] = {"tokens": tokens(drew) == tokens(reference), **compare(trained, reference)}
             print(name, figures[name], file=sys.stderr, flush=True)
-    table = Table(title=f"largest relative deviation from one rank, {options.iterations} iterations", title_justify="left", box=None)
+    table = Table(
+        title=f"largest relative deviation from one rank, {options.iterations} iterations",
+        title_justify="left",
+        box=None,
+    )
     for column in ("", "tokens", *METRICS, "weights", "of the update", BIAS):
         table.add_column(column, justify="right" if column else "left")
     for name, row in figures.items():
         same, *numbers = row.values()
         table.add_row(name, "same" if same else "differ", *(f"{x:.1e}" for x in numbers))
     Console(width=120).print(table)
-    print(json.dumps({name: {k: x if k == "tokens" else float(f"{x:.2e}") for k, x in row.items()} for name, row in figures.items()}))
+    print(
+        json.dumps(
+            {
+                name: {k: x if k == "tokens" else float(f"{x:.2e}") for k, x in row.items()}
+                for name, row in figures.items()
+            }
+        )
+    )
     held = all(row["tokens"] and max(row[k] for k in (*METRICS, "weights")) <= BAR for row in figures.values())
     return 0 if held else 1
 

@@ -1,7 +1,9 @@
-"""Memory, predicted against measured: each phase of an iteration on 1 to 4 ranks, for several models, layouts and options.
+"""Memory, predicted against measured: each phase of an iteration on 1 to 4 ranks, for several models, layouts and
+options.
 
-Every row is at its bound, so that the plan and the run speak of the same thing. What is measured is the storages of tensors at a rank's
-peak, the busiest rank's. Prints a table and, last, one line of JSON with the number of combinations and the largest deviation.
+Every row is at its bound, so that the plan and the run speak of the same thing. What is measured is the storages of
+tensors at a rank's peak, the busiest rank's. Prints a table and, last, one line of JSON with the number of combinations
+and the largest deviation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The figures of MindSpeed RL (arXiv:2507.19017) beside what the planner and its simulation say of the same experiments.
+"""The figures of MindSpeed RL (arXiv:2507.19017) beside what the planner and its simulation say of the same
+experiments.
 
-Usage: python bench/paper.py. The programs are examples/paper/paper.rlg; every assumption is printed. One set of constants for all of
-them, that of every plan; none is chosen to meet a figure. The last line is one JSON object.
+Usage: python bench/paper.py. The programs are examples/paper/paper.rlg; every assumption is printed. One set of
+constants for all of them, that of every plan; none is chosen to meet a figure. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from msrl_graph.sharding.redistribute import left_behind
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "paper" / "paper.rlg"
 ABLATED = "  dock { mode = central }\n  reshard { mode = naive }\n"
-# Lengths are not in the paper. Reasoning models of this size leave a long tail, cut at 8K: a median of a quarter of the bound.
+# Lengths are not in the paper. Reasoning models of this size leave a long tail, cut at 8K: a median of a quarter of the
+# bound.
 LENGTHS, STRAGGLERS = "lognormal(2048, 0.8)", "1% x1.5"
 K = 1024
 # G, N, PL, n, SL, M; TCV in GiB, seconds at 100 MiB/s and at 1 GiB/s, as the paper prints them.
@@ -91,7 +93,10 @@ def table_1() -> bool:
             agree &= abs(float(text.removesuffix("K")) - float(like.removesuffix("K"))) < 1.01 * unit
         rows.append((" ".join(str(s) if s < K else f"{s // K}K" for s in sizes), " / ".join(paper), " / ".join(texts)))
     shown(
-        "Table 1: G N PL n SL M", ("", "paper: TCV, T100, T1K", "here"), rows, "within one unit of the last digit printed" if agree else ""
+        "Table 1: G N PL n SL M",
+        ("", "paper: TCV, T100, T1K", "here"),
+        rows,
+        "within one unit of the last digit printed" if agree else "",
     )
     return agree
 
@@ -105,7 +110,10 @@ def equation_3() -> float:
     # The figure's ranks hold E1 E2, E1 E2, E3 E4, E3 E4.
     derived = 2 * left_behind(model.kinds, Side(Layout(tp=2, dp=2, ep=2, inner=2)), Side(Layout(dp=4, ep=4)))
     rows = [("redundant memory of Qwen3-MoE-30B", "> 60 GB", f"{closed / 1e9:.1f} GB", f"{derived / 1e9:.1f} GB")]
-    why = "the paper names no layout: this is figure 3's shape on 4 devices; derived from the two layouts, tensor by tensor, beside it"
+    why = (
+        "the paper names no layout: this is figure 3's shape on 4 devices; derived from the two layouts, tensor "
+        "by tensor, beside it"
+    )
     shown("Equation 3", ("", "paper", "here, closed form", "derived"), rows, why)
     return closed / 1e9
 
@@ -115,7 +123,10 @@ def figure_7() -> dict[str, float]:
     for deploy, name in (("dense7", "Qwen2.5-7B"), ("dense32", "Qwen2.5-32B"), ("moe30", "Qwen3-MoE-30B")):
         full = plan(deploy)
         layouts = "".join(
-            f"  layout {node} {{ {', '.join(f'{a} = {getattr(p.layout, a)}' for a in ('tp', 'cp', 'pp', 'dp', 'ep', 'etp'))} }}\n"
+            (
+                f"  layout {node} {{ "
+                f"{', '.join(f'{a} = {getattr(p.layout, a)}' for a in ('tp', 'cp', 'pp', 'dp', 'ep', 'etp'))} }}\n"
+            )
             for node in ("actor.update", "actor.generate")
             if node not in full.deploy.layouts and (p := full.placement(node))
         )
@@ -123,14 +134,25 @@ def figure_7() -> dict[str, float]:
         found = [[seconds(p, *more) for p in (full, ablated)] for more in ((), (LENGTHS, STRAGGLERS))]
         ratios[deploy] = found[0][1] / found[0][0]
         cells = [f"{a:,.0f} / {b:,.0f} s ({b / a:.3f}x)" for a, b in found]
-        rows.append((name, str(full.placement("actor.update").layout), str(full.placement("actor.generate").layout), *cells))
+        rows.append(
+            (name, str(full.placement("actor.update").layout), str(full.placement("actor.generate").layout), *cells)
+        )
     shown(
         "Figure 7: 16 devices, G 256, N 16, PL 2K, SL 8K; MSRL / MSRLP (central dock, naive resharding)",
         ("", "update", "generate", "at the bounds", f"{LENGTHS}, {STRAGGLERS}"),
         rows,
-        "paper: 1.42 to 3.97 times over OpenRLHF, VeRL and MSRLP together; the share of MSRLP is in a picture without figures.",
-        "Here only the two mechanisms differ. On two hosts the dock halves what crosses the network, and naive resharding leaves less room",
-        "for the KV cache, which costs only where it was full. Most of 1.42 to 3.97 is of kernels and engines, which are the same here.",
+        (
+            "paper: 1.42 to 3.97 times over OpenRLHF, VeRL and MSRLP together; the share of MSRLP is in a picture "
+            "without figures."
+        ),
+        (
+            "Here only the two mechanisms differ. On two hosts the dock halves what crosses the network, and naive "
+            "resharding leaves less room"
+        ),
+        (
+            "for the KV cache, which costs only where it was full. Most of 1.42 to 3.97 is of kernels and engines, "
+            "which are the same here."
+        ),
     )
     return ratios
 
@@ -157,9 +179,18 @@ def figure_9() -> dict[str, float]:
         ("", *(f"{8 * n} devices" for n in hosts)),
         rows,
         "the paper names neither model nor layouts nor lengths: here Qwen2.5-7B, TP4 to TP2, N 16, PL 2K, SL 8K.",
-        "At the bounds little grows with the hosts but gradients' exchange; with a tail, the longest of more rows is longer. The loss that",
-        "the paper measured is of the size that slow devices make: one in a hundred, which from 100 devices on is one that all wait for.",
-        "The central buffer's time grows with the hosts. Serialisation, which the paper names for it, is not in the model.",
+        (
+            "At the bounds little grows with the hosts but gradients' exchange; with a tail, the longest of more "
+            "rows is longer. The loss that"
+        ),
+        (
+            "the paper measured is of the size that slow devices make: one in a hundred, which from 100 devices on "
+            "is one that all wait for."
+        ),
+        (
+            "The central buffer's time grows with the hosts. Serialisation, which the paper names for it, is not in "
+            "the model."
+        ),
     )
     return last
 
@@ -167,7 +198,11 @@ def figure_9() -> dict[str, float]:
 def figure_10() -> float:
     found = plan("dense32").reshards[0]
     released = found.released_bytes_per_device / 1e9
-    shown("Figure 10: Qwen2.5-32B, TP8DP2 to TP4DP4", ("", "paper", "here"), [("released a device", "8 GB", f"{released:.2f} GB")])
+    shown(
+        "Figure 10: Qwen2.5-32B, TP8DP2 to TP4DP4",
+        ("", "paper", "here"),
+        [("released a device", "8 GB", f"{released:.2f} GB")],
+    )
     return released
 
 
@@ -191,13 +226,24 @@ def figure_11() -> dict[str, float]:
 
 def assumptions() -> None:
     pod = plan("dense32").cluster
-    figures = [("FLOP/s, bf16", pod.device.flops["bf16"]), ("memory", pod.device.memory), ("memory bandwidth", pod.device.memory_bandwidth)]
-    figures += [("link within a host", pod.device.device_link), ("host link", pod.device.host_link), ("network", pod.network)]
+    figures = [
+        ("FLOP/s, bf16", pod.device.flops["bf16"]),
+        ("memory", pod.device.memory),
+        ("memory bandwidth", pod.device.memory_bandwidth),
+    ]
+    figures += [
+        ("link within a host", pod.device.device_link),
+        ("host link", pod.device.host_link),
+        ("network", pod.network),
+    ]
     figures += [("fabric", pod.device.fabric)] if pod.device.fabric else []
     figures += [("kernel", pod.device.launch), ("collective", pod.device.latency)]
     rows = [(name, f"{f.value:.3g}", f.source, f.basis) for name, f in figures]
     rows += [(f"reached of {name}", f"{f.value:g}", f.source, f.basis) for name, f in SHARES.items()]
-    why = "gradients' exchange, pipelines' sends and experts' all-to-alls do not overlap with computing; Python functions take no time"
+    why = (
+        "gradients' exchange, pipelines' sends and experts' all-to-alls do not overlap with computing; Python "
+        "functions take no time"
+    )
     shown("Assumptions, the same for all", ("", "bytes/s, FLOP/s or s", "source", "where from"), rows, why)
 
 

@@ -1,7 +1,7 @@
 """Where the seconds of an iteration go: the example on one rank and on two, interleaved.
 
-`outside` is what is left of an iteration beside generation, inference and update: dispatch, resharding, scheduling, waits. Prints a table
-and, last, one line of JSON.
+`outside` is what is left of an iteration beside generation, inference and update: dispatch, resharding, scheduling,
+waits. Prints a table and, last, one line of JSON.
 """
 
 from __future__ import annotations
@@ -51,8 +51,12 @@ def main() -> None:
         for ranks, program in PROGRAMS.items():
             found[ranks] += measure(program, options.iterations)
     medians = {r: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for r, xs in found.items()}
-    outside = {r: statistics.median(1 - sum(x[k] for k in COMPUTE) / x["iteration"] for x in xs) for r, xs in found.items()}
-    table = Table(title=f"an iteration, medians of {len(found[1])}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    outside = {
+        r: statistics.median(1 - sum(x[k] for k in COMPUTE) / x["iteration"] for x in xs) for r, xs in found.items()
+    }
+    table = Table(
+        title=f"an iteration, medians of {len(found[1])}", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column("phase")
     for ranks in found:
         table.add_column(f"{ranks} rank{'s' * (ranks > 1)}", justify="right")

@@ -1,9 +1,11 @@
-"""How long the planner takes: 10,000 devices with stated layouts, and the paper's models searched on 16 and 384 devices.
+"""How long the planner takes: 10,000 devices with stated layouts, and the paper's models searched on 16 and 384
+devices.
 
-Usage: python bench/planner.py [--rounds N]. Each compile is a call in this process with empty caches; rounds are interleaved, medians told:
-by the clock, and of the processor, which what else the machine does weighs on less.
-Beside each search's best stands the iteration of the paper's layouts (arXiv:2507.19017; for models whose layouts it does not give, those
-of the same kind), in the same model. The last line is one JSON object; the bars are 3 s and 5 s, and a ratio of at most 1.
+Usage: python bench/planner.py [--rounds N]. Each compile is a call in this process with empty caches; rounds are
+interleaved, medians told: by the clock, and of the processor, which what else the machine does weighs on less. Beside
+each search's best stands the iteration of the paper's layouts (arXiv:2507.19017; for models whose layouts it does not
+give, those of the same kind), in the same model. The last line is one JSON object; the bars are 3 s and 5 s, and a
+ratio of at most 1.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ CASES = [
     ("deepseek-r1-671b", 2, []),  # no layout of it fits 16 packages, as the search finds
     ("qwen2.5-7b", 48, ["layout actor.update { tp = 4, pp = 3 }", "layout actor.generate { tp = 2 }"]),
     ("qwen2.5-32b", 48, ["layout actor.update { tp = 8, pp = 3 }", "layout actor.generate { tp = 4 }"]),
-    ("qwen3-30b-a3b", 48, ["layout actor.update { tp = 4, pp = 3, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"]),
+    (
+        "qwen3-30b-a3b",
+        48,
+        ["layout actor.update { tp = 4, pp = 3, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"],
+    ),
     ("deepseek-r1-671b", 48, R1),
 ]
 
@@ -48,7 +54,11 @@ def main() -> None:
     times: dict[str, list[tuple[float, float]]] = {}
     best: dict[str, tuple[float, str]] = {}
     for _ in range(rounds):
-        text = PAGE.replace("nodes            = 2", "nodes            = 1250").replace("dp = 2", "dp = 1250").replace("dp = 4", "dp = 2500")
+        text = (
+            PAGE.replace("nodes            = 2", "nodes            = 1250")
+            .replace("dp = 2", "dp = 1250")
+            .replace("dp = 4", "dp = 2500")
+        )
         text = text.replace("prompts      = 256", "prompts      = 1250")
         took, plan = timed(text)
         assert plan is not None and plan.cluster.devices == 10_000
@@ -58,7 +68,10 @@ def main() -> None:
             times.setdefault(f"{model} on {hosts * 8}", []).append(seconds)
             if plan is not None and plan.search is not None and plan.search.seconds:
                 found = plan.search
-                best[f"{model} on {hosts * 8}"] = found.seconds, "optimal" if found.optimal else f"gap {100 * found.gap:.2g} %"
+                best[f"{model} on {hosts * 8}"] = (
+                    found.seconds,
+                    "optimal" if found.optimal else f"gap {100 * found.gap:.2g} %",
+                )
     ratios = {}
     for model, hosts, layouts in CASES:
         name = f"{model} on {hosts * 8}"
@@ -68,7 +81,11 @@ def main() -> None:
             stated = paper(model, hosts, layouts)
             ratios[name] = seconds / stated if stated else 0.0
             line += f"   iteration {seconds:9,.1f} s ({how})"
-            line += f", of the paper's layouts {stated:9,.1f} s: x {ratios[name]:.3f}" if stated else ", the paper's layouts do not fit"
+            line += (
+                f", of the paper's layouts {stated:9,.1f} s: x {ratios[name]:.3f}"
+                if stated
+                else ", the paper's layouts do not fit"
+            )
         else:
             line += "   nothing fits"
         print(line)

@@ -1,11 +1,12 @@
 """Kills each kind of process of a run at each named point of its work, and counts what is lost: rows, runs, seconds.
 
-Two hosts (two raylets on this machine), each with a rank, a warehouse, a function host and its part of the controllers, run an example
-that is first left alone: what it writes to `seen` are the points that its processes reach (runtime/process/points.py): before and after
-each instruction of a stream, between a share and its rows, before and after a put, between two tasks, while an iteration is opened, ended,
-saved. Then runs are disturbed, at the next point in every other iteration, until each point of each process has had its death. A run ends
-well when its metrics are, line for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death
-until the iteration in which it was has its line. The last line is JSON.
+Two hosts (two raylets on this machine), each with a rank, a warehouse, a function host and its part of the controllers,
+run an example that is first left alone: what it writes to `seen` are the points that its processes reach
+(runtime/process/points.py): before and after each instruction of a stream, between a share and its rows, before and
+after a put, between two tasks, while an iteration is opened, ended, saved. Then runs are disturbed, at the next point
+in every other iteration, until each point of each process has had its death. A run ends well when its metrics are, line
+for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death until the
+iteration in which it was has its line. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ CHANGES = {
 }
 # Who is replaced while the run goes on; first, since it takes less time.
 IN_PLACE = ("functions", "controllers")
-WHEN = re.compile(r"(.*?): (.*) (?:(\w+)/)?(\d+)")  # a process, what it does, in which iteration of a task, or a checkpoint's
+WHEN = re.compile(
+    r"(.*?): (.*) (?:(\w+)/)?(\d+)"
+)  # a process, what it does, in which iteration of a task, or a checkpoint's
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in the work of a process, `what` it does there, and when it gets there: (task, iteration), of a checkpoint without a task."""
+    """A place in the work of a process, `what` it does there, and when it gets there: (task, iteration), of a
+    checkpoint without a task."""
 
     process: str
     what: str
@@ -78,7 +82,9 @@ class Death:
         """Whether a run with these lines of metrics has got over it."""
         if self.task in ("train", ""):  # after a checkpoint comes the next iteration
             return any(line.get("iteration", -1) >= self.iteration for line in lines)
-        return any(line.get("after_iterations", -1) >= self.iteration and line.get("evaluation") == self.task for line in lines)
+        return any(
+            line.get("after_iterations", -1) >= self.iteration and line.get("evaluation") == self.task for line in lines
+        )
 
 
 def main() -> None:
@@ -87,7 +93,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--patience", type=float, default=90.0)
     parser.add_argument("--only", action="append", help="a part of the names of the points")
-    parser.add_argument("--most", type=int, default=0, help="of each kind of process so many points at most, spread evenly (0: all)")
+    parser.add_argument(
+        "--most", type=int, default=0, help="of each kind of process so many points at most, spread evenly (0: all)"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import ray
@@ -110,7 +118,11 @@ def main() -> None:
             while left:
                 left = disturb(place, points, left, options, count, reference)
                 print(
-                    f"{sum(count.kills.values())} kills, {count.runs} runs, {count.finished} finished, {len(left)} points left", flush=True
+                    (
+                        f"{sum(count.kills.values())} kills, {count.runs} runs, {count.finished} finished, {len(left)} "
+                        "points left"
+                    ),
+                    flush=True,
                 )
         finally:
             for pid in place.processes():
@@ -139,8 +151,11 @@ def found(seen: Path, options: argparse.Namespace) -> list[Point]:
     return chosen
 
 
-def disturb(place: Place, points: Path, left: list[Point], options: argparse.Namespace, count: Count, reference: Result) -> list[Point]:
-    """One run, in which the first of these points have their deaths, in every other iteration one: the points that are left."""
+def disturb(
+    place: Place, points: Path, left: list[Point], options: argparse.Namespace, count: Count, reference: Result
+) -> list[Point]:
+    """One run, in which the first of these points have their deaths, in every other iteration one: the points that are
+    left."""
     (points / "seen").unlink(missing_ok=True)
     out = f"run-{count.runs}"
     count.runs += 1
@@ -170,7 +185,8 @@ def disturb(place: Place, points: Path, left: list[Point], options: argparse.Nam
         if now - changed > options.patience:
             count.hangs += 1
             count.remarks.append(
-                f"{out}: no line for {options.patience:.0f} s after {[d.file(points).name for d in pending]}\n{log(place, out)}"
+                f"{out}: no line for {options.patience:.0f} s after "
+                f"{[d.file(points).name for d in pending]}\n{log(place, out)}"
             )
             process.send_signal(signal.SIGHUP)  # at once
             process.wait(60)
@@ -212,7 +228,9 @@ def actors() -> list[str]:
     names = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            names += [name for name in TARGETS.values() if name.startswith("ray::") and name in " ".join(process.cmdline())]
+            names += [
+                name for name in TARGETS.values() if name.startswith("ray::") and name in " ".join(process.cmdline())
+            ]
     return names
 
 

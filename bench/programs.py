@@ -1,8 +1,8 @@
 """Runs the algorithms of tests/programs for two iterations each, with small models on two devices of this machine.
 
-A program there says what is computed and leaves sizes, models and data to a deploy; here that is the arithmetic example's model as policy,
-teacher and judge, PPO's reward model, and their data. Ends with one line of JSON, and with status 1 where a run failed, took no optimizer
-step in an iteration, or told a figure that is no finite number.
+A program there says what is computed and leaves sizes, models and data to a deploy; here that is the arithmetic
+example's model as policy, teacher and judge, PPO's reward model, and their data. Ends with one line of JSON, and with
+status 1 where a run failed, took no optimizer step in an iteration, or told a figure that is no finite number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from msrl_graph.runtime.driver import supervisor
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "programs"
-ARITHMETIC, REWARD, PAIRS = (ROOT / "examples" / name for name in ("arithmetic/model", "ppo/reward_model", "dpo/train.jsonl"))
+ARITHMETIC, REWARD, PAIRS = (
+    ROOT / "examples" / name for name in ("arithmetic/model", "ppo/reward_model", "dpo/train.jsonl")
+)
 SUMS = ROOT / "examples" / "arithmetic" / "train.jsonl"
 LONGER = "./model"  # the example's, with positions for the bounds that the programs declare
 MODELS = {"policy": LONGER, "value": REWARD, "reward_model": REWARD, "teacher": LONGER, "judge": LONGER}
@@ -75,11 +77,20 @@ CASES = (
 
 def text(case: Case) -> str:
     """The program with a deploy of its own."""
-    lines = [f'import "{PROGRAMS / case.program}.rlg"', case.more, 'cluster here { device = "cpu", devices_per_node = 2 }']
-    lines += [f"deploy {case.algorithm} on here as small {{", *(f"  set {name} = {value}" for name, value in case.sets.items())]
+    lines = [
+        f'import "{PROGRAMS / case.program}.rlg"',
+        case.more,
+        'cluster here { device = "cpu", devices_per_node = 2 }',
+    ]
+    lines += [
+        f"deploy {case.algorithm} on here as small {{",
+        *(f"  set {name} = {value}" for name, value in case.sets.items()),
+    ]
     lines += [f'  model {name} = "{MODELS[name]}"' for name in case.models]
     fields = ", ".join(f'{column} = "{name}"' for column, name in case.fields.items())
-    return "\n".join([*lines, f'  data source = "{case.data}" {{ {fields} }}', "  run { iterations = 2, seed = 0, save = 1 }", "}"])
+    return "\n".join(
+        [*lines, f'  data source = "{case.data}" {{ {fields} }}', "  run { iterations = 2, seed = 0, save = 1 }", "}"]
+    )
 
 
 def wrong(lines: list[dict[str, Any]]) -> str:
@@ -109,7 +120,9 @@ def execute(case: Case, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=[case.algorithm for case in CASES], action="append", help="one algorithm; may be repeated")
+    parser.add_argument(
+        "--only", choices=[case.algorithm for case in CASES], action="append", help="one algorithm; may be repeated"
+    )
     options = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,11 @@
 """Seconds, predicted against measured: the example and four variants of it, interleaved.
 
-Each round measures this machine first (or `--here FILE` is taken), by the calibration that every run uses, since what a machine can do
-changes within minutes where others use it too; then each variant runs. Measured is the median over rounds of a run's median iteration,
-the first ones left out. Predicted is the median over rounds of the estimate for the lengths of the rows that the run had: nothing else
-of a run goes into it. Prints tables and, last, one line of JSON; status 1 where a ratio is off by
-more than the bar or the variants come in another order. Two variants whose rounds overlap have no order: they were not told apart.
+Each round measures this machine first (or `--here FILE` is taken), by the calibration that every run uses, since what a
+machine can do changes within minutes where others use it too; then each variant runs. Measured is the median over
+rounds of a run's median iteration, the first ones left out. Predicted is the median over rounds of the estimate for the
+lengths of the rows that the run had: nothing else of a run goes into it. Prints tables and, last, one line of JSON;
+status 1 where a ratio is off by more than the bar or the variants come in another order. Two variants whose rounds
+overlap have no order: they were not told apart.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 BAR = 0.2
 WARM = 4  # iterations that are left out
 LONG = 24  # tokens
-SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 PHASES = ("actor.generate", "reference.infer", "actor.infer", "actor.update", "reshard")
 
 
@@ -85,7 +92,12 @@ def plan_of(variant: Variant, folder: Path) -> Plan:
     place.mkdir(exist_ok=True)
     for name in ("grpo.rlg", "one_rank.rlg"):
         text = (folder / name).read_text()
-        for old, new in (*variant.changes, ('"./model"', f'"../{variant.model}"'), ('jsonl"', 'jsonl"'), ('= "t', '= "../t')):
+        for old, new in (
+            *variant.changes,
+            ('"./model"', f'"../{variant.model}"'),
+            ('jsonl"', 'jsonl"'),
+            ('= "t', '= "../t'),
+        ):
             text = text.replace(old, new)
         (place / name).write_text(text)
     plan = compile(place / variant.file)
@@ -160,7 +172,10 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
         want, got = statistics.median(r.estimate.iteration_seconds.value for r in rounds), statistics.median(took)
         seconds[name], ranges[name] = (want, got), (min(took), max(took))
         table.add_row(
-            name, *(f"{x * 1e3:.0f} ms" for x in (want, got)), f"{want / got:.2f}", f"{min(took) * 1e3:.0f}-{max(took) * 1e3:.0f} ms"
+            name,
+            *(f"{x * 1e3:.0f} ms" for x in (want, got)),
+            f"{want / got:.2f}",
+            f"{min(took) * 1e3:.0f}-{max(took) * 1e3:.0f} ms",
         )
         cells = [
             (
@@ -178,7 +193,13 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
     turned = [f"{a} / {b}" for a, b in apart if seconds[a][0] >= seconds[b][0]]
     ratios = {n: round(want / got, 3) for n, (want, got) in seconds.items()}
     worst = max(abs(r - 1) for r in ratios.values())
-    figures = {"ratios": ratios, "worst": round(worst, 3), "same_order": not turned, "turned": turned, "told_apart": len(apart)}
+    figures = {
+        "ratios": ratios,
+        "worst": round(worst, 3),
+        "same_order": not turned,
+        "turned": turned,
+        "told_apart": len(apart),
+    }
     print(json.dumps(figures | {"noise": round(noise, 3)}))
     return 0 if worst <= BAR and not turned else 1
 

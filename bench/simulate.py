@@ -1,6 +1,8 @@
-"""How long a simulation takes: an iteration of 1,024 prompts with 16 responses each, on 384 and on 10,000 devices, interleaved.
+"""How long a simulation takes: an iteration of 1,024 prompts with 16 responses each, on 384 and on 10,000 devices,
+interleaved.
 
-Usage: python bench/simulate.py [--runs N]. The last line is one JSON object; the bar is 10 seconds an iteration on 10,000 devices.
+Usage: python bench/simulate.py [--runs N]. The last line is one JSON object; the bar is 10 seconds an iteration on
+10,000 devices.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def main() -> None:
         print(f"{size:>6,} devices: median {statistics.median(values):6.2f} s, least {min(values):6.2f} s, {runs} runs")
     median = {f"seconds_{size}": round(statistics.median(values), 2) for size, values in seconds.items()}
     worst = max(median.values())
-    print(json.dumps({"bench": "simulate", "rows": 1024 * 16, **median, "bar": BAR, "pass": worst <= BAR, "runs": runs}))
+    print(
+        json.dumps({"bench": "simulate", "rows": 1024 * 16, **median, "bar": BAR, "pass": worst <= BAR, "runs": runs})
+    )
 
 
 if __name__ == "__main__":

@@ -1,25 +1,29 @@
 """What a user would take instead: the example's recipe in trl's GRPOTrainer and here, interleaved.
 
-Both take the same model, tokenizer, data and batches (64 prompts with 8 responses, 2 optimizer steps of 256 responses each), the same
-loss, optimizer, clipping and sampling, in float32 on the same cores: one rank with two threads, and two ranks with one each, data
-parallel on both sides (trl: two processes, DistributedDataParallel over gloo; here two_ranks.rlg). trl runs in
-its own environment (constraints/trl.txt), its gradient checkpointing, bfloat16, logging, saving and search for unused parameters off.
-Both compute reference and old log-probabilities for every batch, since both take two steps on it.
+Both take the same model, tokenizer, data and batches (64 prompts with 8 responses, 2 optimizer steps of 256 responses
+each), the same loss, optimizer, clipping and sampling, in float32 on the same cores: one rank with two threads, and two
+ranks with one each, data parallel on both sides (trl: two processes, DistributedDataParallel over gloo; here
+two_ranks.rlg). trl runs in its own environment (constraints/trl.txt), its gradient checkpointing, bfloat16, logging,
+saving and search for unused parameters off. Both compute reference and old log-probabilities for every batch, since
+both take two steps on it.
 
-What still differs: trl divides advantages by std + 1e-4 (here + 1e-6) and does not clamp the KL estimator (here +-20 and +-10); it
-starts the warmup at a rate of 0, one step behind; on two ranks its loss is the mean of the ranks' token means; it deals the responses
-of a batch to the two steps at random, the rows of a prompt apart, where here a prompt's rows stay together; it computes entropies for
-its metrics; its random numbers are its own. It feeds each response with its own copy of the prompt, here what rows share is computed
-once: the responses of this example are short and often alike, and gain more by that than long ones would.
+What still differs: trl divides advantages by std + 1e-4 (here + 1e-6) and does not clamp the KL estimator (here +-20
+and +-10); it starts the warmup at a rate of 0, one step behind; on two ranks its loss is the mean of the ranks' token
+means; it deals the responses of a batch to the two steps at random, the rows of a prompt apart, where here a prompt's
+rows stay together; it computes entropies for its metrics; its random numbers are its own. It feeds each response with
+its own copy of the prompt, here what rows share is computed once: the responses of this example are short and often
+alike, and gain more by that than long ones would.
 
-A process a measurement; the first iterations are left out. Figures are medians over the iterations of all rounds, `ratio` is their
-quotient, `ratio_quiet` that of lower quartiles, which other load on the machine moves less. `cpu` is user and system time of all
-processes, threads that spin in wait for others among it. Prints tables and, last, a line of JSON.
+A process a measurement; the first iterations are left out. Figures are medians over the iterations of all rounds,
+`ratio` is their quotient, `ratio_quiet` that of lower quartiles, which other load on the machine moves less. `cpu` is
+user and system time of all processes, threads that spin in wait for others among it. Prints tables and, last, a line of
+JSON.
 
-With --load N so many processes that compute without end run beside both: what is left of either where a machine does other work too.
+With --load N so many processes that compute without end run beside both: what is left of either where a machine does
+other work too.
 
-With --curves: held-out accuracy (greedy) over wall time for both on one rank, over some seeds. The clock of both stands while they
-evaluate, start and end. Writes a picture.
+With --curves: held-out accuracy (greedy) over wall time for both on one rank, over some seeds. The clock of both stands
+while they evaluate, start and end. Writes a picture.
 """
 
 from __future__ import annotations
@@ -97,7 +101,9 @@ def _run(ranks: int, iterations: int, seed: int, every: int) -> tuple[list[dict[
     """The lines of metrics.jsonl, and processor seconds an iteration."""
     plan = compile(PROGRAMS[ranks])
     evaluations = tuple(replace(e, every=every) for e in plan.deploy.evaluations) if every else ()
-    deploy = replace(plan.deploy, evaluations=evaluations, run=replace(plan.deploy.run, iterations=iterations, seed=seed))
+    deploy = replace(
+        plan.deploy, evaluations=evaluations, run=replace(plan.deploy.run, iterations=iterations, seed=seed)
+    )
     kept = tuple(s for s in plan.schedule if s.task == "train" or every)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
@@ -116,8 +122,14 @@ def ours(ranks: int, iterations: int) -> list[Line]:
         phases = {name: line["phases"].get(node, 0.0) for name, node, _ in PHASES}
         phases["reward"] = line["phases"]["host.reward"] + line["phases"]["host.advantage"]  # beside the ranks' work
         compute = sum(line["phases"].get(node, 0.0) for node in COMPUTE)
-        rest = {"reshard": line["phases"]["reshard"], "dock": line["phases"]["dock"], "outside": line["seconds"] - compute}
-        found.append(phases | rest | {"iteration": line["seconds"], "cpu": cpu, "overhead_share": 1 - compute / line["seconds"]})
+        rest = {
+            "reshard": line["phases"]["reshard"],
+            "dock": line["phases"]["dock"],
+            "outside": line["seconds"] - compute,
+        }
+        found.append(
+            phases | rest | {"iteration": line["seconds"], "cpu": cpu, "overhead_share": 1 - compute / line["seconds"]}
+        )
     return found
 
 
@@ -139,7 +151,10 @@ def _trl(ranks: int, iterations: int, seed: int = 0, every: int = 0) -> dict[str
 
 def theirs(ranks: int, iterations: int) -> list[Line]:
     names = {here: name for name, _, here in PHASES}
-    return [{names.get(k, k): v for k, v in line.items()} | {"outside": line["other"]} for line in _trl(ranks, iterations)["lines"][FIRST:]]
+    return [
+        {names.get(k, k): v for k, v in line.items()} | {"outside": line["other"]}
+        for line in _trl(ranks, iterations)["lines"][FIRST:]
+    ]
 
 
 @contextmanager
@@ -235,7 +250,10 @@ def curves(seeds: int, iterations: int, every: int, out: Path) -> None:
             cells += [f"{curve[0][2]:.3f}", f"{curve[-1][2]:.3f}", f"{curve[-1][1]:.1f}"]
         table.add_row(str(seed), *cells)
     Console().print(table)
-    means = {s: [[statistics.mean(p[i] for p in point) for i in range(3)] for point in zip(*xs, strict=True)] for s, xs in found.items()}
+    means = {
+        s: [[statistics.mean(p[i] for p in point) for i in range(3)] for point in zip(*xs, strict=True)]
+        for s, xs in found.items()
+    }
     shown = Table(title="means over the seeds", title_justify="left", box=None)
     for name in ("iterations", *(f"{s}: {what}" for s in sides for what in ("minutes", "accuracy"))):
         shown.add_column(name, justify="right")
@@ -267,7 +285,9 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true", help="held-out accuracy over wall time instead of speed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=40, help="iterations between two points of a curve")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "trl-curves.png", help="the picture of the curves")
+    parser.add_argument(
+        "--out", type=Path, default=Path(tempfile.gettempdir()) / "trl-curves.png", help="the picture of the curves"
+    )
     options = parser.parse_args()
     if options.curves:
         curves(options.seeds, options.iterations or 320, options.every, options.out)

@@ -1,7 +1,7 @@
 """The example in trl's GRPOTrainer: one measurement a process, printed as one line of JSON by rank 0.
 
-Runs inside .venv-trl, which has trl and not this package; under torch.distributed.run for several ranks. Invariant: timing wraps trl's
-own methods and changes nothing that they compute.
+Runs inside .venv-trl, which has trl and not this package; under torch.distributed.run for several ranks. Invariant:
+timing wraps trl's own methods and changes nothing that they compute.
 
 Phases, in seconds an iteration (one generated batch and all optimizer steps on it):
 generate (`_generate_single_turn`), reward (`_calculate_rewards`), reference and old log-probabilities
@@ -76,7 +76,8 @@ class Trainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Seconds, processor seconds and phases of each iteration, and held-out accuracy between iterations: the clock stands then."""
+    """Seconds, processor seconds and phases of each iteration, and held-out accuracy between iterations: the clock
+    stands then."""
 
     def __init__(self, options, tokenizer):
         self.options, self.tokenizer = options, tokenizer
@@ -109,7 +110,10 @@ class Clock(TrainerCallback):
     def evaluate(self, done: int) -> None:
         if not self.options.every:
             return
-        model, test = self.trainer.accelerator.unwrap_model(self.trainer.model), rows(self.options.example / "test.jsonl")
+        model, test = (
+            self.trainer.accelerator.unwrap_model(self.trainer.model),
+            rows(self.options.example / "test.jsonl"),
+        )
         batch = self.tokenizer([r["prompt"] for r in test], padding=True, return_tensors="pt")
         state = torch.get_rng_state()
         model.eval()

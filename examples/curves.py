@@ -1,11 +1,13 @@
-"""Runs examples with several seeds and keeps what they learn: `make curves`, or `make curves NAMES="dapo rloo" SEEDS="0 1"`.
+"""Runs examples with several seeds and keeps what they learn: `make curves`, or `make curves NAMES="dapo rloo" SEEDS="0
+1"`.
 
-An example is a folder whose program is named as the folder, and the main job, GRPO in arithmetic/, on one rank: what is computed is the
-same as on two, and takes half as long. Its figure is the first one that its first `evaluate` reports, before the first iteration, after
-the last, and in between as the program says; what it reports besides is drawn beside it. Each run, one after another, is a process of
-its own, whose files are thrown away; its points go into curve.json beside the program as soon as it has ended, in place of those that
-the seed had, and curve.png is drawn anew. The tables of README.md here and of docs/results.md are made of all curve.json that there are.
-Prints the table and, last, a line of JSON. With --tables nothing is run: pictures and tables are made again.
+An example is a folder whose program is named as the folder, and the main job, GRPO in arithmetic/, on one rank: what is
+computed is the same as on two, and takes half as long. Its figure is the first one that its first `evaluate` reports,
+before the first iteration, after the last, and in between as the program says; what it reports besides is drawn beside
+it. Each run, one after another, is a process of its own, whose files are thrown away; its points go into curve.json
+beside the program as soon as it has ended, in place of those that the seed had, and curve.png is drawn anew. The tables
+of README.md here and of docs/results.md are made of all curve.json that there are. Prints the table and, last, a line
+of JSON. With --tables nothing is run: pictures and tables are made again.
 
 Invariant: a figure in a table or a picture was measured by the command beside it in curve.json.
 """
@@ -41,20 +43,27 @@ def programs() -> dict[str, Path]:
 
 
 def measure(program: Path, seed: int) -> dict[str, Any]:
-    """One run: its command, its minutes from start to end, [iterations, figure] of each evaluation, those of other figures
-    `beside`, and what a refill drew."""
+    """One run: its command, its minutes from start to end, [iterations, figure] of each evaluation, those of other
+    figures `beside`, and what a refill drew."""
     evaluation = compile(program).deploy.evaluations[0]
     arguments = [str(program.relative_to(ROOT)), "--seed", str(seed)]
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         subprocess.run([sys.executable, "-c", RUN, *arguments, "--out", f"{folder}/run"], cwd=ROOT, check=True)
         seconds = time.monotonic() - start
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
     found = [x for x in lines if x.get("evaluation") == evaluation.data]
     points, *others = ([[x["after_iterations"], round(x[column], 4)] for x in found] for column in evaluation.report)
     told = {"first": points[0][1], "last": points[-1][1], "minutes": round(seconds / 60, 1)}
     # Where a filter refills: over all iterations.
-    told |= {key: int(sum(x[key] for x in lines if key in x)) for key in ("prompts_drawn", "prompts_kept") if any(key in x for x in lines)}
+    told |= {
+        key: int(sum(x[key] for x in lines if key in x))
+        for key in ("prompts_drawn", "prompts_kept")
+        if any(key in x for x in lines)
+    }
     told |= {"beside": dict(zip(evaluation.report[1:], others, strict=True))} if others else {}
     return {**told, "command": " ".join(["msrl-run", *arguments]), "points": points}
 
@@ -66,7 +75,10 @@ def keep(name: str, program: Path, seed: int, found: dict[str, Any]) -> None:
     seeds = dict(sorted({**seeds, str(seed): found}.items(), key=lambda item: int(item[0])))
     evaluation = compile(program).deploy.evaluations[0]
     figure = evaluation.title(evaluation.report[0])
-    versions = {"python": platform.python_version(), **{package: version(package) for package in ("torch", "transformers", "ray")}}
+    versions = {
+        "python": platform.python_version(),
+        **{package: version(package) for package in ("torch", "transformers", "ray")},
+    }
     lines = ",\n".join(f"    {json.dumps(s)}: {json.dumps(run)}" for s, run in seeds.items())
     head = f'  "figure": {json.dumps(figure)},\n  "versions": {json.dumps(versions)},\n'
     path.write_text(f'{{\n{head}  "seeds": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
@@ -74,7 +86,8 @@ def keep(name: str, program: Path, seed: int, found: dict[str, Any]) -> None:
 
 
 def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -> None:
-    """A thin line for each seed, with the first and the last figure at its ends; broken lines for the means of what is beside."""
+    """A thin line for each seed, with the first and the last figure at its ends; broken lines for the means of what is
+    beside."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,12 +102,15 @@ def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -
         lines = [run["beside"][column] for run in seeds.values()]
         means = [(points[0][0], statistics.mean(value for _, value in points)) for points in zip(*lines, strict=True)]
         axes.plot(*zip(*means, strict=True), style, color="grey", linewidth=1, label=f"{column}, mean")
-    # Last figures that would stand on one another are set apart, about where they belong: a line of text is 6 % of the axis.
+    # Last figures that would stand on one another are set apart, about where they belong: a line of text is 6 % of the
+    # axis.
     values = [value for run in seeds.values() for _, value in run["points"]]
     order = sorted(seeds, key=lambda seed: seeds[seed]["last"])
     heights: list[float] = []
     for seed in order:
-        heights.append(max(seeds[seed]["last"], heights[-1] + 0.06 * (max(values) - min(values)) if heights else -math.inf))
+        heights.append(
+            max(seeds[seed]["last"], heights[-1] + 0.06 * (max(values) - min(values)) if heights else -math.inf)
+        )
     lift = statistics.mean(heights) - statistics.mean(run["last"] for run in seeds.values())
     at = {"textcoords": "offset points", "va": "center", "fontsize": 8}
     for seed, height in zip(order, heights, strict=True):
@@ -125,7 +141,10 @@ def summary() -> dict[str, dict[str, Any]]:
 
 def tables() -> dict[Path, str]:
     """By page, the table that it holds."""
-    examples = ["| algorithm | program | what it shows | first -> last, mean of the seeds | minutes |", "|---|---|---|---|---|"]
+    examples = [
+        "| algorithm | program | what it shows | first -> last, mean of the seeds | minutes |",
+        "|---|---|---|---|---|",
+    ]
     results = ["| example | figure | iterations | seed: first -> last | minutes |", "|---|---|---|---|---|"]
     for name, item in summary().items():
         runs = item["seeds"].values()
@@ -166,7 +185,11 @@ def main() -> None:
     pages = tables()
     write(pages)
     print(pages[ROOT / "docs" / "results.md"], end="")
-    print(json.dumps({n: {s: [r["first"], r["last"], r["minutes"]] for s, r in x["seeds"].items()} for n, x in summary().items()}))
+    print(
+        json.dumps(
+            {n: {s: [r["first"], r["last"], r["minutes"]] for s, r in x["seeds"].items()} for n, x in summary().items()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """msrl_graph: a small language and its compiler for reinforcement learning of large language models.
 
-A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md). `compile` gives its
-Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text, `to_rlg` the text of a tree or of what
-was built. `simulate` says what iterations of a plan take when rows differ, `run` trains by one (it needs the extra `run`). What is wrong is
-told by a `Fault`, what is suspicious by a `ProgramWarning`. `loss_term` marks a term of a loss in a file of one's own (docs/functions.md).
+A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md).
+`compile` gives its Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text,
+`to_rlg` the text of a tree or of what was built. `simulate` says what iterations of a plan take when rows differ, `run`
+trains by one (it needs the extra `run`). What is wrong is told by a `Fault`, what is suspicious by a `ProgramWarning`.
+`loss_term` marks a term of a loss in a file of one's own (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ __all__ = [
     "to_rlg",
 ]
 
-# Loaded on demand: torch and ray by those who train, the compiler by those who compile, which the processes of a run do not.
+# Loaded on demand: torch and ray by those who train, the compiler by those who compile, which the processes of a run do
+# not.
 _HOMES = {
     **dict.fromkeys(("check", "compile"), ".compiler.pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),

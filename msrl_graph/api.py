@@ -1,7 +1,7 @@
 """`run`, as Python calls it: what msrl-run takes as flags, by keyword.
 
-Invariant: what is asked for in the wrong kind is a Fault, as all else that can be known before a process is started; so is a script that
-its own processes would start again.
+Invariant: what is asked for in the wrong kind is a Fault, as all else that can be known before a process is started; so
+is a script that its own processes would start again.
 """
 
 from __future__ import annotations
@@ -45,24 +45,30 @@ def run(
     nice: int = 0,
     stderr: IO[str] | None = None,
 ) -> Outcome:
-    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
-    runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
+    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
+    new folder under runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
 
-    `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints. `iterations` and `seed`
-    take the place of the plan's. `record` writes the rows of each iteration; `replay` is the folder of a run that
-    did, whose responses are taken in place of generated ones. `dry_run` checks all that can be checked, prints what would run and starts
-    nothing. `verbose` shows what the processes print, `measure_memory` what a rank's tensors take. `nice`, from 0 to 19,
-    is how much nicer than this process those are that compute. What is told on the way goes to
-    `stderr` (default: the process's own).
+    `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints.
+    `iterations` and `seed` take the place of the plan's. `record` writes the rows of each iteration; `replay` is the
+    folder of a run that did, whose responses are taken in place of generated ones. `dry_run` checks all that can be
+    checked, prints what would run and starts nothing. `verbose` shows what the processes print, `measure_memory` what a
+    rank's tensors take. `nice`, from 0 to 19, is how much nicer than this process those are that compute. What is told
+    on the way goes to `stderr` (default: the process's own).
 
-    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
-    often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
+    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
     try:
-        stated = _checked(plan, {"iterations": iterations, "seed": seed, "nice": nice}, {"out": out, "resume": resume, "replay": replay})
+        stated = _checked(
+            plan,
+            {"iterations": iterations, "seed": seed, "nice": nice},
+            {"out": out, "resume": resume, "replay": replay},
+        )
         _guarded(plan, sys._getframe(1))
         known = plan.deploy.run
-        asked = replace(known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed))
+        asked = replace(
+            known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed)
+        )
         plan = replace(plan, deploy=replace(plan.deploy, run=asked))
         options = Options(measure_memory, verbose, record, str(replay or ""), overwrite, stated.get("nice", 0))
         if not dry_run:
@@ -73,7 +79,9 @@ def run(
     except Fault as fault:
         from .compiler.pipeline import rendered
 
-        fault.diagnostics = tuple(replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics)
+        fault.diagnostics = tuple(
+            replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics
+        )
         fault.text = "\n".join(rendered(None, fault.diagnostics))
         raise
 
@@ -97,12 +105,15 @@ def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, 
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
             found[name] = value
         elif value is not None:
-            _refuse(f"`{name}` is a whole number from 0 to 2^53, not {value if isinstance(value, int) else kind_of(value)}")
+            _refuse(
+                f"`{name}` is a whole number from 0 to 2^53, not {value if isinstance(value, int) else kind_of(value)}"
+            )
     return found
 
 
 def _guarded(plan: Plan, frame: FrameType | None) -> None:
-    """Refuses a run that its own processes would start again: they load functions by running the file that these stand in."""
+    """Refuses a run that its own processes would start again: they load functions by running the file that these stand
+    in."""
     if os.environ.get(MARK):
         _refuse("a process of a run, which loads its functions, would start a run", HELP, "unguarded-run")
     loaded: dict[str, set[str]] = {}
@@ -116,7 +127,12 @@ def _guarded(plan: Plan, frame: FrameType | None) -> None:
                 text = source.splitlines()[line - 1]
                 span = Span(path, line, len(text) - len(text.lstrip()) + 1, line, len(text.rstrip()) + 1)
                 found = ", ".join(f"`{name}`" for name in sorted(names))
-                _refuse(f"the processes of the run load {found} from this file, and would each start a run", HELP, "unguarded-run", span)
+                _refuse(
+                    f"the processes of the run load {found} from this file, and would each start a run",
+                    HELP,
+                    "unguarded-run",
+                    span,
+                )
         frame = frame.f_back
 
 

@@ -1,4 +1,5 @@
-"""What tests share: golden text (`pytest --update` writes what it would have compared with), and a place to run programs in."""
+"""What tests share: golden text (`pytest --update` writes what it would have compared with), and a place to run
+programs in."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests one worker runs under `--dist loadgroup`: those that share what takes long to start; a run of its own goes anywhere."""
+    """Which tests one worker runs under `--dist loadgroup`: those that share what takes long to start; a run of its own
+    goes anywhere."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "reference" in fixtures or "place" not in fixtures:

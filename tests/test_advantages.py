@@ -1,4 +1,5 @@
-"""Advantages, rewards and states, against values worked out by hand or from their definitions; relative 1e-9, in float64."""
+"""Advantages, rewards and states, against values worked out by hand or from their definitions; relative 1e-9, in
+float64."""
 
 import math
 
@@ -11,7 +12,16 @@ from msrl_graph import algorithms
 
 leave_one_out, discounted, gae, adaptive_kl, moving_mean, around, overlong, weighted_sum = (
     algorithms.load("function", name)
-    for name in ("leave_one_out", "discounted", "gae", "adaptive_kl", "moving_mean", "around", "overlong", "weighted_sum")
+    for name in (
+        "leave_one_out",
+        "discounted",
+        "gae",
+        "adaptive_kl",
+        "moving_mean",
+        "around",
+        "overlong",
+        "weighted_sum",
+    )
 )
 
 number = st.floats(-5, 5).map(lambda x: round(x, 3))
@@ -60,11 +70,18 @@ def test_what_is_no_number_goes_on_to_all_that_is_compared_with_it(bad):
 
 
 def test_discounted_by_hand():
-    # Rewards -0.5 (old - ref), the score on the last token: (-0.5, 2.5) and (-1,); returns at gamma 0.5: (0.75, 2.5), (-1).
-    got = discounted(tokens(2, 1, 0), np.array([2, 0, 9]), rows([1, -1], [2], []), rows([0, 0], [0], []), kl=0.5, gamma=0.5)
+    # Rewards -0.5 (old - ref), the score on the last token: (-0.5, 2.5) and (-1,); returns at gamma 0.5: (0.75, 2.5),
+    # (-1).
+    got = discounted(
+        tokens(2, 1, 0), np.array([2, 0, 9]), rows([1, -1], [2], []), rows([0, 0], [0], []), kl=0.5, gamma=0.5
+    )
     mean, returns = 0.75, (0.75, 2.5, -1.0)
     scale = math.sqrt((0 + 1.75**2 + 1.75**2) / 2 + 1e-8)
-    assert list(np.concatenate(got)) == near([(r - mean) / scale for r in returns]) and [len(g) for g in got] == [2, 1, 0]
+    assert list(np.concatenate(got)) == near([(r - mean) / scale for r in returns]) and [len(g) for g in got] == [
+        2,
+        1,
+        0,
+    ]
 
 
 def test_gae_by_hand():
@@ -105,7 +122,10 @@ def test_whitened_tokens_have_mean_0_and_variance_1(sizes, seed):
     # Large, so that the 1e-8 beside the variance is nothing to it.
     old, ref, value = (rows(*[rng.normal(size=n) * 100 for n in sizes]) for _ in range(3))
     score = rng.normal(size=len(sizes)) * 100
-    for got in (discounted(tokens(*sizes), score, old, ref, kl=0.1), gae(tokens(*sizes), score, value, old, ref, 0.1)[0]):
+    for got in (
+        discounted(tokens(*sizes), score, old, ref, kl=0.1),
+        gae(tokens(*sizes), score, value, old, ref, 0.1)[0],
+    ):
         flat = np.concatenate(got)
         assert [len(g) for g in got] == sizes
         assert flat.mean() == pytest.approx(0, abs=1e-9) and flat.var(ddof=1) == pytest.approx(1, rel=1e-6)

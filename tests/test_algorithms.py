@@ -26,7 +26,9 @@ def test_clip_by_hand():
     advantage = f64(2, -2, 2, -2, 0)
     # r = 1.5 and 0.5, clipped at 1.2 and 0.8; the worse of the two counts.
     assert torch.allclose(clip(logp, advantage, old)[0], f64(-2.4, 3.0, -1.0, 1.6, 0.0), rtol=1e-12)
-    assert torch.allclose(clip(logp, advantage, old, low=0.2, high=0.28)[0], f64(-2.56, 3.0, -1.0, 1.6, 0.0), rtol=1e-12)
+    assert torch.allclose(
+        clip(logp, advantage, old, low=0.2, high=0.28)[0], f64(-2.56, 3.0, -1.0, 1.6, 0.0), rtol=1e-12
+    )
 
 
 def test_clip_without_old_logp_is_the_policy_gradient():
@@ -132,7 +134,9 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, ra
     assert many[0] == pytest.approx(one[0], rel=1e-10, abs=1e-12)
     assert torch.allclose(many[1], one[1], rtol=1e-10, atol=1e-14)
     # The reduction written out anew.
-    per_token = loss.evaluate(node, inputs(torch.linspace(-1, 0, n, dtype=torch.float64), torch.tensor(lengths), values)).loss
+    per_token = loss.evaluate(
+        node, inputs(torch.linspace(-1, 0, n, dtype=torch.float64), torch.tensor(lengths), values)
+    ).loss
     pieces = [per_token[a:b] for a, b in itertools.pairwise(starts)]
     expected = {
         "tokens": per_token.mean(),

@@ -1,4 +1,5 @@
-"""No input whatever gives a traceback: what comes out is a plan, a graph, or diagnostics with places in a text that is there.
+"""No input whatever gives a traceback: what comes out is a plan, a graph, or diagnostics with places in a text that is
+there.
 
 The mutations are in broken.py. `MSRL_EXAMPLES=100` tries 100 times as many.
 """
@@ -178,9 +179,20 @@ def test_odd_shapes(text: str, tmp_path: Path, capsys: Capture) -> None:
         (b"\xef\xbb\xbf", "the file holds no program"),
         (b"# nothing\r# more\r\n#", "the file holds no program"),
     ],
-    ids=["cut inside of a character", "UTF-16", "UTF-16 without a mark", "a byte", "NULs", "empty", "a mark", "comments"],
+    ids=[
+        "cut inside of a character",
+        "UTF-16",
+        "UTF-16 without a mark",
+        "a byte",
+        "NULs",
+        "empty",
+        "a mark",
+        "comments",
+    ],
 )
-def test_bytes_that_are_no_program(data: bytes, told: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_no_program(
+    data: bytes, told: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "p.rlg"
     path.write_bytes(data)
     (tmp_path / "q.rlg").write_text('import "p.rlg"\n')
@@ -299,7 +311,12 @@ def edited(plan: Any, rng: random.Random) -> Any:
     return plan
 
 
-PLANS = ("tests/programs/grpo_page.rlg", "tests/programs/apart_two.rlg", "tests/programs/stale.rlg", "examples/arithmetic/two_ranks.rlg")
+PLANS = (
+    "tests/programs/grpo_page.rlg",
+    "tests/programs/apart_two.rlg",
+    "tests/programs/stale.rlg",
+    "examples/arithmetic/two_ranks.rlg",
+)
 
 
 @cache
@@ -311,7 +328,9 @@ def compared(name: str, text: str) -> int:
     """The exit status of a comparison with a plan of this text, the same however it is shown."""
     path = SCRATCH[0] / "plan.json"
     path.write_text(text)
-    one, two = (cli.compile_main([str(ROOT / name), "--diff", str(path), "--format", form]) for form in ("text", "json"))
+    one, two = (
+        cli.compile_main([str(ROOT / name), "--diff", str(path), "--format", form]) for form in ("text", "json")
+    )
     assert one == two and one in (0, 1)
     return one
 
@@ -341,13 +360,19 @@ def _swapped(plan: Any, *path: Any, to: Any) -> Any:
         (("graph", "nodes", 1, "writes", 0), "advantage", "it has the writer of the column `advantage` more than once"),
         (("graph", "columns", 0, "level"), 7, "it has no rows of the level of `prompt`"),
         (("graph", "edges", 1, "dst"), "x", "it has no node `x`"),
-        (("graph", "edges", 1, "dst"), "actor.generate", "`actor.generate` stands before `actor.generate`, which it reads from"),
+        (
+            ("graph", "edges", 1, "dst"),
+            "actor.generate",
+            "`actor.generate` stands before `actor.generate`, which it reads from",
+        ),
         (("deploy", "models"), {}, "it has no model `policy`"),
         (("placements", 1, "pool"), "x", "it has no pool `x`"),
         (("pools", 0, "nodes", 0), "x", "it has no node `x`"),
     ],
 )
-def test_a_name_that_a_plan_lacks_is_told(path: tuple[Any, ...], to: Any, told: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_name_that_a_plan_lacks_is_told(
+    path: tuple[Any, ...], to: Any, told: str, tmp_path: Path, capsys: Capture
+) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(_swapped(plan_of(PLANS[0]), *path, to=to)))
     assert cli.run_main([str(file), "--dry-run"]) == 1
@@ -355,11 +380,16 @@ def test_a_name_that_a_plan_lacks_is_told(path: tuple[Any, ...], to: Any, told: 
 
 
 def test_a_plan_that_took_no_time_is_compared(capsys: Capture) -> None:
-    assert compared(PLANS[0], json.dumps(_swapped(plan_of(PLANS[0]), "estimate", "iteration_seconds", "value", to=0.0))) == 0
+    assert (
+        compared(PLANS[0], json.dumps(_swapped(plan_of(PLANS[0]), "estimate", "iteration_seconds", "value", to=0.0)))
+        == 0
+    )
     assert re.search(r"An iteration takes [^(]{1,30} more\.", " ".join(capsys.readouterr().out.split()))
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"{", b"[]", b"null", b"{}", b"[" * 100_000, b'{"format_version": 1}', b'{"a": ' * 50_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff", b"{", b"[]", b"null", b"{}", b"[" * 100_000, b'{"format_version": 1}', b'{"a": ' * 50_000]
+)
 def test_bytes_that_are_no_plan(data: bytes, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(data)

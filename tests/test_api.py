@@ -1,4 +1,5 @@
-"""`run` of the Python API: every option of msrl-run, functions that stand in no file, and scripts that would start themselves."""
+"""`run` of the Python API: every option of msrl-run, functions that stand in no file, and scripts that would start
+themselves."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def script(place, function=SCORE, name="score", start="run(compile(deploy), out=
     for item in ("train.jsonl", "model"):
         if not (place / item).exists():
             (place / item).symlink_to(EXAMPLE / item)
-    done = subprocess.run([sys.executable, "-W", "ignore", "mine.py"], cwd=place, capture_output=True, text=True, timeout=200, **options)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "mine.py"], cwd=place, capture_output=True, text=True, timeout=200, **options
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -59,7 +62,8 @@ def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_lin
     assert err[err.index("error[") :] == (
         "error[unguarded-run]: the processes of the run load `score` from this file, and would each start a run\n"
         f"  --> {path}:13:1\n   |\n13 | run(compile(deploy), out='out')\n   | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
-        '   = help: put what starts the run under `if __name__ == "__main__":`, or the functions into a file of their own\n'
+        '   = help: put what starts the run under `if __name__ == "__main__":`, or the functions into a file of '
+        "their own\n"
     ), err
     guarded = "if __name__ == '__main__':\n    run(compile(deploy), out='out', dry_run=True, iterations=7, seed=3)"
     code, out, err = script(tmp_path, start=guarded)
@@ -71,7 +75,9 @@ def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_lin
 
 def test_a_process_of_a_run_starts_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MSRL_RUN", "/tmp/of-another")
-    with pytest.raises(Fault, match=r"error\[unguarded-run\]: a process of a run, which loads its functions, would start a run"):
+    with pytest.raises(
+        Fault, match=r"error\[unguarded-run\]: a process of a run, which loads its functions, would start a run"
+    ):
         run(compile("grpo", model="tiny"))
 
 
@@ -122,7 +128,9 @@ def test_functions_that_stand_in_no_file_are_kept_by_value():
         return bonus + (response == answer)
 
     loaded, text = kept(nested)
-    assert loaded("a", "a") == 1.5 and "def nested(response: str, answer: str, *, most: int = None) -> float: ..." in text
+    assert (
+        loaded("a", "a") == 1.5 and "def nested(response: str, answer: str, *, most: int = None) -> float: ..." in text
+    )
     loaded, text = kept(lambda response, answer: float(len(response)))
     assert loaded([1, 2], "") == 2.0 and "def lambda_(response, answer): ..." in text
     assert kept(partial(nested, most=4))[0]("a", "b") == 0.5
@@ -151,7 +159,8 @@ if doubled is not None:
 
 
 def test_a_function_under_an_if_is_kept_by_value():
-    """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at the top level."""
+    """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at
+    the top level."""
     assert shipped.home(guarded) is None and shipped.home(doubled) is None
     assert kept(guarded)[0]("a", "b") == 0.5 and kept(doubled)[0]("a", "b") == 0.25
 
@@ -159,6 +168,8 @@ def test_a_function_under_an_if_is_kept_by_value():
 @pytest.mark.slow
 def test_a_lambda_of_a_script_without_a_guard_trains(tmp_path):
     lambda_ = "lambda response, answer: float(len(response) < 4) + bonus"
-    code, _, err = script(tmp_path, "bonus = 0.25", lambda_, "print(run(compile(deploy), 'out', record=True, stderr=None).folder)")
+    code, _, err = script(
+        tmp_path, "bonus = 0.25", lambda_, "print(run(compile(deploy), 'out', record=True, stderr=None).folder)"
+    )
     assert code == 0, err
     assert (tmp_path / "out" / "rows" / "000000.parquet").is_file()

@@ -99,7 +99,11 @@ def program(folder: Path, text: str = ALGORITHM, ranks: int = 1) -> Plan:
         (folder / "critic" / "model.safetensors").unlink()
         torch.manual_seed(0)
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "critic"))
-        save_file({k: v.clone() for k, v in net.state_dict().items()}, folder / "critic" / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {k: v.clone() for k, v in net.state_dict().items()},
+            folder / "critic" / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         (folder / "talk.py").write_text(FUNCTIONS)
         rows = [json.loads(line) for line in (EXAMPLE / "train.jsonl").read_text().splitlines()[:8]]
         made = [{**row, "difficulty": i // 4 * 5, "heat": 0.5 + i % 2} for i, row in enumerate(rows)]
@@ -111,7 +115,8 @@ def program(folder: Path, text: str = ALGORITHM, ranks: int = 1) -> Plan:
 
 
 def test_a_reader_predicts_after_the_text_in_its_own_tokens(tmp_path: Path, alone: None) -> None:
-    """What the critic computes of its reply is what transformers computes after the same text, encoded by the critic's tokenizer alone."""
+    """What the critic computes of its reply is what transformers computes after the same text, encoded by the critic's
+    tokenizer alone."""
     from transformers import AutoModelForCausalLM
 
     stage, tokens = Stage(program(tmp_path)), Tokens(str(tmp_path / "critic"))
@@ -145,7 +150,9 @@ def test_a_text_that_is_learnt_ends_with_the_end_token_of_its_reader(tmp_path: P
     stage.act("critic.update", {"prompt": texts(["50+13="] * 4), "said": texts(SAID)})
     ids = tokens.encode(SAID)
     assert tokens.ends == (2, 0) and stage.told.sums["loss/sft"][1] == sum(len(i) + 1 for i in ids if len(i))
-    assert [list(r) for r in tokens.closed([*ids, np.array([7, 0])])] == [[*i, 2] if len(i) else [] for i in ids] + [[7, 0]]
+    assert [list(r) for r in tokens.closed([*ids, np.array([7, 0])])] == [[*i, 2] if len(i) else [] for i in ids] + [
+        [7, 0]
+    ]
 
 
 def test_tokens_of_another_tokenizer_are_told_with_what_mends_it(tmp_path: Path) -> None:
@@ -175,10 +182,15 @@ def test_what_goes_to_another_model(tmp_path: Path) -> None:
     mask[1:-1] = False
     assert own(ids, mask, tokens.chat()) == tokens.decode([ids[:1]])[0]
     talk = add("what is one", "<|stop|>", role="assistant")
-    assert json.loads(talk) == [{"role": "user", "content": "what is one"}, {"role": "assistant", "content": "<|stop|>"}]
+    assert json.loads(talk) == [
+        {"role": "user", "content": "what is one"},
+        {"role": "assistant", "content": "<|stop|>"},
+    ]
     more = add(talk, "and two", role="user")
     assert [m["role"] for m in json.loads(more)] == ["user", "assistant", "user"]
-    assert tokens.decode([tokens.read(texts([more]))[0]], special=True)[0].endswith("<|start|>user\nand two<|stop|>\n<|start|>assistant\n")
+    assert tokens.decode([tokens.read(texts([more]))[0]], special=True)[0].endswith(
+        "<|start|>user\nand two<|stop|>\n<|start|>assistant\n"
+    )
 
 
 @pytest.mark.slow
@@ -196,5 +208,6 @@ def test_two_policies_are_trained_with_text_between_them(place) -> None:  # type
         assert (place.folder / "talk" / "weights" / worker / "model.safetensors").exists()
     begun = Tokens(str(place.folder / "critic"))
     assert (
-        Tokens(str(place.folder / "talk" / "weights" / "critic")).encode(["one plus"])[0].tolist() == begun.encode(["one plus"])[0].tolist()
+        Tokens(str(place.folder / "talk" / "weights" / "critic")).encode(["one plus"])[0].tolist()
+        == begun.encode(["one plus"])[0].tolist()
     )

@@ -9,7 +9,8 @@ from language import TESTS, diagnose, lowered
 
 from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
-from msrl_graph.compiler.pipeline import Source, translate
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import Source
 from msrl_graph.compiler.unready import unready
 from msrl_graph.ir.graph import Expr, Worker
 from msrl_graph.ir.signatures import Option, signatures
@@ -27,7 +28,8 @@ def test_every_algorithm_of_the_package_compiles(path: Path) -> None:
 def test_calls_bind_what_is_left() -> None:
     text = """
 algorithm small {
-  columns { prompt : i32[<= 8], response : i32[<= 8], first : f32, second : f32, reward : f32, advantage : f32[response] }
+  columns { prompt : i32[<= 8], response : i32[<= 8], first : f32, second : f32,
+    reward : f32, advantage : f32[response] }
   state rate : f32 per prompt = 0.5
   worker actor : policy
   worker host : function
@@ -50,7 +52,11 @@ algorithm small {
     assert str(nodes["source"]["weights"]) == "around(target = 0.3, state = rate)"
     assert str(nodes["host.second"]["call"]) == "shuffle(score = first)"
     mix = nodes["host.mix"]["call"]
-    assert str(mix) == "weighted_sum(weights = [1, 0.5])" and mix.columns() == {} and mix.options() == {"weights": [1, 0.5]}
+    assert (
+        str(mix) == "weighted_sum(weights = [1, 0.5])"
+        and mix.columns() == {}
+        and mix.options() == {"weights": [1, 0.5]}
+    )
     assert str(nodes["host.track"]["call"]) == "moving_mean(decay = 0.8, mean = rate)"
     assert str(nodes["host.pick"]["select"]) == "resample(weights = pow(k = 3), score = reward)"
 
@@ -58,7 +64,8 @@ algorithm small {
 def test_what_the_runtime_fills_is_read_from_the_source() -> None:
     source = """
 @loss_term
-def pairs(good: "LogProbs", bad: LogProbs, logp, good_lengths, lengths, old_lengths, values=None, *, form: Literal["a"] = "a") -> Rows: ...
+def pairs(good: "LogProbs", bad: LogProbs, logp, good_lengths, lengths, old_lengths,
+          values=None, *, form: Literal["a"] = "a") -> Rows: ...
 
 @loss_term
 def plain(entropy: Tokens, x: Tokens) -> Tokens: ...
@@ -78,7 +85,12 @@ def whole(logp, values): ...
         ("logp", "good_lengths", "lengths", "values"),
         ("good", "bad", "old_lengths"),
     )
-    assert (pairs.logps, pairs.rows, found["plain"].rows, found["plain"].fills) == ({"good", "bad"}, True, False, ("entropy",))
+    assert (pairs.logps, pairs.rows, found["plain"].rows, found["plain"].fills) == (
+        {"good", "bad"},
+        True,
+        False,
+        ("entropy",),
+    )
     mix = found["mix"]
     assert (mix.columns, mix.optional, mix.rest, mix.rng) == (("response", "extra"), frozenset(), "scores", True)
     assert mix.options == (Option("weights", True, several=True), Option("how", True, ("low",), calls=("twice",)))
@@ -94,11 +106,23 @@ def whole(logp, values): ...
         ("dpo", "policy", ""),
         ("value_clip", "value", ""),
         ("value_clip", "reward_model", ""),
-        ("value_clip", "policy", "`value_clip` needs predictions of values, which a policy such as `actor` does not give"),
-        ("clip", "value", "`clip` needs log-probabilities of tokens, which a value worker such as `actor` does not give"),
+        (
+            "value_clip",
+            "policy",
+            "`value_clip` needs predictions of values, which a policy such as `actor` does not give",
+        ),
+        (
+            "clip",
+            "value",
+            "`clip` needs log-probabilities of tokens, which a value worker such as `actor` does not give",
+        ),
         ("entropy", "value", "`entropy` needs entropies, which a value worker such as `actor` does not give"),
         ("dpo", "value", "`dpo` needs log-probabilities of tokens, which a value worker such as `actor` does not give"),
-        ("distil", "reward_model", "`distil` needs log-probabilities of tokens, which a reward model such as `actor` does not give"),
+        (
+            "distil",
+            "reward_model",
+            "`distil` needs log-probabilities of tokens, which a reward model such as `actor` does not give",
+        ),
     ],
 )
 def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) -> None:
@@ -123,9 +147,14 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
     ],
 )
 def test_a_plan_notes_what_a_run_would_refuse(body: str, note: list[str]) -> None:
-    head = f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "cpu", devices_per_node = 2 }}\n'
+    head = (
+        f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "cpu", '
+        "devices_per_node = 2 }\n"
+    )
     deploy = 'deploy mine on one { model policy = "./model"\n data source = "train.jsonl"\n SETS }'
-    deploy = deploy.replace("SETS", "\n".join(f"set {p}" for p in ("prompts = 8", "group = 2", "prompt_len = 6", "response_len = 5")))
+    deploy = deploy.replace(
+        "SETS", "\n".join(f"set {p}" for p in ("prompts = 8", "group = 2", "prompt_len = 6", "response_len = 5"))
+    )
     source = Source("program.rlg", head + deploy, TESTS.parent / "examples" / "arithmetic")
     plan = translate(source).plan
     assert plan is not None

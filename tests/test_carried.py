@@ -1,4 +1,5 @@
-"""What outlives an iteration: positions in the data and states, taken from reports in any order, and from a checkpoint."""
+"""What outlives an iteration: positions in the data and states, taken from reports in any order, and from a
+checkpoint."""
 
 import itertools
 import shutil
@@ -8,7 +9,7 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.runtime.driver.carried import Carried
-from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.process.report import NextValues, Report, RunError
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = """
@@ -51,7 +52,9 @@ def planned(states=False, refill=False):
 
 
 def report(states=None, drawn=(), prompts_drawn=0):
-    found = Report("functions", states=states or {}, drawn=np.array(drawn, np.int64))
+    found = Report(
+        "functions", states={n: NextValues(*v) for n, v in (states or {}).items()}, drawn=np.array(drawn, np.int64)
+    )
     if prompts_drawn:
         found.count("prompts_drawn", prompts_drawn, 0)
     return found
@@ -59,7 +62,8 @@ def report(states=None, drawn=(), prompts_drawn=0):
 
 @pytest.mark.parametrize("states", [False, True])
 def test_prompts_go_on_where_the_last_iteration_ended(states):
-    """With a refill by as many as were drawn; the next iteration is known beforehand where there is neither that nor a state."""
+    """With a refill by as many as were drawn; the next iteration is known beforehand where there is neither that nor a
+    state."""
     plain, refilling = Carried(planned(states), 10), Carried(planned(states, refill=True), 10)
     assert plain.known is not states and not refilling.known
     positions: list[tuple[int, int]] = []
@@ -91,7 +95,9 @@ def saved(carried, folder, iteration):
 def test_a_checkpoint_holds_positions_and_states(tmp_path):
     plan = planned(states=True, refill=True)
     carried = Carried(plan, 10)
-    carried.after(carried.task(0), [report({"level": ([0], [7.25]), "rate": ([5], [0.1])}, drawn=range(6), prompts_drawn=6)])
+    carried.after(
+        carried.task(0), [report({"level": ([0], [7.25]), "rate": ([5], [0.1])}, drawn=range(6), prompts_drawn=6)]
+    )
     path = saved(carried, tmp_path, 1)
     again = Carried(plan, 10)
     again.restore(path, checkpoint.manifest_of(path))

@@ -16,10 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph import compile
-from msrl_graph.backends.spec import Asked, Packed, Shard
+from msrl_graph.backends.spec import Asked, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
+from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.weights import checkpoint
-from msrl_graph.runtime.weights.checkpoint import Manifest, Source, Unsound, begin, commit, found, newest, program, resumed, sound, write
+from msrl_graph.runtime.weights.checkpoint import (
+    Manifest,
+    Source,
+    Unsound,
+    begin,
+    commit,
+    found,
+    newest,
+    program,
+    resumed,
+    sound,
+    write,
+)
 from msrl_graph.sharding.layout import Layout, Side, elements, full, owns, shard
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -31,16 +44,21 @@ def plan():
 
 
 def save(run, plan, iteration, keep=9, written=None):
-    """A checkpoint of one small tensor in two files, and one of states. `written` is what the manifest says in place of the truth."""
+    """A checkpoint of one small tensor in two files, and one of states. `written` is what the manifest says in place of
+    the truth."""
     import torch
 
     partial, true = begin(run, iteration), {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
     says = checkpoint.said(**true, program=program(plan)) | checkpoint.taken({"actor.update": iteration})
     shards = [Shard("w", ((2 * r, 2 * r + 2), (0, 3)), torch.arange(6.0).view(2, 3) + r) for r in range(2)]
-    files = [write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says) for r, s in enumerate(shards)]
+    files = [
+        write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says) for r, s in enumerate(shards)
+    ]
     files.append(checkpoint.write_arrays(partial, "states.safetensors", {"solved": np.arange(3.0) + iteration}, says))
     known = {"format_version": checkpoint.FORMAT, "steps": {"actor.update": iteration}, **true}
-    return commit(partial, Manifest(**known | {"program": program(plan), "files": tuple(files)} | (written or {})), keep)
+    return commit(
+        partial, Manifest(**known | {"program": program(plan), "files": tuple(files)} | (written or {})), keep
+    )
 
 
 def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path, plan):
@@ -115,19 +133,36 @@ def digested(path):
     (path / "manifest.sha256").write_text(f"{digest}  manifest.json\n")
 
 
-CHANGED = "its manifest.json or its manifest.sha256 was changed after it was written: one is not the SHA-256 of the other"
+CHANGED = (
+    "its manifest.json or its manifest.sha256 was changed after it was written: one is not the SHA-256 of the other"
+)
 DAMAGE = {
     "cut": (cut, r"its file actor-rank-00001.safetensors has \d+ bytes of \d+"),
     "one bit": (flip, "its file actor-rank-00000.safetensors was changed after it was written: its SHA-256 differs"),
-    "missing": (lambda p: (p / "actor-rank-00000.safetensors").unlink(), "its file actor-rank-00000.safetensors is missing"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "its manifest.json cannot be read: No such file or directory"),
-    "half a manifest": (lambda p: (p / "manifest.json").write_text('{"format_version": 1, "iter'), "its manifest.json is damaged: .*"),
-    "of another format": (lambda p: say(p, '"format_version": 2', '"format_version": 1'), "its manifest.json is of format 1, .* reads 2"),
+    "missing": (
+        lambda p: (p / "actor-rank-00000.safetensors").unlink(),
+        "its file actor-rank-00000.safetensors is missing",
+    ),
+    "no manifest": (
+        lambda p: (p / "manifest.json").unlink(),
+        "its manifest.json cannot be read: No such file or directory",
+    ),
+    "half a manifest": (
+        lambda p: (p / "manifest.json").write_text('{"format_version": 1, "iter'),
+        "its manifest.json is damaged: .*",
+    ),
+    "of another format": (
+        lambda p: say(p, '"format_version": 2', '"format_version": 1'),
+        "its manifest.json is of format 1, .* reads 2",
+    ),
     "iteration": (lambda p: say(p, '"iteration": 20', '"iteration": 18'), CHANGED),
     "negative": (lambda p: say(p, '"iteration": 20', '"iteration": -5'), CHANGED),
     "steps": (lambda p: say(p, '"actor.update": 20', '"actor.update": 90'), CHANGED),
     "position": (lambda p: say(p, '"position": 160', '"position": 16'), CHANGED),
-    "no digest": (lambda p: (p / "manifest.sha256").unlink(), "its manifest.sha256 cannot be read: No such file or directory"),
+    "no digest": (
+        lambda p: (p / "manifest.sha256").unlink(),
+        "its manifest.sha256 cannot be read: No such file or directory",
+    ),
     "a digest made anew": (
         lambda p: (say(p, '"lines": 20', '"lines": 2'), digested(p)),
         "its manifest.json says lines 2, and its file actor-rank-00000.safetensors 20",
@@ -151,7 +186,10 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
             resumed(plan, str(target), NOWHERE)
         (told,) = fault.value.diagnostics
         assert told.code == "bad-checkpoint" and told.message.startswith(f"the checkpoint {path} cannot be used: its ")
-        assert told.help == f"{older} is sound: --resume {older}, with --out another folder, or --overwrite for what is newer"
+        assert (
+            told.help
+            == f"{older} is sound: --resume {older}, with --out another folder, or --overwrite for what is newer"
+        )
     assert newest(tmp_path)[0] == older
     assert resumed(plan, str(older), NOWHERE)[1].iteration == 10
 
@@ -192,7 +230,13 @@ def pristine(tmp_path_factory, plan):
     return run, read_whole(run, plan)
 
 
-FILES = ("manifest.json", "manifest.sha256", "actor-rank-00000.safetensors", "actor-rank-00001.safetensors", "states.safetensors")
+FILES = (
+    "manifest.json",
+    "manifest.sha256",
+    "actor-rank-00000.safetensors",
+    "actor-rank-00001.safetensors",
+    "states.safetensors",
+)
 
 
 def edited(path, name, how, at, byte):
@@ -223,7 +267,17 @@ def edited(path, name, how, at, byte):
         path.rename(path.with_name(f"{at:06d}"))
 
 
-HOW = ("flip", "another digit", "cut", "insert", "leave out", "delete", "rename", "put another in its place", "rename the folder")
+HOW = (
+    "flip",
+    "another digit",
+    "cut",
+    "insert",
+    "leave out",
+    "delete",
+    "rename",
+    "put another in its place",
+    "rename the folder",
+)
 
 
 def read_whole(run, plan):
@@ -232,7 +286,12 @@ def read_whole(run, plan):
 
     path, manifest, warnings = resumed(plan, str(run), NOWHERE)
     tensor = Source(path).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
-    return manifest, warnings, tensor.tolist(), {k: v.tolist() for k, v in checkpoint.read_arrays(path / "states.safetensors").items()}
+    return (
+        manifest,
+        warnings,
+        tensor.tolist(),
+        {k: v.tolist() for k, v in checkpoint.read_arrays(path / "states.safetensors").items()},
+    )
 
 
 @settings(max_examples=80)
@@ -298,7 +357,12 @@ def test_a_box_is_read_from_however_many_files(tmp_path, plan):
 
 
 def test_every_box_has_one_owner(plan):
-    for layout, divided in ((Layout(tp=2, dp=2), False), (Layout(dp=4), True), (Layout(tp=2, dp=2, zero=3), True), (Layout(dp=3), False)):
+    for layout, divided in (
+        (Layout(tp=2, dp=2), False),
+        (Layout(dp=4), True),
+        (Layout(tp=2, dp=2, zero=3), True),
+        (Layout(dp=3), False),
+    ):
         side = Side(layout, divided)
         for tensor in plan.deploy.models["policy"].tensors:
             owned = [shard(tensor, side, r) for r in range(layout.devices) if owns(tensor, side, r)]
@@ -314,26 +378,22 @@ BATCH = [[1, 2, 3, 4, 5, 6], [3, 1, 4, 1, 5, 9]]
 
 
 def engine_on(layout, rank, dtype):
-    from torch.distributed.device_mesh import DeviceMesh
+    import engines
 
     from msrl_graph.algorithms.optimizers import adamw
-    from msrl_graph.backends.fsdp import Engine
     from msrl_graph.model import models
 
     model = models.load("./model", EXAMPLE, dtype)
-    mesh = DeviceMesh("cpu", [[layout.rank(tp, dp) for tp in range(layout.tp)] for dp in range(layout.dp)], mesh_dim_names=("dp", "tp"))
-    return model, Engine(model, layout, rank, mesh, False, adamw(lr=1e-3))
+    return model, engines.trainer(model, layout, rank, engines.mesh(layout), adamw(lr=1e-3))
 
 
 def step(engine, layout, rank):
-    import torch
+    from msrl_graph.runtime.rank.micro_batches import pack
 
     mine = BATCH if layout.dp == 1 else [BATCH[layout.coordinates(rank).dp]]
-    ids = torch.tensor(mine)
-    rows, width = ids.shape
-    row, position = torch.arange(rows).repeat_interleave(width - 1), torch.arange(width - 1).repeat(rows)
-    logp = engine.forward(Packed(ids[:, :-1], row, position, ids[:, 1:].reshape(-1)), Asked()).logp
-    engine.backward(-logp.sum() / 10)
+    first, rest = (ragged([np.array(row[part]) for row in mine], np.int32) for part in (slice(1), slice(1, None)))
+    packed = pack([first], [rest], np.arange(len(mine)))
+    engine.train([packed], lambda made, _: -made.logp.sum() / 10, Asked())
     return engine.step(1e-3, 1.0)
 
 
@@ -362,7 +422,9 @@ def _go_on(rank, folder, layout, dtype, target, same):
     with torch.no_grad():
         for s in engine.shards():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
-    assert source.kinds("actor").keys() == {"weights", "exp_avg", "exp_avg_sq"} | ({"master"} if dtype == "bf16" else set())
+    assert source.kinds("actor").keys() == {"weights", "exp_avg", "exp_avg_sq"} | (
+        {"master"} if dtype == "bf16" else set()
+    )
     moments = {
         kind: {s.name: source.read(f"actor/{kind}/{s.name}", s.box, torch.float32) for s in engine.shards()}
         for kind in source.kinds("actor").keys() - {"weights"}
@@ -375,13 +437,20 @@ def _go_on(rank, folder, layout, dtype, target, same):
             box, value = part[s.name]
             if same and box == s.box:
                 assert torch.equal(value, s.tensor), s.name
-            elif box == s.box and not s.name.endswith("k_proj.bias"):  # its gradient is 0, so Adam makes steps of rounding
+            elif box == s.box and not s.name.endswith(
+                "k_proj.bias"
+            ):  # its gradient is 0, so Adam makes steps of rounding
                 # A step is lr long at most: what rounding does to it is far below.
                 assert (value.float() - s.tensor.float()).abs().max() < (1e-6 if dtype == "f32" else 2e-2), s.name
     assert norm == pytest.approx(parts[0]["norm"], rel=0 if same else (1e-5 if dtype == "f32" else 1e-2))
 
 
-LAYOUTS = {"dp2 zero 1": Layout(dp=2, zero=1), "tp2": Layout(tp=2), "dp2 zero 3": Layout(dp=2, zero=3), "dp2 zero 0": Layout(dp=2, zero=0)}
+LAYOUTS = {
+    "dp2 zero 1": Layout(dp=2, zero=1),
+    "tp2": Layout(tp=2),
+    "dp2 zero 3": Layout(dp=2, zero=3),
+    "dp2 zero 0": Layout(dp=2, zero=0),
+}
 
 
 @pytest.mark.slow

@@ -68,12 +68,24 @@ def test_diagnostics_as_json_and_concise(tmp_path: Path, capsys: Capture) -> Non
 @pytest.mark.parametrize(
     ("old", "new", "code", "under"),
     [
-        ("layout actor.update   { tp = 8, dp = 2 }", "layout actor.update   { tp = 8, dp = 4 }", "layout-size", "layout actor.update"),
-        ("layout actor.generate { tp = 4, dp = 4 }", "layout actor.generate { tp = 16 }", "layout-divide", "layout actor.generate"),
+        (
+            "layout actor.update   { tp = 8, dp = 2 }",
+            "layout actor.update   { tp = 8, dp = 4 }",
+            "layout-size",
+            "layout actor.update",
+        ),
+        (
+            "layout actor.generate { tp = 4, dp = 4 }",
+            "layout actor.generate { tp = 16 }",
+            "layout-divide",
+            "layout actor.generate",
+        ),
         ('"ascend-910c"', '"ascend-910b"', "out-of-memory", "layout actor.update"),
     ],
 )
-def test_faults_that_only_placing_brings_to_light(tmp_path: Path, capsys: Capture, old: str, new: str, code: str, under: str) -> None:
+def test_faults_that_only_placing_brings_to_light(
+    tmp_path: Path, capsys: Capture, old: str, new: str, code: str, under: str
+) -> None:
     assert compile_main([str(wrong(tmp_path, old, new)), "--check"]) == 1
     err = capsys.readouterr().err
     assert f"error[{code}]" in err
@@ -81,7 +93,11 @@ def test_faults_that_only_placing_brings_to_light(tmp_path: Path, capsys: Captur
 
 
 def test_too_much_memory_names_the_nearest_layout_that_fits(tmp_path: Path, capsys: Capture) -> None:
-    text = PAGE.read_text(encoding="utf-8").replace("tp = 8, dp = 2", "tp = 2, dp = 8").replace("ascend-910c", "ascend-910b")
+    text = (
+        PAGE.read_text(encoding="utf-8")
+        .replace("tp = 8, dp = 2", "tp = 2, dp = 8")
+        .replace("ascend-910c", "ascend-910b")
+    )
     path = tmp_path / "large.rlg"
     path.write_text(text.replace("run {", "engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
     assert compile_main([str(path), "--check"]) == 1
@@ -93,7 +109,13 @@ def test_too_much_memory_names_the_nearest_layout_that_fits(tmp_path: Path, caps
 
 
 def test_emits_and_formats(tmp_path: Path, capsys: Capture) -> None:
-    for stage, start in (("ast", "File"), ("graph", "Algorithm grpo"), ("placed", "Placed graph"), ("plan", "Plan of grpo"), ("ray", "#!")):
+    for stage, start in (
+        ("ast", "File"),
+        ("graph", "Algorithm grpo"),
+        ("placed", "Placed graph"),
+        ("plan", "Plan of grpo"),
+        ("ray", "#!"),
+    ):
         assert compile_main([str(PAGE), "--emit", stage]) == 0
         assert capsys.readouterr().out.startswith(start)
     for stage in ("ast", "graph", "placed", "plan"):
@@ -129,8 +151,14 @@ def test_params_are_set(capsys: Capture) -> None:
 def test_what_is_wrong_with_a_flag_is_underlined_in_it(capsys: Capture) -> None:
     assert compile_main(["grpo", "--set", "prompts=", "--set", "group=-4"]) == 1
     err = capsys.readouterr().err
-    assert "error[syntax]: expected a value, found the end\n --> --set prompts=:1:15\n  |\n1 | --set prompts=\n  |               ^\n" in err
-    assert "not `-4`\n  --> --set group=-4:1:13\n   |\n 1 | --set group=-4\n   |             ^^\n   = note: it is used here\n" in err
+    assert (
+        "error[syntax]: expected a value, found the end\n --> --set prompts=:1:15\n  |\n1 | --set prompts=\n  |  "
+        "             ^\n"
+    ) in err
+    assert (
+        "not `-4`\n  --> --set group=-4:1:13\n   |\n 1 | --set group=-4\n   |             ^^\n   = note: it is "
+        "used here\n"
+    ) in err
 
 
 def test_a_plan_is_no_program(capsys: Capture, tmp_path: Path) -> None:
@@ -192,7 +220,9 @@ def test_stdin_and_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     assert process(str(PAGE), "-o", str(tmp_path / "no" / "x")).returncode == 2
 
 
-def test_our_own_mistake_is_one_line_and_a_reproducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+def test_our_own_mistake_is_one_line_and_a_reproducer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
     def broken(*arguments: object, **more: object) -> None:
         raise ZeroDivisionError("oops")
 
@@ -210,7 +240,10 @@ def test_our_own_mistake_is_one_line_and_a_reproducer(monkeypatch: pytest.Monkey
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    command = f"{sys.executable} -m msrl_graph.cli {PAGE} --format json | head -1; {sys.executable} -m msrl_graph.cli {PAGE} | head -1"
+    command = (
+        f"{sys.executable} -m msrl_graph.cli {PAGE} --format json | head -1; {sys.executable} -m msrl_graph.cli "
+        f"{PAGE} | head -1"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
     assert done.stdout.split("\n")[-2].startswith("Plan of grpo")
     assert "Traceback" not in done.stdout + done.stderr
@@ -227,7 +260,7 @@ def test_compiling_loads_neither_torch_nor_ray_nor_numpy(arguments: list[str]) -
     code = (
         "import sys; from msrl_graph.cli import compile_main\n"
         f"assert compile_main([{str(PAGE)!r}, *{arguments!r}]) == 0\n"
-        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'scipy', 'pandas'} & sys.modules.keys()\n"
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'scipy', 'pandas', 'networkx'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
         f"assert '--check' not in {arguments!r} or not {{'rich', 'jinja2', 'msgspec'}} & sys.modules.keys()\n"
     )
@@ -248,19 +281,31 @@ def test_the_python_interface() -> None:
 
 def test_recomputation_is_advised_where_no_layout_helps_and_it_fits(tmp_path: Path, capsys: Capture) -> None:
     program = tmp_path / "h100.rlg"
-    text = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"h100"')
-    program.write_text(text.replace("  run {", "  engine actor.update = fsdp { recompute = none }\n  run {"), encoding="utf-8")
+    text = (
+        (Path(__file__).parent / "programs" / "grpo_page.rlg")
+        .read_text(encoding="utf-8")
+        .replace('"ascend-910c"', '"h100"')
+    )
+    program.write_text(
+        text.replace("  run {", "  engine actor.update = fsdp { recompute = none }\n  run {"), encoding="utf-8"
+    )
     assert compile_main([str(program), "--check"]) == 1
     help = "this fits: `engine actor.update = fsdp { recompute = full }`"
     assert capsys.readouterr().err.rstrip().endswith(help)
-    program.write_text(text.replace("  run {", "  engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
+    program.write_text(
+        text.replace("  run {", "  engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8"
+    )
     assert compile_main([str(program), "--check"]) == 0
 
 
 def test_where_no_near_layout_fits_the_search_is_asked(tmp_path: Path, capsys: Capture) -> None:
     """Each device would hold all experts; on stages of a pipeline they fit, and that is what is advised."""
     program = tmp_path / "experts.rlg"
-    text = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace('"ascend-910c"', '"ascend-910b"')
+    text = (
+        (Path(__file__).parent / "programs" / "grpo_page.rlg")
+        .read_text(encoding="utf-8")
+        .replace('"ascend-910c"', '"ascend-910b"')
+    )
     text = text.replace("qwen2.5-32b", "qwen3-30b-a3b").replace("tp = 4, dp = 4", "dp = 16, ep = 16")
     program.write_text(text.replace("tp = 8, dp = 2", "tp = 4, dp = 4"), encoding="utf-8")
     assert compile_main([str(program), "--check"]) == 1
@@ -271,8 +316,14 @@ def test_where_no_near_layout_fits_the_search_is_asked(tmp_path: Path, capsys: C
 
 
 def test_why_and_budget(capsys: Capture, tmp_path: Path) -> None:
-    (open_ := tmp_path / "open.rlg").write_text("\n".join(x for x in PAGE.read_text(encoding="utf-8").split("\n") if "layout " not in x))
-    for budget, told in (([], "is optimal"), (["--budget", "60"], "is optimal"), (["--budget", "0"], "the budget of 0 s ended it at")):
+    (open_ := tmp_path / "open.rlg").write_text(
+        "\n".join(x for x in PAGE.read_text(encoding="utf-8").split("\n") if "layout " not in x)
+    )
+    for budget, told in (
+        ([], "is optimal"),
+        (["--budget", "60"], "is optimal"),
+        (["--budget", "0"], "the budget of 0 s ended it at"),
+    ):
         assert compile_main([str(open_), "--why", *budget]) == 0
         assert told in capsys.readouterr().out
     assert compile_main([str(PAGE), "--why"]) == 0

@@ -84,7 +84,10 @@ def test_a_mistake_is_told_and_the_file_stays_while_others_are_written(old: Path
     assert main([str(wrong), str(old)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and wrong.read_text(encoding="utf-8") == WRONG and old.read_bytes() == NEW.encode()
-    assert err.startswith(f"error[syntax]: expected a value, found `}}`\n --> {wrong}:1:24\n  |\n1 | {WRONG}  |                        ^\n")
+    assert err.startswith(
+        f"error[syntax]: expected a value, found `}}`\n --> {wrong}:1:24\n  |\n1 | {WRONG}  |                   "
+        "     ^\n"
+    )
 
 
 def test_stdin_goes_to_stdout(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
@@ -111,7 +114,9 @@ def test_what_cannot_be_read_is_a_fault(tmp_path: Path, capsys: Capture) -> None
     assert f"`{tmp_path}` cannot be read: is a directory" in err and err.count("cannot be read: no such file") == 2
 
 
-def test_a_file_that_cannot_be_written_is_2_and_stays(old: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_2_and_stays(
+    old: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -28,7 +28,10 @@ def test_what_is_no_plan(tmp_path, capsys, monkeypatch):
             "  = help: write it anew: msrl-compile FILE --format json -o plan.json\n"
         )
     assert run_main(["other.json"]) == 1
-    assert capsys.readouterr().err == "error[missing-file]: the plan other.json cannot be read: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == "error[missing-file]: the plan other.json cannot be read: No such file or directory\n"
+    )
 
 
 def test_a_plan_of_another_version(tmp_path, capsys):
@@ -134,7 +137,12 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
             "source: 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",
             ("of train.jsonl 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",),
         ),
-        (1, 9, "source: 1 of 10 rows are left out: ", ("train.jsonl has 9 usable rows, and an iteration begins with 64 prompts",)),
+        (
+            1,
+            9,
+            "source: 1 of 10 rows are left out: ",
+            ("train.jsonl has 9 usable rows, and an iteration begins with 64 prompts",),
+        ),
         (
             LOOKED // 2 + 1,
             LOOKED,
@@ -143,7 +151,9 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
         ),
     ],
 )
-def test_rows_that_are_left_out_are_told_before_anything_is_started(long, short, told, warned, tmp_path, capsys, monkeypatch):
+def test_rows_that_are_left_out_are_told_before_anything_is_started(
+    long, short, told, warned, tmp_path, capsys, monkeypatch
+):
     shutil.copytree(EXAMPLE / "model", tmp_path / "model")
     rows = [{**ROW, "prompt": "11+11+11="}] * long + [ROW] * short
     for name, content in (("train", rows), ("test", [ROW])):
@@ -154,7 +164,9 @@ def test_rows_that_are_left_out_are_told_before_anything_is_started(long, short,
     printed = capsys.readouterr()
     assert [line.startswith(told) for line in printed.out.splitlines() if "left out" in line] == [True] * bool(told)
     found = [
-        line.partition("]: ")[2] for line in printed.err.splitlines() if "warning[bad-data]: " in line or "warning[few-rows]: " in line
+        line.partition("]: ")[2]
+        for line in printed.err.splitlines()
+        if "warning[bad-data]: " in line or "warning[few-rows]: " in line
     ]
     assert len(found) == len(warned) and all(words in line for words, line in zip(warned, found, strict=True))
 
@@ -166,9 +178,17 @@ CHAT = [{"role": "user", "content": "1+1="}]
 @pytest.mark.parametrize(
     ("rows", "tokenizer", "told"),
     [
-        ([{**ROW, "prompt": "11+11+11="}] * (LOOKED + 1), "", "no-data]: no row of train.jsonl is short enough to be used"),
+        (
+            [{**ROW, "prompt": "11+11+11="}] * (LOOKED + 1),
+            "",
+            "no-data]: no row of train.jsonl is short enough to be used",
+        ),
         ([{**ROW, "prompt": "11+11+11="}] * LOOKED + [ROW], "", None),
-        ([ROW, {**ROW, "prompt": CHAT}], "", "bad-data]: line 2 of train.jsonl has messages in `prompt`, and the model folder "),
+        (
+            [ROW, {**ROW, "prompt": CHAT}],
+            "",
+            "bad-data]: line 2 of train.jsonl has messages in `prompt`, and the model folder ",
+        ),
         ([ROW], "{}", "missing-file]: the tokenizer of "),
     ],
 )
@@ -209,3 +229,17 @@ def test_python_that_a_program_names_is_found_from_any_folder(tmp_path, monkeypa
     plan = supervisor.prepare(compile("p.rlg", text=text)).plan
     found = {str(e.value) for n in plan.graph.nodes for e in n.attributes.values() if ".py:" in str(e.value)}
     assert found == {f"{tmp_path}/mine.py:{name.split('(')[0]}" for name in names}
+
+
+def test_an_engine_that_is_not_installed(tmp_path, capsys):
+    shutil.copytree(EXAMPLE, tmp_path / "here")
+    program = tmp_path / "here" / "grpo.rlg"
+    text = program.read_text().replace("  layout actor.generate { tp = 2 }", "  engine actor.generate = vllm")
+    program.write_text(text)
+    assert run_main([str(program)]) == 1
+    line = text.splitlines().index("  engine actor.generate = vllm") + 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "error[not-installed]: the engine `vllm` of `actor.generate` needs vllm, not installed here\n"
+    )
+    assert f"grpo.rlg:{line}:" in err and err.endswith("  = help: pip install 'msrl-graph[vllm]'\n")

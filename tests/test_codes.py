@@ -1,4 +1,5 @@
-"""The pages of codes: each says what a code means, why it matters, with an example and what to write instead, and all of it is true.
+"""The pages of codes: each says what a code means, why it matters, with an example and what to write instead, and all
+of it is true.
 
 Beside the pages' programs lie `rewards.py` and `train.jsonl` of the corpus, and a model.
 """
@@ -59,14 +60,21 @@ def test_what_a_run_tells_is_shown(code: str) -> None:
 
 
 def test_every_code_in_the_source_has_its_page_and_no_other_has() -> None:
-    """A code is the first argument of what makes a diagnostic; a few stand elsewhere in the source, as constants all the same."""
+    """A code is the first argument of what makes a diagnostic; a few stand elsewhere in the source, as constants all
+    the same."""
     told, constants = set(), set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 constants.add(node.value)
             if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-                name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                name = (
+                    node.func.id
+                    if isinstance(node.func, ast.Name)
+                    else node.func.attr
+                    if isinstance(node.func, ast.Attribute)
+                    else ""
+                )
                 if name in ("Diagnostic", "mistake"):
                     told.add(node.args[0].value)
     assert len(told) > 30

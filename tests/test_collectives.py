@@ -47,7 +47,8 @@ def test_which_groups_lie_on_one_host(layout: Layout, near: dict[str, bool]) -> 
 
 
 def test_tensor_parallelism_sums_hidden_states() -> None:
-    # Megatron (arXiv:1909.08053): two all-reduces a layer forward, two backward, 2 (tp - 1) / tp x tokens x hidden each.
+    # Megatron (arXiv:1909.08053): two all-reduces a layer forward, two backward, 2 (tp - 1) / tp x tokens x hidden
+    # each.
     model = load("llama3-8b", Path())
     hidden = 1000 * model.hidden * 2 * 2 * 7 / 8
     logits = 10 * model.vocabulary * 2 * 7 / 8
@@ -81,8 +82,12 @@ def test_experts_gradients_go_round_their_own_replicas() -> None:
 def test_tokens_go_to_their_experts_and_back() -> None:
     model = load("qwen3-30b-a3b", Path())
     each = 1000 * 8 * model.hidden * 2 * 7 / 8
-    assert of(Layout(dp=16, ep=8), "qwen3-30b-a3b").experts(1000, 1).value == pytest.approx(2 * each * model.layers / NEAR)
-    assert of(Layout(dp=16, ep=8), "qwen3-30b-a3b").experts(1000, 3).value == pytest.approx(6 * each * model.layers / NEAR)
+    assert of(Layout(dp=16, ep=8), "qwen3-30b-a3b").experts(1000, 1).value == pytest.approx(
+        2 * each * model.layers / NEAR
+    )
+    assert of(Layout(dp=16, ep=8), "qwen3-30b-a3b").experts(1000, 3).value == pytest.approx(
+        6 * each * model.layers / NEAR
+    )
     assert of(Layout(dp=16), "qwen3-30b-a3b").experts(1000, 1).value == 0
 
 
@@ -117,7 +122,9 @@ def test_a_pipeline_fills_and_drains() -> None:
     assert uneven / plain == pytest.approx(17 / 16)
 
 
-@given(st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "deepseek-r1-671b"]), st.integers(1, 10_000), st.integers(0, 1000))
+@given(
+    st.sampled_from(["llama3-8b", "qwen3-30b-a3b", "deepseek-r1-671b"]), st.integers(1, 10_000), st.integers(0, 1000)
+)
 def test_more_tokens_never_take_less(model: str, tokens: int, more: int) -> None:
     found = of(Layout(tp=4, pp=2, dp=2, **({} if model == "llama3-8b" else {"ep": 4})), model)
     for cost in (found.experts, found.context):
@@ -131,6 +138,7 @@ def test_decoding_reads_the_experts_that_are_touched() -> None:
     plan = page.plan(page.start(models={"policy": load("qwen3-30b-a3b", Path())}, layouts=layouts, engines=chosen))
     state = Costs(plan, ENGINES, "actor.generate")
     dense, routed = state.collectives.held
-    # One sequence a group is 8 tokens over 16 expert ranks: each of 128 experts is missed by all with (1 - 8 / 128) ** 8.
+    # One sequence a group is 8 tokens over 16 expert ranks: each of 128 experts is missed by all with (1 - 8 / 128) **
+    # 8.
     assert state._read(1) == pytest.approx(2 * (dense + routed * (1 - (1 - 8 / 128) ** 8)), rel=1e-3)
     assert state._read(10_000) == pytest.approx(state._weights)

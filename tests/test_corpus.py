@@ -1,7 +1,8 @@
-"""Broken programs, each modelled on a failure that users of such systems have met: what is wrong is told, there and nowhere else.
+"""Broken programs, each modelled on a failure that users of such systems have met: what is wrong is told, there and
+nowhere else.
 
-A file of `corpus` says in its first lines which failure it is. A mark `#! code` stands on each line at which that code must be told (two of
-one code on a line: `#! code, code`); what has no place in the text is marked in the first line.
+A file of `corpus` says in its first lines which failure it is. A mark `#! code` stands on each line at which that code
+must be told (two of one code on a line: `#! code, code`); what has no place in the text is marked in the first line.
 """
 
 from __future__ import annotations

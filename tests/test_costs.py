@@ -122,18 +122,27 @@ def test_a_stated_figure_counts_as_the_presets_same_figure(device: str, monkeypa
     assert alone.estimate is not None
     known = {name: figure for name in SHARES if (figure := preset.figure(name))}
     assert {"memory_bandwidth", "device_link", "host_link", "flops_bf16"} <= known.keys()
-    every = stated(device, **{name: f"{figure.value} {'FLOP' if 'flops' in name else 'B'}/s" for name, figure in known.items()})
+    every = stated(
+        device, **{name: f"{figure.value} {'FLOP' if 'flops' in name else 'B'}/s" for name, figure in known.items()}
+    )
     assert every.estimate is not None
-    assert [(p.name, p.seconds.value) for p in every.estimate.phases] == [(p.name, p.seconds.value) for p in alone.estimate.phases]
-    assert [s.seconds.value for r in every.reshards for s in r.steps] == [s.seconds.value for r in alone.reshards for s in r.steps]
+    assert [(p.name, p.seconds.value) for p in every.estimate.phases] == [
+        (p.name, p.seconds.value) for p in alone.estimate.phases
+    ]
+    assert [s.seconds.value for r in every.reshards for s in r.steps] == [
+        s.seconds.value for r in alone.reshards for s in r.steps
+    ]
 
 
 def test_all_presets_of_one_kind_of_figure_have_one_nature() -> None:
-    """What no data sheet tells of the 910B is a peak, as its like of the 910C is: both decode as fast, where their figures are the same."""
+    """What no data sheet tells of the 910B is a peak, as its like of the 910C is: both decode as fast, where their
+    figures are the same."""
     like, other = DEVICES["ascend-910b"], DEVICES["ascend-910c-die"]
     assert like.peaks == other.peaks
     assert like.rate("memory_bandwidth", 0).value == other.rate("memory_bandwidth", 0).value == 0.7 * 1.6e12
-    assert DEVICES["h100"].copies.value == 0.8 * 64e9 and like.copies.value == 50e9  # a data sheet's, and one that the paper measured
+    assert (
+        DEVICES["h100"].copies.value == 0.8 * 64e9 and like.copies.value == 50e9
+    )  # a data sheet's, and one that the paper measured
 
 
 @pytest.mark.parametrize("name", ["memory_bandwidth", "host_link", "device_link", "fabric", "flops_bf16"])

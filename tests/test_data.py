@@ -1,4 +1,5 @@
-"""Data: each pass deals every usable row once, in an order of its own; which rows an iteration gets is known beforehand."""
+"""Data: each pass deals every usable row once, in an order of its own; which rows an iteration gets is known
+beforehand."""
 
 import json
 from dataclasses import replace
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.graph import Column, Dim, Graph, Node, Worker
-from msrl_graph.ir.plan import Data, Deploy, Plan, Run
+from msrl_graph.ir.options import Run
+from msrl_graph.ir.plan import Data, Deploy, Plan
 from msrl_graph.model import models
 from msrl_graph.runtime.data.dataset import Dataset
 
@@ -84,7 +86,10 @@ def test_prompts_that_are_too_long_or_empty_are_left_out_and_counted(tmp_path):
     ]
     data = dataset(tmp_path, rows)
     assert (len(data), data.too_long) == (2, 2)
-    assert sorted(data.all()["answer"].text(i) for i in range(2)) == ["198", "2"]  # a number in a text column is its text
+    assert sorted(data.all()["answer"].text(i) for i in range(2)) == [
+        "198",
+        "2",
+    ]  # a number in a text column is its text
 
 
 @pytest.mark.parametrize(
@@ -93,8 +98,14 @@ def test_prompts_that_are_too_long_or_empty_are_left_out_and_counted(tmp_path):
         ("{", "line 2 of {path} is not JSON: Expecting property name enclosed in double quotes at column 2"),
         ("[1]", "line 2 of {path} is not an object"),
         ('{"question": "1"}', "line 2 of {path} has no field `gold`, which the column `answer` reads"),
-        ('{"question": 1, "gold": "2"}', "line 2 of {path} has int in `question`, where text, messages or token ids belong"),
-        ('{"question": "1", "gold": true}', "line 2 of {path} has bool in `gold`, where text, a number or messages belong"),
+        (
+            '{"question": 1, "gold": "2"}',
+            "line 2 of {path} has int in `question`, where text, messages or token ids belong",
+        ),
+        (
+            '{"question": "1", "gold": true}',
+            "line 2 of {path} has bool in `gold`, where text, a number or messages belong",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_row(tmp_path, line, message):
@@ -108,12 +119,15 @@ def test_what_is_wrong_with_a_row(tmp_path, line, message):
 def test_a_token_that_the_model_does_not_know_is_told_with_its_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
-        "\n".join(json.dumps(r) for r in (ROWS[0], {"question": "=" * 9, "gold": "0"})) + '\n\n{"question": "1=", "gold": "1"}\n'
+        "\n".join(json.dumps(r) for r in (ROWS[0], {"question": "=" * 9, "gold": "0"}))
+        + '\n\n{"question": "1=", "gold": "1"}\n'
     )
     last = tokenizer().token_to_id("=")
     source = Data("source", str(path), {"prompt": "question", "answer": "gold"})
     assert len(Dataset(source, plan(vocabulary=last + 1), tokenizer())) == 2
-    path.write_text(path.read_text().replace(json.dumps(ROWS[0]), ""))  # the row that is too long is left out, and never told
+    path.write_text(
+        path.read_text().replace(json.dumps(ROWS[0]), "")
+    )  # the row that is too long is left out, and never told
     with pytest.raises(Fault) as fault:
         Dataset(source, plan(vocabulary=last), tokenizer())
     (told,) = fault.value.diagnostics
@@ -179,21 +193,30 @@ def test_what_is_wrong_with_a_parquet_file(tmp_path):
     assert told(parquet(path, [row, {"question": None, "gold": "2"}])) == (
         *("bad-data", f"row 2 of {path} has NoneType in `question`, {wanted}", ""),
     )
-    assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(f"row 3 of {path} has NoneType in `gold`")
+    assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(
+        f"row 3 of {path} has NoneType in `gold`"
+    )
     chat = [{"question": [{"role": "user", "content": "1+1="}], "gold": "2"}]
     assert told(parquet(path, chat)) == (
         "bad-data",
-        f"row 1 of {path} has messages in `question`, and the model folder {EXAMPLE / 'model'} has no chat template to render them: "
+        f"row 1 of {path} has messages in `question`, and the model folder {EXAMPLE / 'model'} has no chat "
+        "template to render them: "
         "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json",
         "name the folder of a model that was trained to chat, or write the field as text",
     )
-    assert told(parquet(path, [{"question": b"1+1=", "gold": "2"}]))[1] == f"row 1 of {path} has bytes in `question`, {wanted}"
+    assert (
+        told(parquet(path, [{"question": b"1+1=", "gold": "2"}]))[1]
+        == f"row 1 of {path} has bytes in `question`, {wanted}"
+    )
     assert told(parquet(path, [{"question": "1+1=", "answer": "2", "n": 1}])) == (
         "bad-data",
         f"the data file {path} has no field `gold`, which the column `answer` reads",
         'write `{ answer = "answer" }`; its fields are `question`, `answer`, `n`',
     )
-    assert told(parquet(path, pa.table({"question": pa.array([], pa.string()), "gold": pa.array([], pa.string())})))[0] == "no-data"
+    assert (
+        told(parquet(path, pa.table({"question": pa.array([], pa.string()), "gold": pa.array([], pa.string())})))[0]
+        == "no-data"
+    )
     twice = pa.Table.from_arrays([pa.array(["1="]), pa.array(["1"]), pa.array(["2"])], ["question", "gold", "gold"])
     assert told(parquet(path, twice))[1] == f"the data file {path} has several fields `gold`"
     path.write_text(json.dumps(row) + "\n")

@@ -61,7 +61,13 @@ def test_a_field_that_is_not_there_is_told_where_it_is_named_and_as_a_run_does(t
     text = path.read_text(encoding="utf-8").split("\n")
     places = [text[d.span.line - 1][d.span.column - 1 :] for d in found]
     assert places[0].startswith('"problem"') and places[1].startswith(f'"{kind}"')
-    data = Data("source", str(tmp_path / kind), {"prompt": "problem", "answer": "answer"}, found[1].span, {"prompt": found[0].span})
+    data = Data(
+        "source",
+        str(tmp_path / kind),
+        {"prompt": "problem", "answer": "answer"},
+        found[1].span,
+        {"prompt": found[0].span},
+    )
     with pytest.raises(Fault) as caught:
         list(datafile.rows(data))
     assert caught.value.diagnostics == found
@@ -72,7 +78,9 @@ def test_help_is_applied(tmp_path: Path, kind: str) -> None:
     written(tmp_path / kind, [ROW] * 4)
     (answer,) = told(program(tmp_path, kind, 'prompt = "question"'))
     assert answer.help.startswith('write `{ answer = "answers" }`; its fields are `question`, ')
-    (answer,) = told(program(tmp_path, kind, 'prompt = "question", answer = "solution"'))  # nearer to `question`, which is taken
+    (answer,) = told(
+        program(tmp_path, kind, 'prompt = "question", answer = "solution"')
+    )  # nearer to `question`, which is taken
     assert answer.help.startswith("did you mean `answers`? its fields are ")
     (prompt,) = told(program(tmp_path, kind, 'prompt = "qestion", answer = "answers"'))
     assert prompt.help.startswith("did you mean `question`? ")
@@ -88,7 +96,9 @@ WRONG = ['{"prompt": "1"\n', "[1]\n", '{"prompt": ' + "[" * 100_000 + "\n", '{"p
 
 
 @pytest.mark.parametrize("line", WRONG, ids=["cut", "list", "deep", "digits"])
-def test_an_early_row_is_told_by_compiling_and_a_later_one_by_a_run(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_early_row_is_told_by_compiling_and_a_later_one_by_a_run(
+    tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = {"prompt": "1+1=", "answer": "2"}
     for before, status in ((3, 1), (datafile.LOOKED, 0)):
         written(tmp_path / "rows.jsonl", [row] * before + [line])
@@ -150,11 +160,16 @@ def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_few_rows_of_many_that_are_not_looked_at(tmp_path: Path) -> None:
     looked = runtime.Looked(rows=3000, looked=1000, out=10)
     found = [[d.message for d in looked.doubts(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
-    assert found == [[], [f"{tmp_path}/d.jsonl has at most 2,990 usable rows, and an iteration begins with 2,991 prompts"]]
+    assert found == [
+        [],
+        [f"{tmp_path}/d.jsonl has at most 2,990 usable rows, and an iteration begins with 2,991 prompts"],
+    ]
 
 
 @pytest.mark.parametrize(("content", "code"), [(b'{"prompt": "\xff"}\n', "missing-file"), (b"\n", "no-data")])
-def test_a_file_without_rows_can_be_planned_with(tmp_path: Path, content: bytes, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_rows_can_be_planned_with(
+    tmp_path: Path, content: bytes, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content)
     assert compile_main([str(program(tmp_path)), "--check"]) == 0
     assert f"warning[{code}]: the data file " in capsys.readouterr().err
@@ -172,5 +187,7 @@ print([m for m in ("numpy", "pyarrow", "torch") if m in sys.modules])
 
 def test_looking_into_a_file_imports_nothing_heavy(tmp_path: Path) -> None:
     written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 4)
-    done = subprocess.run([sys.executable, "-c", LIGHT, str(program(tmp_path))], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, str(program(tmp_path))], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -13,6 +13,7 @@ from language import context, diagnose, lowered
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.parse import parse
+from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.graph import Expr, Graph
 
 # A whole algorithm, statement by statement: as it is, and as a base may have it that is changed.
@@ -60,8 +61,14 @@ PIECES = [
 MORE = [
     (["param extra = 3"], ["drop extra"]),
     (["columns { extra : f32 }"], ["drop extra"]),
-    (["worker extra : value", "node extra.infer(prompt, response) -> reward", "actor.generate -> extra.infer"], ["drop extra"]),
-    (["node host.extra(answer) -> reward { call = exact_match() }", "source -> host.extra -> host.reward"], ["drop host.extra"]),
+    (
+        ["worker extra : value", "node extra.infer(prompt, response) -> reward", "actor.generate -> extra.infer"],
+        ["drop extra"],
+    ),
+    (
+        ["node host.extra(answer) -> reward { call = exact_match() }", "source -> host.extra -> host.reward"],
+        ["drop host.extra"],
+    ),
     (["node extra: host.other(answer) -> reward", "source -> extra -> actor.generate, host.reward"], ["drop extra"]),
     (["source -> host.reward, actor.infer"], ["drop source -> host.reward, actor.infer"]),
     (["second => actor.generate"], ["drop second => actor.generate"]),
@@ -126,13 +133,19 @@ def test_a_patch_changes_only_what_it_names() -> None:
         ],
     )
     update, reward = graph.node("actor.update"), graph.node("host.reward")
-    assert str(update.attributes["loss"]) == "clip(low = 0.3)" and update.number("epochs", 1) == 2
-    assert str(update.attributes["optimizer"]) == "adamw(lr = 1e-06)" and reward.attributes["call"].value == "math_verify"
+    assert str(update.attributes["loss"]) == "clip(low = 0.3)" and Update.of(update).epochs == 2
+    assert (
+        str(update.attributes["optimizer"]) == "adamw(lr = 1e-06)" and reward.attributes["call"].value == "math_verify"
+    )
     assert {n.name for n in graph.nodes} == {n.name for n in derived(right, []).nodes}
 
 
 def test_a_line_of_algorithms_and_a_name_of_its_own() -> None:
-    text = written("a", [r for r, _ in PIECES]) + written("b", ["param prompts = 4"], "a") + written("c", ["param more = prompts * 2"], "b")
+    text = (
+        written("a", [r for r, _ in PIECES])
+        + written("b", ["param prompts = 4"], "a")
+        + written("c", ["param more = prompts * 2"], "b")
+    )
     graph = lowered(text).graph
     assert (graph.name, graph.params["prompts"], graph.params["more"]) == ("c", 4, 8)
 
@@ -151,7 +164,9 @@ def test_a_dropped_state_leaves_every_list() -> None:
     middle = written("middle", ["state seen : f32 = 0.1", update, node, "host.reward -> host.seen"], "base")
     base = written("base", [r for r, _ in PIECES])
     graph = lowered(
-        base + middle + written("own", ["drop host.seen", "drop seen", "node actor.update { loss = clip(0.2) }"], "middle")
+        base
+        + middle
+        + written("own", ["drop host.seen", "drop seen", "node actor.update { loss = clip(0.2) }"], "middle")
     ).graph
     assert ", ".join(graph.node("actor.update").reads) == reads and not graph.states
 
@@ -162,7 +177,8 @@ def test_functions_of_a_base_lie_beside_its_file(tmp_path: Any) -> None:
     base = [r.replace("exact_match()", '"mine.py:score"') for r, _ in PIECES]
     (tmp_path / "far" / "base.rlg").write_text(written("base", base))
     (tmp_path / "own.rlg").write_text('import "far/base.rlg"\n' + written("own", [], "base"))
-    from msrl_graph.compiler.pipeline import read, translate
+    from msrl_graph.compiler.pipeline import translate
+    from msrl_graph.compiler.sources import read
 
     graph = translate(read(tmp_path / "own.rlg"), until="graph").graph
     assert graph is not None and str(graph.node("host.reward").attributes["call"].value).endswith("far/mine.py:score")

@@ -1,8 +1,8 @@
 """Every diagnostic of the language, with its exact text: the Markdown files in `diagnostics`.
 
-In a file, each ```rlg block is a program and the ```text block after it all that is told of it; a line `# --deploy NAME`, `# --model NAME`
-or `# --set NAME=VALUE` at the head of a program stands for the command line, and `# run` for what msrl-run checks before it starts
-anything. `pytest --update` rewrites the expected texts.
+In a file, each ```rlg block is a program and the ```text block after it all that is told of it; a line `# --deploy
+NAME`, `# --model NAME` or `# --set NAME=VALUE` at the head of a program stands for the command line, and `# run` for
+what msrl-run checks before it starts anything. `pytest --update` rewrites the expected texts.
 """
 
 from __future__ import annotations
@@ -15,21 +15,33 @@ import pytest
 from language import TESTS, context, diagnose, head, told
 
 from msrl_graph import codes
-from msrl_graph.compiler.pipeline import texts
+from msrl_graph.compiler.sources import texts
 from msrl_graph.diagnostics import render
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
-# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_joining.py and test_run.py.
-ELSEWHERE = {"no-resources", "host-differs", "bad-plan", "run-failed", "bad-checkpoint", "changed-program", "calibration", "unguarded-run"}
+# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_joining.py and
+# test_run.py.
+ELSEWHERE = {
+    "no-resources",
+    "host-differs",
+    "not-installed",
+    "bad-plan",
+    "run-failed",
+    "bad-checkpoint",
+    "changed-program",
+    "calibration",
+    "unguarded-run",
+}
 
 
 def shown(program: str) -> str:
     with contextlib.chdir(FOLDER):  # so that paths in messages are the program's own
         found = diagnose(program, context(Path(), *head(program)))
         if not any(d.severity == "error" for d in found):
-            # What the passes, and the checks of a run, tell of a program whose text is right; those of the text are told already.
+            # What the passes, and the checks of a run, tell of a program whose text is right; those of the text are
+            # told already.
             found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in ("few-rows", "known-bad")]
         sources = {**texts(None, found), "program.rlg": program}
     return "".join(render(d, sources) + "\n" for d in found)
@@ -47,12 +59,18 @@ def test_exact_text(path: Path, update: bool) -> None:
 
 
 def test_every_code_has_an_example() -> None:
-    examples = {c for p in FILES for c in re.findall(r"^(?:error|warning|hint)\[([\w-]+)\]", p.read_text(encoding="utf-8"), re.MULTILINE)}
+    examples = {
+        c
+        for p in FILES
+        for c in re.findall(r"^(?:error|warning|hint)\[([\w-]+)\]", p.read_text(encoding="utf-8"), re.MULTILINE)
+    }
     assert examples == codes.known() - ELSEWHERE
 
 
 def test_a_message_reads_like_one() -> None:
     for path in FILES:
-        for message in re.findall(r"^(?:error|warning)\[[\w-]+\]: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+        for message in re.findall(
+            r"^(?:error|warning)\[[\w-]+\]: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             assert not message.endswith("."), message
             assert message[0] in "`" or message[0].islower(), message

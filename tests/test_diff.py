@@ -36,7 +36,12 @@ def changed(name: str, *changes: tuple[str, str]) -> Plan:
 
 
 def test_a_layout_and_a_param(golden: Golden) -> None:
-    new = changed("grpo_page", ("tp = 4, dp = 4", "tp = 2, dp = 8"), ("group        = 16", "group        = 8"), ("clip(0.2)", "clip(0.3)"))
+    new = changed(
+        "grpo_page",
+        ("tp = 4, dp = 4", "tp = 2, dp = 8"),
+        ("group        = 16", "group        = 8"),
+        ("clip(0.2)", "clip(0.3)"),
+    )
     changes = difference(changed("grpo_page"), new)
     golden("grpo_page.diff.txt", diff_text(changes, "old.json"))
     golden("grpo_page.diff.json", diff_json(changes, "old.json"))
@@ -56,13 +61,17 @@ def test_pools_come_and_states_go(golden: Golden) -> None:
         ("tp = 4, dp = 4", "tp = 4, dp = 2"),
         ("  run {", "  apart actor.generate, actor.update\n  run {"),
     ]
-    golden("grpo_page.apart.diff.txt", diff_text(difference(changed("grpo_page"), changed("grpo_page", *less)), "old.json"))
+    golden(
+        "grpo_page.apart.diff.txt", diff_text(difference(changed("grpo_page"), changed("grpo_page", *less)), "old.json")
+    )
 
 
 def test_no_differences_are_told() -> None:
     plan = changed("grpo_page")
     text = diff_text(difference(from_json(plan.to_json()), plan), "old.json")
-    assert text == ("No differences from old.json: the same program, placements, docks, resharding, bytes, memory and\nseconds.\n")
+    assert text == (
+        "No differences from old.json: the same program, placements, docks, resharding, bytes, memory and\nseconds.\n"
+    )
     assert json.loads(diff_json((), "old.json"))["changes"] == []
 
 
@@ -73,7 +82,9 @@ def test_the_other_way_round_signs_are_opposite() -> None:
     def key(*of: object) -> str:
         return repr(of)
 
-    assert {key(c.part, c.item, c.what, c.old, c.new) for c in there} == {key(c.part, c.item, c.what, c.new, c.old) for c in back}
+    assert {key(c.part, c.item, c.what, c.old, c.new) for c in there} == {
+        key(c.part, c.item, c.what, c.new, c.old) for c in back
+    }
     opposite = {(c.part, c.item, c.what): c.difference for c in back}
     for c in there:
         assert c.difference == (None if c.difference is None else -(opposite[c.part, c.item, c.what] or 0))
@@ -100,8 +111,9 @@ def other(value: Any) -> Any:
     return value + 1 if isinstance(value, (int, float)) else f"{value}x"
 
 
-# What another fact tells: an expression's parts by its text, a bucket's tensors by the number of buckets, the states of a pool by where
-# they are placed, the hosts of warehouses by how many there are, columns of traffic by those of the edge, a phase's pool by its state's.
+# What another fact tells: an expression's parts by its text, a bucket's tensors by the number of buckets, the states of
+# a pool by where they are placed, the hosts of warehouses by how many there are, columns of traffic by those of the
+# edge, a phase's pool by its state's.
 SILENT = (
     r"graph/.*attributes/.*/(kind|unit|args|keys).*",
     r"graph/columns/\d+/dims/\d+/(size|ragged)",
@@ -152,7 +164,10 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out.startswith("No differences from ")
     assert compile_main([page, "--set", "group=8", "--diff", str(old)]) == 0
     assert "group          16    8\n" in capsys.readouterr().out
-    assert compile_main([page, "--set", "group=8", "--diff", str(old), "--format", "json", "-o", str(tmp_path / "d.json")]) == 0
+    assert (
+        compile_main([page, "--set", "group=8", "--diff", str(old), "--format", "json", "-o", str(tmp_path / "d.json")])
+        == 0
+    )
     told = json.loads((tmp_path / "d.json").read_text())
     (whole,) = [c for c in told["changes"] if (c["part"], c["item"]) == ("Seconds", "an iteration")]
     assert (told["stage"], whole["unit"]) == ("diff", "s")
@@ -177,12 +192,16 @@ def test_an_old_plan_that_is_none(tmp_path: Path, capsys: Capture, monkeypatch: 
         out, err = capsys.readouterr()
         assert (out, err) == ("", f"error[bad-plan]: old.json is not a plan of this version: {why}\n{help}")
     assert compile_main([page, "--diff", "none.json"]) == 1
-    assert capsys.readouterr().err == "error[missing-file]: the plan none.json cannot be read: No such file or directory\n"
+    assert (
+        capsys.readouterr().err == "error[missing-file]: the plan none.json cannot be read: No such file or directory\n"
+    )
     assert compile_main(["grpo", "--diff", "old.json"]) == 1
     assert "error[no-deploy]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--emit", "graph"], ["--check"], ["--why"], ["--simulate", "2"], ["--format", "html"]])
+@pytest.mark.parametrize(
+    "more", [["--emit", "graph"], ["--check"], ["--why"], ["--simulate", "2"], ["--format", "html"]]
+)
 def test_what_is_no_plan_is_not_compared(more: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compile_main(["grpo", "--diff", "old.json", *more])

@@ -6,14 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph.ir.rowsets import Rowset
-from msrl_graph.runtime.data.columns import Column, concatenate, ragged, texts
+from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, concatenate, ragged, texts
 from msrl_graph.runtime.dock.client import _found as found_here
-from msrl_graph.runtime.dock.controller import Controller, assemble, deal, wanted
-from msrl_graph.runtime.dock.readers import Reader
+from msrl_graph.runtime.dock.client import assemble, wanted
+from msrl_graph.runtime.dock.controller import Controller, deal
+from msrl_graph.runtime.dock.readers import Read, Reader
 from msrl_graph.runtime.dock.warehouse import Warehouse
+from msrl_graph.runtime.dock.wire import News
 from msrl_graph.runtime.process.task import Task
 
-READS = (("prompt", 0, "source"), ("response", 1, "actor.generate"), ("reward", 1, "host.reward"))
+READS = (Read("prompt", 0, "source"), Read("response", 1, "actor.generate"), Read("reward", 1, "host.reward"))
 
 
 def reader(fan=4, **changes):
@@ -32,7 +34,7 @@ def opened(r, prompts, iteration=0):
 
 def arrivals(prompts, fan, random, warehouses=1):
     """Every cell of every column, in a random order, each in a random warehouse; some are written there again."""
-    cells = [(c, row) for c, level, _ in READS for row in range(prompts * (fan if level else 1))]
+    cells = [(r.column, row) for r in READS for row in range(prompts * (fan if r.rows else 1))]
     cells = [(c, row, random.randrange(warehouses)) for c, row in cells]
     cells += random.sample(cells, len(cells) // 3)
     random.shuffle(cells)
@@ -55,7 +57,7 @@ class Taker:
 
 
 def hear(controller, key, *news):
-    rounds = controller.heard(key, *news)
+    rounds = controller.heard(key, [News(*news)])
     for round in rounds:
         controller.hand(key, round)
     return rounds
@@ -71,14 +73,21 @@ def play(r, prompts, fan, random, warehouses=1, iteration=0):
 
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4))
-shape = {"sizes": sizes, "groups": st.integers(1, 4), "chunk": st.integers(0, 7), "random": st.randoms(use_true_random=False)}
+shape = {
+    "sizes": sizes,
+    "groups": st.integers(1, 4),
+    "chunk": st.integers(0, 7),
+    "random": st.randoms(use_true_random=False),
+}
 
 
 @given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())
 @settings(max_examples=200)
 def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, chunk, random, unit, balance):
     prompts, fan = sizes
-    controller, found = play(reader(fan, groups=groups, chunk=chunk, unit=unit, balance=balance), prompts, fan, random, 3)
+    controller, found = play(
+        reader(fan, groups=groups, chunk=chunk, unit=unit, balance=balance), prompts, fan, random, 3
+    )
     units = np.concatenate([s.units for _, s in found])
     assert sorted(units) == list(range(prompts * (fan if unit else 1)))
     for group in range(groups):
@@ -99,8 +108,8 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chun
         there.add((column, row))
         hear(controller, key, column, np.array([row]), np.array([1]), 0)
         for _, share in taker.all(key):
-            for name, of, _ in READS:
-                assert all((name, x if of else x // fan) in there for x in share.rows)
+            for r in READS:
+                assert all((r.column, x if r.rows else x // fan) in there for x in share.rows)
 
 
 @given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
@@ -110,7 +119,12 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 
     def batches(number_of_groups, r):
         _, found = play(
-            reader(fan, groups=number_of_groups, update=True, mini_batch=mini, epochs=epochs), prompts, fan, r, 2, iteration=iteration
+            reader(fan, groups=number_of_groups, update=True, mini_batch=mini, epochs=epochs),
+            prompts,
+            fan,
+            r,
+            2,
+            iteration=iteration,
         )
         rounds = {}
         for group in range(number_of_groups):
@@ -130,7 +144,9 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 @settings(max_examples=200)
 def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, chunk, random, update, balance, data):
     prompts, fan = sizes
-    r = reader(fan, groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance)
+    r = reader(
+        fan, groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance
+    )
     warehouses = [Warehouse(i, 0) for i in range(2)]
     controller, key = opened(r, prompts, 4)
     taker = Taker(controller)
@@ -141,38 +157,46 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
     for at, (column, row, w) in enumerate([*cells, cells[0]]):
         if at == death:
             heir = Controller(r)
-            known = [w.known(key) for w in warehouses]
-            rounds = known[0][1].get("n", [])
-            for round in heir.restore(Task("train", 4, prompts), [x for k, _ in known for x in k], rounds):
-                if r.by_arrival:
+            known = [w.known(Task("train", 4, prompts)) for w in warehouses]
+            rounds = known[0].rounds.get("n", [])
+            for round in heir.restore(known[0].task, [n for k in known for n in k.news], rounds):
+                if heir.keeps:
                     warehouses[0].keep(key, "n", [round])
                 heir.hand(key, round)
             # Who asks again for what it was given gets the same rows, from where they lie now.
             for group in range(groups):
                 for index in range(taker.counts[group]):
                     old, new = controller.take(key, group, index), heir.take(key, group, index)
-                    assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (new.most, new.last, new.elements)
+                    assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (
+                        new.most,
+                        new.last,
+                        new.elements,
+                    )
             taker.controller = controller = heir
         lengths = [row % 5 + 1]
-        warehouses[w].put(key, "n", {column: (np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
-        rounds = controller.heard(key, column, np.array([row]), np.array(lengths), w)
+        warehouses[w].put(key, "n", {column: Piece(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
+        rounds = controller.heard(key, [News(column, np.array([row]), np.array(lengths), w)])
         if lost and at + 1 == death:
             continue
         for round in rounds:
-            if r.by_arrival:  # what else was decided, the heir decides again
+            if controller.keeps:  # what else was decided, the heir decides again
                 warehouses[0].keep(key, "n", [round])
             controller.hand(key, round)
         news += rounds
         found += taker.all(key)
     found += taker.all(key)
-    assert sorted(np.concatenate([s.units for _, s in found])) == sorted(list(range(prompts * fan)) * (2 if update else 1))
+    assert sorted(np.concatenate([s.units for _, s in found])) == sorted(
+        list(range(prompts * fan)) * (2 if update else 1)
+    )
 
 
 def test_another_iteration_or_epoch_cuts_other_mini_batches():
     import random
 
     def first(iteration):
-        _, found = play(reader(4, groups=1, update=True, mini_batch=8, epochs=2), 8, 4, random.Random(0), iteration=iteration)
+        _, found = play(
+            reader(4, groups=1, update=True, mini_batch=8, epochs=2), 8, 4, random.Random(0), iteration=iteration
+        )
         return [tuple(s.units) for _, s in found]
 
     a, b = first(0), first(1)
@@ -206,7 +230,8 @@ def test_what_is_missing_is_named():
     hear(controller, key, "prompt", np.arange(2), np.ones(2), 0)
     hear(controller, key, "reward", np.arange(7), np.ones(7), 0)
     assert controller.missing(key) == (
-        "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` (1 of 8 rows missing: 7)"
+        "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` "
+        "(1 of 8 rows missing: 7)"
     )
 
 
@@ -236,7 +261,11 @@ def test_a_warehouse_gives_back_what_it_was_given(values, random):
     for part in (order[:cut], order[cut:], order[:1]):  # the first row is written twice
         if part:
             column = ragged([np.array(values[i]) for i in part], np.int32)
-            warehouse.put("k", "writer", {"c": (np.array(part), column), "s": (np.array(part), Column(np.array(part, np.float32)))})
+            warehouse.put(
+                "k",
+                "writer",
+                {"c": Piece(np.array(part), column), "s": Piece(np.array(part), Column(np.array(part, np.float32)))},
+            )
     asked = np.array(random.sample(range(len(values)), random.randint(1, len(values))))
     got = warehouse.get("k", "reader", 1, {"c": asked, "s": asked})
     assert [list(got["c"][i]) for i in range(len(asked))] == [values[i] for i in asked]
@@ -246,8 +275,35 @@ def test_a_warehouse_gives_back_what_it_was_given(values, random):
     assert warehouse.drop("k") == {}
 
 
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=6), min_size=1, max_size=4)
+)
+def test_verdicts_stay_verdicts_in_a_warehouse_and_on_the_way(written):
+    """Controllers hear how often each row goes on, not how long it is; of a row that was written twice the later
+    verdict counts."""
+    warehouse, times = Warehouse(3, 0), {}
+    for part in written:
+        rows, verdicts = (np.array(x) for x in zip(*part, strict=True))
+        warehouse.put("train/0", "n", {"n.times": Verdicts(rows, Column(verdicts.astype(np.int32)))})
+        times |= dict(part)
+    known, whole = warehouse.known(Task("train", 0, 3)), warehouse.whole("train/0")["n.times"]
+    told = [
+        (n.column, n.warehouse, n.verdicts, row, times)
+        for n in known.news
+        for row, times in zip(n.rows, n.lengths, strict=True)
+    ]
+    assert told == [("n.times", 3, True, row, times) for part in written for row, times in part]
+    assert (
+        isinstance(whole, Verdicts)
+        and dict(zip(whole.rows, whole.told, strict=True)) == times
+        and list(whole.rows) == sorted(times)
+    )
+    plain = News.of("reward", Piece(np.arange(2), Column(np.array([5.0, 7.0]))), 0)
+    assert not plain.verdicts and list(plain.lengths) == [1, 1]
+
+
 def test_columns_of_prompts_are_laid_out_by_response():
-    r = reader(2, reads=(("prompt", 0, "source"), ("response", 1, "g")), groups=1)
+    r = reader(2, reads=(Read("prompt", 0, "source"), Read("response", 1, "g")), groups=1)
     controller, key = opened(r, 3)
     hear(controller, key, "prompt", np.arange(3), np.ones(3), 0)
     hear(controller, key, "response", np.arange(6), np.ones(6), 0)
@@ -265,9 +321,11 @@ def test_concatenation_keeps_rows(parts):
     assert [list(column[i]) for i in range(len(column))] == [r for p in parts for r in p]
 
 
-@given(st.lists(st.permutations(range(8)).map(lambda p: p[:4]), max_size=3), st.permutations(range(8)).map(lambda p: p[:3]))
+@given(
+    st.lists(st.permutations(range(8)).map(lambda p: p[:4]), max_size=3), st.permutations(range(8)).map(lambda p: p[:3])
+)
 def test_rows_that_a_process_has_are_found_in_the_order_asked_for(parts, asked):
-    written = [(np.array(rows), ragged([np.full(r % 3 + 1, r) for r in rows], np.int32)) for rows in parts]
+    written = [Piece(np.array(rows), ragged([np.full(r % 3 + 1, r) for r in rows], np.int32)) for rows in parts]
     found = found_here(np.array(asked), written)
     assert (found is not None) == any(set(asked) <= set(rows) for rows in parts)
     if found is not None:

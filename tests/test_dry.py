@@ -1,4 +1,5 @@
-"""No program that compiles waits for nothing: random programs run dry, in random orders, to their end, and each row is handed out once."""
+"""No program that compiles waits for nothing: random programs run dry, in random orders, to their end, and each row is
+handed out once."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 
 from msrl_graph.compiler.unready import unready
+from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.training import due
 
 KINDNESS = st.sampled_from((0.0, 0.4, 0.8, 1.0))  # the share of rows that filters keep
 DATA = 7  # rows of each data file
@@ -53,15 +54,23 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> str:
     found.run(DATA)
     tasks = [Task("train", i, prompts) for i in range(iterations)]
     for e in plan.deploy.evaluations:
-        tasks += [Task(e.data, i, DATA, e.samples) for i in range(iterations + 1) if (e.data, i) in {_numbered(k) for k, _ in found.handed}]
+        tasks += [
+            Task(e.data, i, DATA, e.samples)
+            for i in range(iterations + 1)
+            if (e.data, i) in {_numbered(k) for k, _ in found.handed}
+        ]
     for task in tasks:
-        nodes = {i.node for s in plan.schedule if s.task == task.name for i in s.instructions if i.op == "RUN"} - {"source"}
+        nodes = {i.node for s in plan.schedule if s.task == task.name for i in s.instructions if i.op == "RUN"} - {
+            "source"
+        }
         for name in nodes:
             reader, shares = found.readers[name], found.handed[task.key, name]
-            if not due(plan.graph.node(name), task.number):
+            if not Update.of(plan.graph.node(name)).due(task.number):
                 assert not shares, (name, task.key)
                 continue
-            got = Counter(found.truth(task).key(reader.numbers(task), int(r), reader.rows) for _, s in shares for r in s.rows)
+            got = Counter(
+                found.truth(task).key(reader.numbers(task), int(r), reader.rows) for _, s in shares for r in s.rows
+            )
             assert got == expected(found, task, name), (name, task.key)
             for group in range(reader.groups):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
@@ -96,13 +105,15 @@ def test_what_compiles_runs_to_its_end(folder: Path, text: str, seed: int, kindn
 # What random programs have found.
 
 
-def run(folder: Path, algorithm: str, deploy: str = "", iterations: int = 2, kindness: float = 1.0) -> str:
+def run(
+    folder: Path, algorithm: str, deploy: str = "", iterations: int = 2, kindness: float = 1.0, prompts: int = 4
+) -> str:
     text = f"""
 algorithm a {{
   columns {{ prompt : i32[<= 8], answer : text, response : i32[<= 4], score : f32, number : f32 }}
   worker actor : policy
   worker host : function
-  source(4) -> prompt, answer
+  source({prompts}) -> prompt, answer
   {algorithm}
 }}
 cluster c {{ device = "cpu", devices_per_node = 2 }}
@@ -154,3 +165,11 @@ def test_who_reads_only_a_state_works_in_every_round_of_a_refill(folder: Path) -
   source -> host.number -> host.keep -> actor.update
   actor.generate -> host.keep"""
     assert run(folder, GENERATE + algorithm, kindness=0.3) == "to its end"
+
+
+def test_a_row_goes_on_more_often_than_there_are_rows_and_again(folder: Path) -> None:
+    algorithm = """node host.a(answer) { select = "f.py:places", per = prompt }
+  node host.b(answer) { select = "f.py:places", per = prompt }
+  node host.number(answer) -> score { call = "f.py:numbers", per = prompt }
+  source -> host.a -> host.b -> host.number"""
+    assert run(folder, algorithm, prompts=2) == "to its end"

@@ -12,11 +12,13 @@ import page
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.compiler.pipeline import read, translate
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import read
 from msrl_graph.emit import json as emit_json
+from msrl_graph.emit.page import duration, size
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
-from msrl_graph.emit.text import duration, graph_text, placed_text, plan_text, size
+from msrl_graph.emit.text import graph_text, placed_text, plan_text
 from msrl_graph.ir.plan import Plan, from_json
 
 Golden = Callable[[str, str], None]
@@ -29,7 +31,8 @@ def of_page() -> Plan:
 
 
 def test_the_fixture_is_the_pages_program() -> None:
-    # The same plan from the text and from the hand-built graph, but for spans, options that no pass reads, and the order of nodes.
+    # The same plan from the text and from the hand-built graph, but for spans, options that no pass reads, and the
+    # order of nodes.
     ours, theirs = page.plan(page.start()), of_page()
     assert {p.node: (str(p.layout), p.layout.inner, p.engine.options, p.reason) for p in ours.placements} == {
         p.node: (str(p.layout), p.layout.inner, p.engine.options, p.reason) for p in theirs.placements
@@ -75,13 +78,25 @@ def test_a_plan_that_passes_have_not_finished_can_be_shown() -> None:
     start = page.start()
     assert "Plan: 0 states" in plan_text(start)
     for step in page.PASSES:
-        start = step(start)
+        start = step.apply(start)
         assert plan_text(start)
 
 
 def test_json_of_every_stage() -> None:
     plan = json.loads(PLAN.to_json())
-    keys = {"format_version", "graph", "cluster", "placements", "docks", "reshards", "schedule", "traffic", "memory", "estimate", "notes"}
+    keys = {
+        "format_version",
+        "graph",
+        "cluster",
+        "placements",
+        "docks",
+        "reshards",
+        "schedule",
+        "traffic",
+        "memory",
+        "estimate",
+        "notes",
+    }
     assert keys <= plan.keys()
     assert plan["reshards"][0]["released_bytes_per_device"] == PLAN.reshards[0].released_bytes_per_device
     assert plan["reshards"][0]["peak_bytes_per_device"] == PLAN.reshards[0].peak_bytes_per_device
@@ -119,5 +134,19 @@ def test_the_script_holds_the_plan_and_is_python() -> None:
 
 
 def test_numbers() -> None:
-    assert [size(n) for n in (0, 999, 1500, 8192124928, 999_600_000, 3e15)] == ["0 B", "999 B", "1.5 kB", "8.19 GB", "1,000 MB", "3,000 TB"]
-    assert [duration(s) for s in (0, 1e-7, 2e-5, 0.0209, 1.5, 12345)] == ["0", "< 1 us", "20 us", "20.9 ms", "1.5 s", "12,345 s"]
+    assert [size(n) for n in (0, 999, 1500, 8192124928, 999_600_000, 3e15)] == [
+        "0 B",
+        "999 B",
+        "1.5 kB",
+        "8.19 GB",
+        "1,000 MB",
+        "3,000 TB",
+    ]
+    assert [duration(s) for s in (0, 1e-7, 2e-5, 0.0209, 1.5, 12345)] == [
+        "0",
+        "< 1 us",
+        "20 us",
+        "20.9 ms",
+        "1.5 s",
+        "12,345 s",
+    ]

@@ -1,21 +1,23 @@
-"""Engines on one rank: weights read and written, bf16 with float32 masters, sampling against torch, stops and filters."""
+"""Engines on one rank: weights read and written, bf16 with float32 masters, sampling against torch, stops and
+filters."""
 
 import json
 import shutil
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import fsdp, hf, transformer
+from msrl_graph.backends import transformer
 from msrl_graph.backends.spec import Asked, Sampling, Shard
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout, Side, full, shard, slices
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -29,7 +31,7 @@ def model(dtype=None):
 @pytest.fixture(scope="module")
 def generator():
     torch.set_num_threads(1)
-    engine = hf.Engine(model(), Layout(), 0, None, 0)
+    engine = engines.generator(model())
     weights = load_file(EXAMPLE / "model" / "model.safetensors")
     for piece in engine.allocate():
         piece.tensor.copy_(weights[piece.name])
@@ -37,7 +39,16 @@ def generator():
 
 
 def sampling(**changes):
-    fields = {"samples": 1, "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "iteration": 0, "ends": (1,)}
+    fields = {
+        "samples": 1,
+        "max_tokens": 5,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "seed": 0,
+        "iteration": 0,
+        "ends": (1,),
+    }
     return Sampling(**(fields | changes))
 
 
@@ -65,13 +76,19 @@ def test_draws_follow_the_distribution(generator):
 def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     share = transformer_logits(PROMPTS[1], 2.0).softmax(-1)
     order = share.argsort(descending=True).tolist()
-    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3))
+    drawn, _ = generator.generate(
+        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
+    )
     assert {int(t[0]) for t in drawn} == set(order[:3])
-    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5))
+    drawn, _ = generator.generate(
+        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
+    )
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
     assert {int(t[0]) for t in drawn} == set(nucleus)
     # Both: the nucleus is one of what the k likeliest are together.
-    drawn, _ = generator.generate([PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8))
+    drawn, _ = generator.generate(
+        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
+    )
     both = [t for i, t in enumerate(order[:3]) if share[order[:i]].sum() < 0.8 * share[order[:3]].sum()]
     assert {int(t[0]) for t in drawn} == set(both) < set(order[:3])
     assert share[both].sum() < 0.8, "of all tokens it would be larger"
@@ -79,27 +96,32 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
 def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
-    engine = fsdp.Engine(model(), Layout(), 0, None, False, None)
+    engine = engines.trainer(model())
     tokens, logps = generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes))
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
-    expected = engine.forward(
-        pack([prompts], [ragged(tokens, np.int32)], np.arange(12)), Asked(changes.get("temperature", 1.0))
-    ).logp.numpy()
+    packed = pack([prompts], [ragged(tokens, np.int32)], np.arange(12))
+    (found,) = engine.score([packed], Asked(changes.get("temperature", 1.0)))
     assert all(x.dtype == np.float32 for x in logps)
-    assert np.allclose(np.concatenate(logps), expected, atol=2e-5)
+    assert np.allclose(np.concatenate(logps), found.logp.numpy(), atol=2e-5)
 
 
 def test_an_update_is_told_the_entropy_of_each_token(generator):
-    engine = fsdp.Engine(model(), Layout(), 0, None, False, adamw(lr=0.0))
+    engine = engines.trainer(model(), optimizer=adamw(lr=0.0))
     tokens, _ = generator.generate(PROMPTS, np.arange(12), sampling(samples=4))
     packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
-    with torch.no_grad():
-        found = engine.forward(packed, Asked(0.8, best=16))
-        assert found.entropy is None and engine.forward(packed, Asked(0.8)).entropy is None  # nobody asks
+    (found,) = engine.score([packed], Asked(0.8, best=16))
+    assert found.entropy is None and engine.score([packed], Asked(0.8))[0].entropy is None  # nobody asks
     expected = torch.distributions.Categorical(logits=found.best).entropy()
+    looked = []
     for asked in (Asked(0.8), Asked(0.8, best=2), Asked(0.8, entropy=True)):
-        told = engine.forward(packed, asked).entropy
-        assert told.requires_grad == asked.entropy and torch.allclose(told.detach(), expected, atol=1e-5)
+
+        def look(made, asked=asked):
+            told = made.entropy
+            looked.append(told.requires_grad == asked.entropy and torch.allclose(told.detach(), expected, atol=1e-5))
+            return made.logp.sum()
+
+        engines.train(engine, packed, look, asked)
+    assert looked == [True] * 3
 
 
 def test_at_temperature_0_a_token_is_sure(generator):
@@ -123,7 +145,10 @@ def transformer_logits(prompt, temperature):
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")(torch.from_numpy(prompt)[None]).logits[0, -1] / temperature
+        return (
+            AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")(torch.from_numpy(prompt)[None]).logits[0, -1]
+            / temperature
+        )
 
 
 def test_released_weights_take_no_memory(generator):
@@ -136,15 +161,15 @@ def test_released_weights_take_no_memory(generator):
 
 def test_bf16_weights_learn_by_float32_masters():
     """Steps far below a bf16 weight's resolution add up in the master."""
-    engine = fsdp.Engine(model("bf16"), Layout(), 0, None, False, adamw(lr=0.0, weight_decay=0.0))
+    engine = engines.trainer(model("bf16"), optimizer=adamw(lr=0.0, weight_decay=0.0))
     assert all(s.tensor.dtype == torch.bfloat16 for s in engine.shards())
     before = [s.tensor.clone() for s in engine.shards()]
     packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
-    first = float(engine.forward(packed, Asked()).logp.detach().mean())
+    first = float(engine.score([packed], Asked())[0].logp.mean())
     for _ in range(20):
-        engine.backward(-engine.forward(packed, Asked()).logp.mean())
+        engines.train(engine, packed, lambda made: -made.logp.mean(), Asked())
         engine.step(2e-5, 1.0)
-    assert float(engine.forward(packed, Asked()).logp.detach().mean()) > first
+    assert float(engine.score([packed], Asked())[0].logp.mean()) > first
     assert all(m.dtype == torch.float32 for m in engine._optimizer.parts[0].masters)
     moved = [not torch.equal(a, s.tensor) for a, s in zip(before, engine.shards(), strict=True)]
     assert any(moved)
@@ -167,6 +192,6 @@ def test_dropout_in_a_config_makes_no_noise(tmp_path):
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
-    engine = fsdp.Engine(models.load(str(folder), tmp_path, None, NOWHERE), Layout(), 0, None, False, adamw(lr=0.0))
+    engine = engines.trainer(models.load(str(folder), tmp_path, None, NOWHERE))
     packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
-    assert torch.equal(engine.forward(packed, Asked()).logp, engine.forward(packed, Asked()).logp)
+    assert torch.equal(*(made.logp for made in engine.score([packed, packed], Asked())))

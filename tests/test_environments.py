@@ -1,4 +1,5 @@
-"""Environments: episodes of several turns against a loop of single rows, what the trainer makes of them, and what goes wrong."""
+"""Environments: episodes of several turns against a loop of single rows, what the trainer makes of them, and what goes
+wrong."""
 
 import time
 from pathlib import Path
@@ -46,7 +47,10 @@ def program(path, *changes, more="", bound=BOUND):
         ("response  : i32[<= 5]", f"response  : i32[<= {bound}]\n mask : bool[response]\n said : text"),
         (
             "node actor.generate(prompt) -> response {",
-            f'node actor.generate(prompt, answer) -> response, mask, reward, said {{ environment = "{path}:Tool", turns = {TURNS}, {more}',
+            (
+                f'node actor.generate(prompt, answer) -> response, mask, reward, said {{ environment = "{path}:Tool", '
+                f"turns = {TURNS}, {more}"
+            ),
         ),
         ("  node host.reward(response, answer) -> reward { call = exact_match() }\n", ""),
         ("host.reward\n  host.reward ->", "host.advantage\n  actor.generate ->"),
@@ -198,8 +202,13 @@ def test_what_the_environment_wrote_teaches_nothing(alone, tmp_path):
 
 def on_ranks(rank, folder, path, layout, files):
     """Each rank writes what it has."""
-    two = ("devices_per_node = 1", "devices_per_node = 2"), ("layout actor.update   { dp = 1 }", "layout actor.update { dp = 2 }")
-    stage = Stage(program(path, *two, ("layout actor.generate { dp = 1 }", f"layout actor.generate {{ {layout} }}")), rank)
+    two = (
+        ("devices_per_node = 1", "devices_per_node = 2"),
+        ("layout actor.update   { dp = 1 }", "layout actor.update { dp = 2 }"),
+    )
+    stage = Stage(
+        program(path, *two, ("layout actor.generate { dp = 1 }", f"layout actor.generate {{ {layout} }}")), rank
+    )
     first = stage._first(stage.plan.graph.node("actor.generate"))
     rows = (0, 1, 2, 3) if "tp" in layout else ((0, 3), (1, 2))[rank]
     torch.save((rows, drawn(stage, rows), first), Path(files) / f"{layout[:2]}-{rank}")
@@ -217,7 +226,9 @@ def test_ranks_write_what_one_does(layout, alone, tmp_path):
         assert written.keys() == whole.keys() - (set() if first else {"reward", "said"})
         for name in written.keys() - {"response.logp"}:
             assert np.array_equal(written[name].values, whole[name].take(places).values), name
-        assert np.allclose(written["response.logp"].values, whole["response.logp"].take(places).values, atol=1e-4, equal_nan=True)
+        assert np.allclose(
+            written["response.logp"].values, whole["response.logp"].take(places).values, atol=1e-4, equal_nan=True
+        )
 
 
 def test_waits_overlap(alone, tmp_path):
@@ -226,7 +237,11 @@ def test_waits_overlap(alone, tmp_path):
     assert 0.25 < stage.told.seconds["environment"] < 8 * 0.25
 
 
-FIRST, ONE, LAST = "row 0, the beginning of iteration 3: ", "row 0, turn 1 of iteration 3: ", "row 0, the last turn of iteration 3: "
+FIRST, ONE, LAST = (
+    "row 0, the beginning of iteration 3: ",
+    "row 0, turn 1 of iteration 3: ",
+    "row 0, the last turn of iteration 3: ",
+)
 ANSWER = "where a tuple of 4 belongs: what it says, reward, said, whether the episode is over"
 OVER = "where true or false belongs: whether the episode is over"
 
@@ -236,14 +251,30 @@ OVER = "where true or false belongs: whether the episode is over"
     [
         ("return 3", "pass", f"{FIRST}BadResult: it returned int 3, where the text belongs that it says, or none"),
         ("self.no", "pass", f"{FIRST}AttributeError: 'Tool' object has no attribute 'no', at {{path}}:7"),
-        ("return '1' * 24", "pass", "row 0 of iteration 3: what the environment says first takes 24 tokens, and a response holds 24"),
-        ("pass", "1 / (self.turn - 2)", "row 0, turn 2 of iteration 3: ZeroDivisionError: division by zero, at {path}:12"),
-        ("pass", "if self.answer == '181': raise SystemExit('no')", "row 4, turn 1 of iteration 3: SystemExit: no, at {path}:12"),
+        (
+            "return '1' * 24",
+            "pass",
+            "row 0 of iteration 3: what the environment says first takes 24 tokens, and a response holds 24",
+        ),
+        (
+            "pass",
+            "1 / (self.turn - 2)",
+            "row 0, turn 2 of iteration 3: ZeroDivisionError: division by zero, at {path}:12",
+        ),
+        (
+            "pass",
+            "if self.answer == '181': raise SystemExit('no')",
+            "row 4, turn 1 of iteration 3: SystemExit: no, at {path}:12",
+        ),
         ("pass", "return '', True", f"{ONE}BadResult: `step` returned tuple of 2, {ANSWER}"),
         ("pass", "return '', 0.0, '', 1", f"{ONE}BadResult: `step` returned int 1 at the end, {OVER}"),
         ("pass", "return '', None, '', True", f"{LAST}BadResult: it returned None for `reward`, where f32 belongs"),
         ("pass", "return '', float('nan'), '', True", f"{LAST}BadResult: it returned nan for `reward`"),
-        ("pass", "if self.answer == '7': time.sleep(0.7)", "row 2, turn 1 of iteration 3: TimeoutError: it takes longer than 0.3 s, its"),
+        (
+            "pass",
+            "if self.answer == '7': time.sleep(0.7)",
+            "row 2, turn 1 of iteration 3: TimeoutError: it takes longer than 0.3 s, its",
+        ),
     ],
 )
 def test_what_goes_wrong_is_told_with_row_and_turn(reset, step, message, alone, tmp_path):
@@ -280,7 +311,10 @@ def test_an_update_that_compares_leaves_out_what_was_not_drawn(reads, alone, tmp
 
 def test_alone_a_policy_writes_all_of_a_response(alone):
     stage = Stage(
-        one_rank(("response  : i32[<= 5]", "response  : i32[<= 5]\n mask : bool[response]"), ("-> response {", "-> response, mask {"))
+        one_rank(
+            ("response  : i32[<= 5]", "response  : i32[<= 5]\n mask : bool[response]"),
+            ("-> response {", "-> response, mask {"),
+        )
     )
     written = stage.act("actor.generate", {"prompt": ragged(PROMPTS, np.int32)})
     assert written["mask"].values.all()

@@ -34,7 +34,8 @@ def tokens(rows):
 
 
 def test_a_policy_in_a_shop(place):
-    """On two ranks that share their rows, and on two that share the model: the same episodes, and what was said in them is masked."""
+    """On two ranks that share their rows, and on two that share the model: the same episodes, and what was said in them
+    is masked."""
     sums = [(a, b) for a in (12, 37, 58) for b in (9, 23)]
     rows = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a, b in sums]
     (place.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -43,7 +44,9 @@ def test_a_policy_in_a_shop(place):
     (longer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
     found = []
     for layout in ("tp = 2", "dp = 2"):
-        (place.folder / "p.rlg").write_text(PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout=layout))
+        (place.folder / "p.rlg").write_text(
+            PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout=layout)
+        )
         code, _, err = place.run("p.rlg", "--out", layout[:2], "--record")
         assert code == 0, err
         place.assert_clean()
@@ -55,7 +58,9 @@ def test_a_policy_in_a_shop(place):
             assert line["logp_drift"] < 1e-4 and "environment" in line["phases"]
     one, other = found
     assert [t.tolist() for t in tokens(one)] == [t.tolist() for t in tokens(other)]
-    for ids, mask, logp, reward in zip(*(one.column(c).to_pylist() for c in ("response", "mask", "response_logp", "reward")), strict=True):
+    for ids, mask, logp, reward in zip(
+        *(one.column(c).to_pylist() for c in ("response", "mask", "response_logp", "reward")), strict=True
+    ):
         assert np.isnan(np.array(logp)).tolist() == [not m for m in mask]
         assert set(np.array(ids)[~np.array(mask)]) == {2}  # the words of the shop are unknown to the model
         assert mask[0] is False and mask[-1] is True

@@ -52,7 +52,8 @@ def test_throughput() -> None:
 
 
 def test_equation_1_is_what_the_compiler_counts_on_the_graph() -> None:
-    # The graph counts a prompt once, the equation once a response; the update reads 4 items as long as a response and no scalar.
+    # The graph counts a prompt once, the equation once a response; the update reads 4 items as long as a response and
+    # no scalar.
     plan = page.plan(page.start())
     counted = sum(plan.graph.column_bytes[c] for c in plan.graph.node("actor.update").reads)
     assert counted == request_bytes(256, 16, 4, 2048 / 16, 4, 8192, 0)

@@ -1,4 +1,5 @@
-"""The examples: each compiles without a word and could be run as it stands, each has learnt with every seed, and the pages say so."""
+"""The examples: each compiles without a word and could be run as it stands, each has learnt with every seed, and the
+pages say so."""
 
 import json
 import re
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.algorithms import FOLDER
-from msrl_graph.compiler.pipeline import read, translate
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import read
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -43,4 +45,7 @@ def test_the_lines_of_each_algorithm_are_as_the_page_counts_them():
     page = (EXAMPLES.parent / "docs" / "results.md").read_text(encoding="utf-8")
     section = page.partition("## Lines of an algorithm")[2].partition("\n## ")[0]
     told = dict(re.findall(r"^\| (\w+) \| \w* ?\| (\d+) \|", section, re.MULTILINE))
-    assert told == {p.stem: str(len(re.findall(r"^ *[^#\s]", p.read_text(encoding="utf-8"), re.MULTILINE))) for p in FOLDER.glob("*.rlg")}
+    assert told == {
+        p.stem: str(len(re.findall(r"^ *[^#\s]", p.read_text(encoding="utf-8"), re.MULTILINE)))
+        for p in FOLDER.glob("*.rlg")
+    }

@@ -1,4 +1,5 @@
-"""Whatever is killed, whenever: a run goes on as if nothing had happened, or ends with words; nothing is left, and the next one starts."""
+"""Whatever is killed, whenever: a run goes on as if nothing had happened, or ends with words; nothing is left, and the
+next one starts."""
 
 import json
 import os
@@ -24,7 +25,9 @@ def computed(folder):
 def program(place, *changes, evaluated=True, **run):
     words = ", ".join(f"{k} = {v}" for k, v in {"iterations": 4, "seed": 0, "save": 2, **run}.items())
     run = ("iterations = 320, seed = 0", words)
-    place.write(run, ("every = 40", "every = 2"), ("mini_batch = 256", "mini_batch = 16"), *changes, evaluated=evaluated)
+    place.write(
+        run, ("every = 40", "every = 2"), ("mini_batch = 256", "mini_batch = 16"), *changes, evaluated=evaluated
+    )
 
 
 @pytest.mark.slow
@@ -39,16 +42,24 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     assert again == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
     assert all((first[t] == second[t]).all() for t in first)  # bit for bit
     # On another layout, in another folder: the first lines are the old ones.
-    (place.folder / "p.rlg").write_text((place.folder / "p.rlg").read_text().replace("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
+    (place.folder / "p.rlg").write_text(
+        (place.folder / "p.rlg").read_text().replace("{ dp = 2, zero = 3 }", "{ tp = 2 }")
+    )
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002", "--out", "other")
     assert code == 0, err
     other, third = computed(place.folder / "other")
     for a, b in zip(whole, other, strict=True):
         assert a.keys() == b.keys()
-        for key in a.keys() - {"evaluation", "reshard_bytes", "logp_drift", "logp_drift_max"}:  # bytes and rounding are the layout's
+        for key in a.keys() - {
+            "evaluation",
+            "reshard_bytes",
+            "logp_drift",
+            "logp_drift_max",
+        }:  # bytes and rounding are the layout's
             assert b[key] == pytest.approx(a[key], rel=1e-4, abs=1e-7), key
     assert other[:4] == whole[:4]
-    # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of it.
+    # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of
+    # it.
     assert max(abs(first[t] - third[t]).max() for t in first if not t.endswith("k_proj.bias")) < 1e-6
     place.assert_clean()
     # What is there is not overwritten by mistake.
@@ -87,7 +98,11 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results", MSRL_POINTS=str(points))
     assert code == 0 and "starting anew" not in err, err
     assert not any(death.exists() for death in deaths)
-    assert [int(n) for n in re.findall(r"functions of host 0 died in .* in train/(\d+); started again", err)] == [2, 4, 6], err
+    assert [int(n) for n in re.findall(r"functions of host 0 died in .* in train/(\d+); started again", err)] == [
+        2,
+        4,
+        6,
+    ], err
     assert len(metrics(place.folder / "results")) == 12 + 7
     place.assert_clean()
 
@@ -99,9 +114,16 @@ def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3, err
     # Where it died, is what was last heard of it: the source, if its own word of the reward was lost with it.
-    assert len(re.findall(r"functions of host 0 died in \S+ in held_out/0; started again", err)) == 2 and "starting anew" not in err, err
+    assert (
+        len(re.findall(r"functions of host 0 died in \S+ in held_out/0; started again", err)) == 2
+        and "starting anew" not in err
+    ), err
     told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row 0 of iteration 0: ProcessDied: "
-    assert f"{told}its process died in it 2 times without a word" in err and "\n  response: '" in err and "\n  answer: '" in err, err
+    assert (
+        f"{told}its process died in it 2 times without a word" in err
+        and "\n  response: '" in err
+        and "\n  answer: '" in err
+    ), err
     place.assert_clean()
 
 
@@ -111,7 +133,9 @@ def test_a_function_that_ends_its_process_ends_the_run_at_once_with_its_line(pla
     program(place, *ONE_RANK, MINE, evaluated=False, iterations=100)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
     assert code == 3 and err.count("started again") == 1 and "starting anew" not in err, err
-    found = re.search(r"`host.reward` \(line 26 of p.rlg\) failed on row \d+ of iteration \d+: ProcessDied: (.*?); the files", err)
+    found = re.search(
+        r"`host.reward` \(line 26 of p.rlg\) failed on row \d+ of iteration \d+: ProcessDied: (.*?); the files", err
+    )
     assert found and found[1] == f"it ended its process: Aborted, at {place.folder}/mine.py:7", err
     assert "\n  answer: '4" in err and "/ray/" not in err, err
     assert "Fatal Python error: Aborted" in (place.folder / "results" / "logs" / "functions-of-host-0.log").read_text()
@@ -139,7 +163,11 @@ def test_a_run_that_is_asked_to_end_saves(place):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "ending after this iteration, with a checkpoint" in err and "go on with --resume results" in err and "Traceback" not in err
+    assert (
+        "ending after this iteration, with a checkpoint" in err
+        and "go on with --resume results" in err
+        and "Traceback" not in err
+    )
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
     assert [p.name for p in (place.folder / "results" / "checkpoints").iterdir()] == [f"{done:06d}"]
     place.assert_clean()
@@ -158,7 +186,9 @@ def test_a_run_that_is_asked_twice_ends_at_once(place):
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and time.monotonic() - begin < 8
-    assert "ask once more to end at once" in err and "interrupted; the files of the run so far are in results" in err, err
+    assert "ask once more to end at once" in err and "interrupted; the files of the run so far are in results" in err, (
+        err
+    )
     place.assert_clean()
 
 
@@ -186,20 +216,32 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(place):
     program(place, *ONE_RANK, iterations=6, save=2, keep=5)
     (place.folder / "small").mkdir()
     # Room for one checkpoint and a half.
-    size = sum(f.stat().st_size for f in (ROOT / "examples" / "arithmetic" / "model").glob("*.safetensors")) * 3 * 3 // 2
+    size = (
+        sum(f.stat().st_size for f in (ROOT / "examples" / "arithmetic" / "model").glob("*.safetensors")) * 3 * 3 // 2
+    )
     run = (
-        f"{sys.executable} -c 'import sys; from msrl_graph.cli import run_main; sys.exit(run_main())' p.rlg {' '.join(SMALL)} --out small/r"
+        f"{sys.executable} -c 'import sys; from msrl_graph.cli import run_main; sys.exit(run_main())' p.rlg "
+        f"{' '.join(SMALL)} --out small/r"
     )
     script = f"mount -t tmpfs -o size={size} none small && {run}; code=$?; ls small/r/checkpoints; exit $code"
     environment = {**os.environ, "TMPDIR": str(place.temporary)}
     done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script], cwd=place.folder, env=environment, capture_output=True, text=True, check=False
+        ["unshare", "-rm", "sh", "-c", script],
+        cwd=place.folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "the checkpoint after 4 iterations could not be written" in done.stderr and "000002 stays the last one" in done.stderr, (
-        done.stderr
-    )
+    assert (
+        "the checkpoint after 4 iterations could not be written" in done.stderr
+        and "000002 stays the last one" in done.stderr
+    ), done.stderr
     assert "000002" in done.stdout and "000004" not in done.stdout.split() and "iteration 5 (6 of 6)" in done.stderr
     # The run goes on to its end, and does not end as one that has the checkpoint that it was asked for.
-    assert done.returncode == 3 and "error[run-failed]: the checkpoint after 6 iterations could not be written" in done.stderr
+    assert (
+        done.returncode == 3
+        and "error[run-failed]: the checkpoint after 6 iterations could not be written" in done.stderr
+    )
     assert "Traceback" not in done.stderr
     place.assert_clean()

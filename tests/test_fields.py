@@ -63,8 +63,18 @@ def test_what_is_taken(element, dims, value, taken):
         ("i32", (MOST,), "\ud800", "half a character (U+D800), where text, messages or token ids belong"),
         ("text", (), [], "list, where text, a number or messages belong"),
         ("json", (), {"a": ["\ud800"]}, "half a character (U+D800), where JSON belongs"),
-        ("json", (), b"a", "what JSON does not know (Object of type bytes is not JSON serializable), where JSON belongs"),
-        ("json", (), [float("inf")], "what JSON does not know (Out of range float values are not JSON compliant), where JSON belongs"),
+        (
+            "json",
+            (),
+            b"a",
+            "what JSON does not know (Object of type bytes is not JSON serializable), where JSON belongs",
+        ),
+        (
+            "json",
+            (),
+            [float("inf")],
+            "what JSON does not know (Out of range float values are not JSON compliant), where JSON belongs",
+        ),
     ],
 )
 def test_what_is_not(element, dims, value, message):

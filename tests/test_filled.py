@@ -1,4 +1,5 @@
-"""What functions get by the names of their parameters: the tokenizer, the iteration's number; and what a source draws rows by."""
+"""What functions get by the names of their parameters: the tokenizer, the iteration's number; and what a source draws
+rows by."""
 
 from __future__ import annotations
 
@@ -39,14 +40,17 @@ ROWS = [("37+48=", "85", 3.0), ("a prompt longer than its bound", "x", 9.0), ("2
 
 def weigher(folder: Path, weights: str, source: str = "", state: str = "") -> Weigher:
     (folder / "mine.py").write_text(source)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": a, "difficulty": d}) + "\n" for p, a, d in ROWS))
+    (folder / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "answer": a, "difficulty": d}) + "\n" for p, a, d in ROWS)
+    )
     program = PROGRAM.format(weights=weights, state=state, model=EXAMPLE / "model")
     plan = compile(str(folder / "p.rlg"), text=program)
     return Weigher(plan, Dataset(plan.deploy.data["source"], plan))
 
 
 def test_rows_are_drawn_by_columns_of_the_data(tmp_path: Path) -> None:
-    """Of the rows that can be used: numbers as an array, tokens and texts as a list, decoded where they are to be text."""
+    """Of the rows that can be used: numbers as an array, tokens and texts as a list, decoded where they are to be
+    text."""
     source = """
 def hard(difficulty, answer, prompt: str, *, iteration):
     assert list(answer) == ["85", "4", "10"] and list(prompt) == ["37+48=", "2+2=", "5+5="]
@@ -64,13 +68,18 @@ def test_columns_and_states_draw_together(tmp_path: Path) -> None:
     found = weigher(tmp_path, '"mine.py:both"', source, state)
     assert list(found({"success": np.array([0.5, 1, 0])}, Task("train", 0, 2))) == [1.5, 1, 0]
     # A function of the package has the column that is named for its parameter.
-    assert list(weigher(tmp_path, "around(difficulty, target = 0.5, floor = 0.1)")({}, Task("train", 0, 2))) == [0.1] * 3
+    assert (
+        list(weigher(tmp_path, "around(difficulty, target = 0.5, floor = 0.1)")({}, Task("train", 0, 2))) == [0.1] * 3
+    )
 
 
 def test_wrong_weights_are_told_with_what_they_were_made_of(tmp_path: Path) -> None:
     with pytest.raises(
         RunError,
-        match=r"`weights` of the source \(line 6 of .*p.rlg\) returned list of 1, where a number of 0 or more belongs for each of 3",
+        match=(
+            r"`weights` of the source \(line 6 of .*p.rlg\) returned list of 1, where a number of 0 or more belongs "
+            r"for each of 3"
+        ),
     ):
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return [1.0]\n")({}, Task("train", 0, 2))
     with pytest.raises(RunError, match=r"ZeroDivisionError(.|\n)*\n  difficulty: float32 of 3"):
@@ -84,14 +93,22 @@ def test_a_weight_that_is_none_is_told_with_its_row(tmp_path: Path, value: str, 
     """By its line of the file: line 2 is too long to be used."""
     told = rf"returned {shown} for line 3 of .*rows.jsonl, where a finite number of 0 or more belongs"
     with pytest.raises(RunError, match=told):
-        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [1.0, {value}, 1.0]\n")({}, Task("train", 0, 2))
+        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [1.0, {value}, 1.0]\n")(
+            {}, Task("train", 0, 2)
+        )
     with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl, and so of 1 more of 3, where"):
-        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [{value}, 0, {value}]\n")({}, Task("train", 0, 2))
+        weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [{value}, 0, {value}]\n")(
+            {}, Task("train", 0, 2)
+        )
 
 
-def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_there_are_no_others(tmp_path: Path) -> None:
+def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_there_are_no_others(
+    tmp_path: Path,
+) -> None:
     """Once an iteration: in its first round that takes some, not where a pass over all rows begins anew."""
-    with pytest.raises(RunError, match="returned 0 for each of 3 rows of the data in iteration 4: there is none to draw"):
+    with pytest.raises(
+        RunError, match="returned 0 for each of 3 rows of the data in iteration 4: there is none to draw"
+    ):
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return difficulty * 0\n")({}, Task("train", 4, 2))
     weigh = weigher(tmp_path, '"mine.py:f"', "def f(difficulty, *, iteration): return [0, 1, iteration]\n")
     told = [
@@ -101,20 +118,24 @@ def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_th
     assert told == [[1, 0, 0], [0, 1, 0]]
     task = Task("train", 0, 2)
     (remark,) = scarce(weigh.source, task, weigh({}, task), 0)
-    assert remark.endswith(": only 1 of 3 rows of the data have a weight above 0, so iteration 0 takes rows of weight 0 too")
+    assert remark.endswith(
+        ": only 1 of 3 rows of the data have a weight above 0, so iteration 0 takes rows of weight 0 too"
+    )
     assert not scarce(weigh.source, task, np.ones(3), 2)
 
 
 def test_a_function_is_told_the_iteration(tmp_path: Path) -> None:
     for parameters in ("score, iteration", "score, *, iteration"):
-        assert list(call(tmp_path, f"def f({parameters}): return score + 10 * iteration\n", ("reward",))["reward"].values) == [
+        assert list(
+            call(tmp_path, f"def f({parameters}): return score + 10 * iteration\n", ("reward",))["reward"].values
+        ) == [
             71,
             72,
             73,
             74,
         ]
     made = results(tmp_path, "def f(*rest, iteration): return iteration\n", ("level",))
-    assert list(made.columns["level"][1].values) == [7] * 4
+    assert list(made.columns["level"].column.values) == [7] * 4
 
 
 def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
@@ -124,4 +145,7 @@ def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
     given = Filled(signature, plan.graph.node("host.reward"), plan)(3, 0)
     assert given["iteration"] == 3 and given.keys() == {"tokenizer", "iteration"}
     tokenizer = given["tokenizer"]
-    assert tokenizer.decode([*tokenizer.encode("37+48=", add_special_tokens=False), 1], skip_special_tokens=True) == "37+48="
+    assert (
+        tokenizer.decode([*tokenizer.encode("37+48=", add_special_tokens=False), 1], skip_special_tokens=True)
+        == "37+48="
+    )

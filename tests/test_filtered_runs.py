@@ -1,4 +1,5 @@
-"""Runs whose rows are filtered: the same rows on any layout, states that go on after a resume, refills that suffice and that do not."""
+"""Runs whose rows are filtered: the same rows on any layout, states that go on after a resume, refills that suffice and
+that do not."""
 
 import json
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
     lines, resumed = told(place.folder / "one"), told(place.folder / "resumed")
     assert resumed == lines and len({line["kl_coef"] for line in lines}) == 2
     assert lines[0]["kl_coef"] == 0.05 and lines[0]["rows"] == 16 * 3 and lines[0]["updates"] == 2 + 4
-    assert [line["kl_coef"] for line in told(place.folder / "four")] == pytest.approx([line["kl_coef"] for line in lines], rel=1e-4)
+    assert [line["kl_coef"] for line in told(place.folder / "four")] == pytest.approx(
+        [line["kl_coef"] for line in lines], rel=1e-4
+    )
 
 
 def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(place):
@@ -104,9 +107,14 @@ def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(pla
     lines = (place.folder / "one" / "metrics.jsonl").read_text().splitlines()
     assert sum(json.loads(line)["refills"] for line in lines) > 0
 
-    (place.folder / "p.rlg").write_text(REFILLED.replace("REWARD", '"mine.py:score"').replace("seed = 0", "seed = 0, restarts = 0"))
+    (place.folder / "p.rlg").write_text(
+        REFILLED.replace("REWARD", '"mine.py:score"').replace("seed = 0", "seed = 0, restarts = 0")
+    )
     place.function("return 1.0")
     code, _, err = place.run("p.rlg", "--out", "none")
-    message = "`host.filter` in iteration 0: of 88 prompts in 11 rounds 0 have rows that it lets pass, where 8 are to go on; raise `refill`"
+    message = (
+        "`host.filter` in iteration 0: of 88 prompts in 11 rounds 0 have rows that it lets pass, where 8 are "
+        "to go on; raise `refill`"
+    )
     assert code == 3 and message in " ".join(err.split()), err
     place.assert_clean()

@@ -1,6 +1,7 @@
 """Filters, repeats, refills and levels in the dock: which rows reach which node, in any order of arrival.
 
-The rows that are expected are found row by row from what filters say of each; a controller's news come late, early and twice.
+The rows that are expected are found row by row from what filters say of each; a controller's news come late, early and
+twice.
 """
 
 import itertools
@@ -18,6 +19,7 @@ from msrl_graph import compile
 from msrl_graph.runtime.data.wrong import drawn
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.wire import News
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
 
@@ -43,7 +45,10 @@ NODES = {
     "reward": "node host.reward(response, answer) -> reward { call = exact_match() }",
     "infer": "node actor.infer(prompt, response) -> old_logp",
     "advantage": 'node host.advantage(response, reward) -> advantage { call = "FILE:adv", per = prompt }',
-    "update": "node actor.update(prompt, response, old_logp, advantage) { loss = clip(), optimizer = adamw(lr = 1e-6), mini_batch = 4 }",
+    "update": (
+        "node actor.update(prompt, response, old_logp, advantage) { loss = clip(), optimizer = adamw(lr = "
+        "1e-6), mini_batch = 4 }"
+    ),
 }
 TAIL = """
   actor.update => actor.generate
@@ -87,7 +92,11 @@ PROGRAMS = {
         "node judge.generate(question) -> verdict { samples = 2 }",
         'node host.draw(verdict) { keep = "FILE:good" }',
         'node host.vote(verdict) -> vote { call = "FILE:vote", per = response }',
-        SPINE + "host.reward -> host.keep -> host.ask -> judge.generate -> host.draw -> host.vote -> host.advantage -> actor.update",
+        SPINE
+        + (
+            "host.reward -> host.keep -> host.ask -> judge.generate -> host.draw -> host.vote -> host.advantage -> "
+            "actor.update"
+        ),
         "actor.infer -> actor.update",
     ],
 }
@@ -166,15 +175,15 @@ class Flow:
 
     def hear(self, node, column, part):
         rows, lengths = (np.array(x) for x in zip(*part, strict=True))
-        self.told[node].append((column, rows, lengths, 0))
+        self.told[node].append(News(column, rows, lengths, 0))
         controller = self.controllers[node]
         if self.random.random() < 0.03:  # it dies, and another takes its place
             controller = self.controllers[node] = Controller(controller.reader)
             rounds = controller.restore(self.task, self.told[node], self.kept[node])
         else:
-            rounds = controller.heard(self.task.key, column, rows, lengths, 0)
+            rounds = controller.heard(self.task.key, self.told[node][-1:])
         for r in rounds:
-            self.kept[node] += [r] if controller.reader.by_arrival else []
+            self.kept[node] += [r] if controller.keeps else []
             controller.hand(self.task.key, r)
 
     def run(self):
@@ -196,7 +205,9 @@ class Flow:
                 self.taken[name, group] += 1
                 self.ended[name, group] += share.last
                 self.work(name, share)
-            elif (filter := self.truth.rows.refilling) and self.controllers[filter.node].again(self.task.key, self.rounds):
+            elif (filter := self.truth.rows.refilling) and self.controllers[filter.node].again(
+                self.task.key, self.rounds
+            ):
                 self.source()
             else:
                 return
@@ -227,9 +238,9 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
             assert len(units) == sum(1 for _ in itertools.groupby(above))
         for parts in flow.parts[node].values():  # what each share tells of its round: rows and tokens of all groups
             rows, elements = np.concatenate([s.rows for s in parts]), {}
-            for column, of, writer in reader.reads:
-                above = flow.numbers.above(rows, reader.rows, of)
-                elements[column] = len(rows) if writer == "source" else int((above % 5 + 1).sum())
+            for r in reader.reads:
+                above = flow.numbers.above(rows, reader.rows, r.rows)
+                elements[r.column] = len(rows) if r.writer == "source" else int((above % 5 + 1).sum())
             told = (max(len(s.rows) for s in parts), len(rows), elements)
             assert len(parts) == reader.groups and all((s.most, s.round_units, s.elements) == told for s in parts), node
     assert all(c.missing(flow.task.key).startswith("nothing") for c in flow.controllers.values() if not c.reader.loops)
@@ -244,6 +255,8 @@ def test_mini_batches_are_the_same_in_any_order_of_arrival(name, folder):
         flow.run()
         rounds = {}
         for share in flow.handed["actor.update"]:
-            rounds.setdefault((share.epoch, share.round_units, tuple(sorted(share.elements.items()))), []).extend(share.rows)
+            rounds.setdefault((share.epoch, share.round_units, tuple(sorted(share.elements.items()))), []).extend(
+                share.rows
+            )
         found.append({k: sorted(v) for k, v in rounds.items()})
     assert found[0] and all(other == found[0] for other in found)

@@ -1,4 +1,5 @@
-"""The house: imports go down only and in no circle, heavy packages stand in the runtime, and compiling loads none of them."""
+"""The house: imports go down only and in no circle, heavy packages stand in the runtime, and compiling loads none of
+them."""
 
 import ast
 from pathlib import Path
@@ -37,7 +38,21 @@ FLOORS = (
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
 AT_MOST = 24  # rooms at the package's root
-HEAVY = {"torch", "ray", "transformers", "tokenizers", "safetensors", "vllm", "megatron", "tensorboardX", "matplotlib", "numpy", "pyarrow"}
+HEAVY = {
+    "networkx",
+    "torch",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "vllm",
+    "megatron",
+    "tensorboardX",
+    "matplotlib",
+    "numpy",
+    "pyarrow",
+    "tensordict",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {p.relative_to(PACKAGE).with_suffix("").parts for p in FILES}
 
@@ -47,11 +62,16 @@ def room(parts):
 
 
 def imports(path):
-    """(parts of a module in the package or a name outside, at module level?) of each import; what only types need is left out."""
+    """(parts of a module in the package or a name outside, at module level?) of each import; what only types need is
+    left out."""
     tree = ast.parse(path.read_text())
     inside = path.relative_to(PACKAGE.parent).with_suffix("").parts
     functions = [f for f in ast.walk(tree) if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    types = [i for i in ast.walk(tree) if isinstance(i, ast.If) and isinstance(i.test, ast.Name) and i.test.id == "TYPE_CHECKING"]
+    types = [
+        i
+        for i in ast.walk(tree)
+        if isinstance(i, ast.If) and isinstance(i.test, ast.Name) and i.test.id == "TYPE_CHECKING"
+    ]
     lazy, typed = ({id(n) for f in some for n in ast.walk(f)} for some in (functions, types))
     for node in ast.walk(tree):
         if id(node) in typed:
@@ -63,7 +83,10 @@ def imports(path):
             base = (*inside[1 : -node.level], *(node.module.split(".") if node.module else ()))
             for name in node.names:
                 named = (*base, name.name)
-                yield next(m for m in (named, (*named, "__init__"), base, (*base, "__init__")) if m in MODULES), id(node) not in lazy
+                yield (
+                    next(m for m in (named, (*named, "__init__"), base, (*base, "__init__")) if m in MODULES),
+                    id(node) not in lazy,
+                )
         elif isinstance(node, ast.ImportFrom):
             yield (node.module,), id(node) not in lazy
 
@@ -73,7 +96,9 @@ def test_imports_go_down_only(path):
     here = path.relative_to(PACKAGE).with_suffix("").parts
     if here == ("__init__",):  # which hands out what the rooms have
         return
-    assert (here[:1] == ("runtime",) and len(here) == 2) or room(here) in FLOOR, f"{room(here)} has no floor: name it in FLOORS"
+    assert (here[:1] == ("runtime",) and len(here) == 2) or room(here) in FLOOR, (
+        f"{room(here)} has no floor: name it in FLOORS"
+    )
     for module, _ in imports(path):
         if module in MODULES and room(module) != room(here):
             assert FLOOR[room(here)] < FLOOR[room(module)], f"{'/'.join(here)} imports {'/'.join(module)}"
@@ -89,7 +114,9 @@ def test_no_imports_in_a_circle():
 
 
 def test_rooms_are_few():
-    rooms = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()} - {"__init__"}
+    rooms = {
+        p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()
+    } - {"__init__"}
     assert len(rooms) <= AT_MOST and rooms == {name.split("/")[0] for name in FLOOR}
 
 

@@ -1,4 +1,5 @@
-"""The folder of a run that holds results already: what is offered, what `--overwrite` removes, and what it never does."""
+"""The folder of a run that holds results already: what is offered, what `--overwrite` removes, and what it never
+does."""
 
 import shutil
 from pathlib import Path
@@ -48,11 +49,16 @@ def attempted(plan, out, resume="", **options):
 
 def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsys):
     assert run_main([PROGRAM, "--out", "ran"]) == 1
-    told = "error[bad-value]: the output folder ran is there already and is not empty\n  = help: name another with --out, "
+    told = (
+        "error[bad-value]: the output folder ran is there already and is not empty\n  = help: name another with --out, "
+    )
     assert capsys.readouterr().err == f"{told}or replace the results in it: --overwrite\n"
     save(ran, plan, 2)
     assert run_main([PROGRAM, "--out", "ran"]) == 1
-    assert capsys.readouterr().err == f"{told}go on with the run in it: --resume ran, or replace its results: --overwrite\n"
+    assert (
+        capsys.readouterr().err
+        == f"{told}go on with the run in it: --resume ran, or replace its results: --overwrite\n"
+    )
     with pytest.raises(Fault) as fault:
         run(plan, out="ran")
     help = "name another with `out`, go on with the run in it: resume=ran, or replace its results: `overwrite=True`"
@@ -77,13 +83,17 @@ def test_what_is_no_runs_folder_is_not_overwritten(tmp_path, monkeypatch, capsys
     assert run_main([PROGRAM, "--out", ".", "--overwrite"]) == 1
     assert "; it holds no results of a run, which --overwrite would replace\n" in capsys.readouterr().err
     assert run_main([PROGRAM, "--overwrite"]) == 1
-    told = "error[bad-value]: --overwrite replaces the results in a folder, and none is named\n  = help: name it with --out\n"
+    told = (
+        "error[bad-value]: --overwrite replaces the results in a folder, and none is named\n  = help: name it "
+        "with --out\n"
+    )
     assert capsys.readouterr().err == told
     assert {p.name for p in tmp_path.iterdir()} == {"weights", "logs"}
 
 
 def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, capsys):
-    """Whatever the system says only as it is asked for the folder: a process file system seems to be one that can be written to."""
+    """Whatever the system says only as it is asked for the folder: a process file system seems to be one that can be
+    written to."""
     monkeypatch.chdir(tmp_path)
     Path("afile").write_text("")
     long = "x" * 300
@@ -95,7 +105,9 @@ def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, capsys):
     ):
         assert run_main([PROGRAM, "--out", out]) == 1
         found = capsys.readouterr().err
-        assert f"error[bad-value]: the output folder {told}" in found and found.endswith("= help: name another with --out\n")
+        assert f"error[bad-value]: the output folder {told}" in found and found.endswith(
+            "= help: name another with --out\n"
+        )
     assert {p.name for p in tmp_path.iterdir()} == {"afile"}
 
 
@@ -117,7 +129,10 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_whe
     (newest / "manifest.json").write_text("{")  # it need not be sound
     with pytest.raises(Fault) as fault:
         supervisor.prepare(plan, None, str(older))
-    assert fault.value.diagnostics[0].help == "name another folder for the results with --out, or replace them: --overwrite"
+    assert (
+        fault.value.diagnostics[0].help
+        == "name another folder for the results with --out, or replace them: --overwrite"
+    )
     attempted(plan, None, str(middle))
     assert [p.name for p in checkpoint.found(ran)] == ["000002", "000004"]
     attempted(plan, ran, str(older))  # its own folder, named

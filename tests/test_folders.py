@@ -1,4 +1,5 @@
-"""Models' folders that are wrong: told at the model's line before anything starts, or what is built is what was planned for."""
+"""Models' folders that are wrong: told at the model's line before anything starts, or what is built is what was planned
+for."""
 
 from __future__ import annotations
 
@@ -26,12 +27,24 @@ from msrl_graph.model.models import load
 
 ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic"
 GOOD = json.loads((ARITHMETIC / "model" / "config.json").read_text(encoding="utf-8"))
-LLAMA = {**GOOD, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
+LLAMA = {
+    **GOOD,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 ROPE_TABLES = [
     {"rope_type": "yarn"},
     {"rope_type": "yarn", "factor": 2.0},
     {"type": "linear", "factor": 2},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
     {"rope_theta": "much"},
     {"rope_type": ["linear"]},
 ]
@@ -78,7 +91,9 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(good=st.sampled_from([GOOD, LLAMA]), data=st.data(), other=OTHERS)
-def test_one_field_of_a_config_changed_is_told_or_builds_what_was_planned(place: Path, good: Any, data: st.DataObject, other: Any) -> None:
+def test_one_field_of_a_config_changed_is_told_or_builds_what_was_planned(
+    place: Path, good: Any, data: st.DataObject, other: Any
+) -> None:
     config = copy.deepcopy(good)
     name = data.draw(st.sampled_from([*config, *MORE]))
     if data.draw(st.integers(0, 7)):
@@ -156,14 +171,20 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "epsilon": (config("rms_norm_eps", "1e-6"), "has '1e-6' for `rms_norm_eps`, which is a number above 0"),
     "negative": (config("hidden_size", -128), "has -128 for `hidden_size`, which is a whole number of 1 or more"),
     "heads": (config("num_key_value_heads", 3), "has 3 key-value heads, which do not divide its 4 heads"),
-    "stretched": (config("rope_parameters", {"rope_type": "linear"}), "lacks the `factor` of `rope_parameters`, a number above 0"),
+    "stretched": (
+        config("rope_parameters", {"rope_type": "linear"}),
+        "lacks the `factor` of `rope_parameters`, a number above 0",
+    ),
     "stretched twice": (
         config("rope_scaling", {"type": "yarn", "factor": 2.0}),
         "has a `rope_scaling` that its `rope_parameters` differ from",
     ),
     "endless": (config("eos_token_id", 99), "has 99 for `eos_token_id`, beyond its vocabulary of 16"),
     "another": (config("model_type", "llama"), "has 'llama' for its `model_type`, which is 'qwen2' there"),
-    "unknown": (config("architectures", ["MambaForCausalLM"]), "models of architecture `MambaForCausalLM` are not supported yet"),
+    "unknown": (
+        config("architectures", ["MambaForCausalLM"]),
+        "models of architecture `MambaForCausalLM` are not supported yet",
+    ),
     "quantized": (config("quantization_config", {"bits": 4}), "the weights of `./model` are quantized"),
     "no JSON": (lambda m: (m / "config.json").write_text("{"), "`./model/config.json` cannot be read"),  # type: ignore[arg-type, return-value]
     "no object": (lambda m: (m / "config.json").write_text("[1]"), "`./model/config.json` is not a JSON object"),  # type: ignore[arg-type, return-value]
@@ -183,7 +204,10 @@ def test_a_wrong_folder_is_told_at_its_line(folder: Path, case: str, capsys: pyt
     change, message = WRONG[case]
     assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
     change(folder / "model")
-    for command in (lambda: compile_main([str(folder / "p.rlg"), "--check"]), lambda: run_main([str(folder / "p.rlg"), "--dry-run"])):
+    for command in (
+        lambda: compile_main([str(folder / "p.rlg"), "--check"]),
+        lambda: run_main([str(folder / "p.rlg"), "--dry-run"]),
+    ):
         capsys.readouterr()
         assert command() == 1
         told = capsys.readouterr().err
@@ -217,16 +241,24 @@ STRETCHED: dict[str, tuple[dict[str, Any], int]] = {
     "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 16),
     "dynamic": ({"rope_parameters": {"rope_type": "dynamic", "factor": 1.25}}, 10),
     "yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4}}, 16),
-    "yarn that the config has counted": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}}, 8),
+    "yarn that the config has counted": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}},
+        8,
+    ),
     # Its config states what it is stretched to.
     "llama3": ({"rope_scaling": {**ROPE_TABLES[3], "original_max_position_embeddings": 4}}, 8),
 }
 
 
 @pytest.mark.parametrize("case", STRETCHED)
-def test_a_sequence_longer_than_the_model_has_positions_is_refused(folder: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sequence_longer_than_the_model_has_positions_is_refused(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     table, has = STRETCHED[case]
-    rewritten(folder / "model" / "config.json", lambda c: c.update({"max_position_embeddings": 8, "rope_parameters": None, **table}))
+    rewritten(
+        folder / "model" / "config.json",
+        lambda c: c.update({"max_position_embeddings": 8, "rope_parameters": None, **table}),
+    )
     text = (folder / "p.rlg").read_text(encoding="utf-8")
     assert "prompt    : i32[<= 6]" in text and "response  : i32[<= 5]" in text
     for most in (has, has + 1):
@@ -235,11 +267,15 @@ def test_a_sequence_longer_than_the_model_has_positions_is_refused(folder: Path,
         capsys.readouterr()
         assert compile_main([str(folder / "p.rlg"), "--check"]) == (most > has)
         told = capsys.readouterr().err
-        message = f"`actor.generate` computes on up to {most} tokens, `prompt` and `response`; `./model` has {has} positions"
+        message = (
+            f"`actor.generate` computes on up to {most} tokens, `prompt` and `response`; `./model` has {has} positions"
+        )
         assert (f"error[unknown-model]: {message}" in told and 'model policy = "./model"' in told) == (most > has)
 
 
-def test_a_plan_whose_model_has_fewer_positions_since_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_whose_model_has_fewer_positions_since_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "plan.json").write_text(compile(folder / "p.rlg").to_json(), encoding="utf-8")
     config("max_position_embeddings", 8)(folder / "model")
     assert run_main([str(folder / "plan.json"), "--dry-run"]) == 1
@@ -250,7 +286,9 @@ def test_a_plan_whose_model_has_fewer_positions_since_is_refused(folder: Path, c
 def test_what_was_compiled_runs_from_anywhere(
     folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "score.py").write_text("def score(response: str, answer: str) -> float:\n    return float(response == answer)\n")
+    (folder / "score.py").write_text(
+        "def score(response: str, answer: str) -> float:\n    return float(response == answer)\n"
+    )
     text = (folder / "p.rlg").read_text(encoding="utf-8")
     assert "exact_match()" in text
     (folder / "p.rlg").write_text(text.replace("exact_match()", '"score.py:score"'), encoding="utf-8")

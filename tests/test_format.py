@@ -27,7 +27,9 @@ ROOT = Path(__file__).parent.parent
 OWN = [*sorted(algorithms.FOLDER.glob("*.rlg")), *sorted((ROOT / "examples").rglob("*.rlg"))]
 # Every statement of the language, also those that cannot be compiled yet, in a layout that only a parser likes.
 MESSY = Path(__file__).parent / "messy.rlg"
-TEXTS = {str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in [*OWN, *PROGRAMS, MESSY] if p.is_relative_to(ROOT)}
+TEXTS = {
+    str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for p in [*OWN, *PROGRAMS, MESSY] if p.is_relative_to(ROOT)
+}
 
 
 def comments(text: str) -> list[str]:
@@ -57,8 +59,8 @@ def begun(tree: Any) -> set[int]:
 
 
 def mutated(text: str, gap: Callable[[str, bool, bool], str]) -> str:
-    """The program with other white space between its tokens: `gap` gives it from the old one, whether two words meet, and whether a new
-    line is needed."""
+    """The program with other white space between its tokens: `gap` gives it from the old one, whether two words meet,
+    and whether a new line is needed."""
     tree = parse_tokens(text, "mutated")
     lines, out, end = begun(tree), list[str](), 0
     for token in leaves(tree):
@@ -99,7 +101,9 @@ def test_our_own_programs_have_their_layout(path: Path) -> None:
 
 
 def test_programs_in_the_readme_have_their_layout() -> None:
-    programs = re.findall(r"^```rlg\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    programs = re.findall(
+        r"^```rlg\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     assert len(programs) >= 2
     for program in programs:
         assert format(program, "README.md") == program
@@ -117,7 +121,9 @@ def strewn(text: str, rng: random.Random, share: float) -> str:
     """The program with white space, line ends and comments between any two tokens."""
 
     def gap(old: str, apart: bool, line: bool) -> str:
-        new = "".join(rng.choice(["", " ", "  ", "\t", "\n", "\r\n", "\n\n", "\n\n\n", "\f"]) for _ in range(rng.randrange(3)))
+        new = "".join(
+            rng.choice(["", " ", "  ", "\t", "\n", "\r\n", "\n\n", "\n\n\n", "\f"]) for _ in range(rng.randrange(3))
+        )
         # The program's own comments stay.
         for comment in [*comments(old), *([rng.choice(NOTES)] if rng.random() < share else [])]:
             new += comment + rng.choice(["\n", "\r\n", "\n\n  ", "\n \t"])
@@ -165,19 +171,24 @@ BODY = "algorithm a {\n%s}\n"
         # One statement a line; white space says nothing.
         ("import grpo import\n'x'".replace("'", '"'), 'import grpo\nimport "x"\n'),
         ("algorithm a{}cluster c{}", "algorithm a {\n}\ncluster c { }\n"),
-        ("algorithm a { param x=-(1+2)*-f(y ,z=[ ] , ) <=3//2 }", BODY % "  param x = -(1 + 2) * -f(y, z = []) <= 3 // 2\n"),
-        ("algorithm a { param x = 300MB/s\nparam yy = 300  MB/s }", BODY % "  param x  = 300MB/s\n  param yy = 300  MB/s\n"),
+        (("algorithm a { param x=-(1+2)*-f(y ,z=[ ] , ) "
+            "<=3//2 }"), BODY % "  param x = -(1 + 2) * -f(y, z = []) <= 3 // 2\n"),
+        (("algorithm a { param x = 300MB/s\nparam yy = "
+            "300  MB/s }"), BODY % "  param x  = 300MB/s\n  param yy = 300  MB/s\n"),
         ("deploy a on b as c { place x,y . z together on nodes 0 .. 1 devices 3 }",
          "deploy a on b as c {\n  place x, y.z together on nodes 0..1 devices 3\n}\n"),
         # A single column on its word's line, more one a line.
         ("algorithm a { columns { x:i32[<=n,2]per y, } }", BODY % "  columns { x : i32[<= n, 2] per y }\n"),
         ("algorithm a { columns { x:f32 yy:f32, } }", BODY % "  columns {\n    x  : f32\n    yy : f32\n  }\n"),
         # The one comma that stays: a column `per` would else belong to the type before.
-        ("algorithm a { columns { x:f32, per:f32, y:f32 } }", BODY % "  columns {\n    x   : f32,\n    per : f32\n    y   : f32\n  }\n"),
+        (("algorithm a { columns { x:f32, per:f32, "
+            "y:f32 } }"), BODY % "  columns {\n    x   : f32,\n    per : f32\n    y   : f32\n  }\n"),
         ("algorithm a { columns { per:f32 y:f32 } }", BODY % "  columns {\n    per : f32\n    y   : f32\n  }\n"),
         # Runs end at blank lines, comments and statements of another kind.
-        ("algorithm a {\nparam x = 1\nparam long = 2\n\n\nparam y = 3\n# c\nparam yy = 4\nworker w : policy\nparam z = 5 }",
-         BODY % "  param x    = 1\n  param long = 2\n\n  param y = 3\n  # c\n  param yy = 4\n  worker w : policy\n  param z = 5\n"),
+        (("algorithm a {\nparam x = 1\nparam long = 2\n\n\nparam y = 3\n# c\nparam yy = 4\nworker w : "
+            "policy\nparam z = 5 }"),
+         BODY % ("  param x    = 1\n  param long = 2\n\n  param y = 3\n  # c\n  param yy = 4\n  worker w : policy\n  "
+             "param z = 5\n")),
         ("deploy a on b { layout x { tp = 1 } layout yyy { tp = 2 } node_a -> b }",
          "deploy a on b {\n  layout x   { tp = 1 }\n  layout yyy { tp = 2 }\n  node_a -> b\n}\n"),
         # A name that is too long for its run's column takes no part.
@@ -189,10 +200,13 @@ BODY = "algorithm a {\n%s}\n"
         ("cluster c { # one\n a = 1 }  # end", "cluster c {  # one\n  a = 1\n}  # end\n"),
         ("cluster c {\n # one\n}", "cluster c {\n  # one\n}\n"),
         ("cluster c { a = 1 # x\n\n, # y\n b = 2\n # z\n}", "cluster c {\n  a = 1  # x\n\n  # y\n  b = 2\n  # z\n}\n"),
-        # Comments behind lines that follow each other stand in one column; in the midst of a statement they move above it.
+        # Comments behind lines that follow each other stand in one column; in the midst of a statement they move above
+        # it.
         ("algorithm a { # A\nparam x = 1 # x\nparam y = 100 # y\nparam z = 2\nparam w = 3 # w\n}",
-         BODY.replace("{", "{    # A") % "  param x = 1    # x\n  param y = 100  # y\n  param z = 2\n  param w = 3  # w\n"),
-        ("# above\n\nimport # here\n grpo # behind\n\n\n# end\n", "# above\n\n# here\nimport grpo  # behind\n\n# end\n"),
+         BODY.replace("{", "{    # A") % ("  param x = 1    # x\n  param y = 100  # y\n  param z = 2\n  param w = "
+             "3  # w\n")),
+        (("# above\n\nimport # here\n grpo # "
+            "behind\n\n\n# end\n"), "# above\n\n# here\nimport grpo  # behind\n\n# end\n"),
         ("import a\n\ncluster # c\n c # d\n { a = # e\n 1 }", "import a\n\n# c\n# d\ncluster c {\n  # e\n  a = 1\n}\n"),
         # What the file begins and ends with.
         ("\ufeff\r\n\r\n# a\r\nimport b\r\n\r\n", "# a\nimport b\n"),
@@ -210,17 +224,22 @@ def test_what_is_too_long_is_broken_where_it_holds_least() -> None:
     text += f"deploy a on b {{ layout {names} {{ stages = [{numbers}], tp = 1 }} }}"
     assert holds(text) == (
         "algorithm a {\n"
-        "  state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, state_5.generate,\n"
+        "  state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, "
+        "state_5.generate,\n"
         "      state_6.generate, state_7.generate -> b.c\n"
-        "      -> state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, state_5.generate,\n"
+        "      -> state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, "
+        "state_5.generate,\n"
         "      state_6.generate, state_7.generate\n"
-        "  param x = coefficient_0 * term(alpha, beta) + coefficient_1 * term(alpha, beta) + coefficient_2 * term(alpha, beta)\n"
+        "  param x = coefficient_0 * term(alpha, beta) + coefficient_1 * term(alpha, beta) + coefficient_2 * "
+        "term(alpha, beta)\n"
         "      + coefficient_3 * term(alpha, beta)\n"
         "}\n"
         "deploy a on b {\n"
-        "  layout state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, state_5.generate,\n"
+        "  layout state_0.generate, state_1.generate, state_2.generate, state_3.generate, state_4.generate, "
+        "state_5.generate,\n"
         "      state_6.generate, state_7.generate {\n"
-        "    stages = [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10,\n"
+        "    stages = [10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, "
+        "10, 10, 10, 10,\n"
         "        10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10, 10]\n"
         "    tp     = 1\n"
         "  }\n"
@@ -245,7 +264,9 @@ def test_a_line_has_room_to_the_last_column() -> None:
     assert format(deploy % (" ", long + "b"), "p") == deploy % ("\n      ", long + "b")
 
 
-@pytest.mark.parametrize("text", ["", "# only a comment", "cluster c { a = 1 b = 2 }", 'import "a\\q"', "algorithm a {"])
+@pytest.mark.parametrize(
+    "text", ["", "# only a comment", "cluster c { a = 1 b = 2 }", 'import "a\\q"', "algorithm a {"]
+)
 def test_a_mistake_is_told_as_the_parser_tells_it(text: str) -> None:
     with pytest.raises(Fault) as told:
         format(text, "p.rlg")

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 
 from msrl_graph.ir.graph import Column, Dim, Expr, Graph, Node, State, Worker
-from msrl_graph.ir.plan import Deploy, Plan, Run
+from msrl_graph.ir.options import Run
+from msrl_graph.ir.plan import Deploy, Plan
 from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.model import models
 from msrl_graph.runtime.data import columns, tokens
-from msrl_graph.runtime.dock.controller import Batch, Share
-from msrl_graph.runtime.dock.readers import Reader
+from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.wire import Batch, Share
 from msrl_graph.runtime.driver import folder
 from msrl_graph.runtime.functions.blame import shown
 from msrl_graph.runtime.functions.calling import Function, _options
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.report import NextValues, RunError
 from msrl_graph.runtime.process.task import Task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -57,7 +58,9 @@ GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",
 SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
-def results(tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", named="", prompts=2, **more):
+def results(
+    tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", named="", prompts=2, **more
+):
     """What a function in a file makes of four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
@@ -74,7 +77,7 @@ def results(tmp_path, source, writes, per="row", arguments=(), key="call", state
     plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
-    reads = tuple((c, rows.columns[c], "x") for c in READS)
+    reads = tuple(Read(c, rows.columns[c], "x") for c in READS)
     reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", 1, 0, False)
     units = np.arange(4) if per == "row" else np.arange(prompts) if per == "prompt" else np.zeros(1, int)
     sizes = np.full(len(units), 4 // len(units))
@@ -94,7 +97,9 @@ def results(tmp_path, source, writes, per="row", arguments=(), key="call", state
 
 
 def call(tmp_path, source, writes, per="row", arguments=(), **more):
-    return {name: column for name, (_, column) in results(tmp_path, source, writes, per, arguments, **more).columns.items()}
+    return {
+        name: made.column for name, made in results(tmp_path, source, writes, per, arguments, **more).columns.items()
+    }
 
 
 def test_a_row_function_sees_its_row_and_text_where_it_asks(tmp_path):
@@ -151,12 +156,19 @@ def test_all_columns_that_are_left_in_their_order(tmp_path):
     source = source.replace("def f", "def h").replace("def g", "def f")
     assert list(call(tmp_path, source, ("reward",))["reward"].values) == [13, 23, 33, 43]
     source = "def f(*rest):\n    return rest[2] / len(rest)\n"
-    assert list(call(tmp_path, source, ("reward",), "batch")["reward"].values) == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+    assert list(call(tmp_path, source, ("reward",), "batch")["reward"].values) == pytest.approx(
+        [1 / 3, 2 / 3, 1, 4 / 3]
+    )
 
 
 def test_an_option_that_is_a_call_is_what_that_gives():
     given = _options(
-        Expr("call", "resample", (Expr("call", "pow", (Expr("number", 3.0),), ("k",)), Expr("column", "reward")), ("weights", "score"))
+        Expr(
+            "call",
+            "resample",
+            (Expr("call", "pow", (Expr("number", 3.0),), ("k",)), Expr("column", "reward")),
+            ("weights", "score"),
+        )
     )
     assert list(given) == ["weights"] and list(given["weights"](np.array([1.0, 2.0]))) == [0.125, 1.0]
 
@@ -172,14 +184,17 @@ def test_an_option_that_is_a_call_is_what_that_gives():
         ("return '12'", ("level",), "row", "it returned str '12' for `level`, where i32 belongs"),
         ("return 2**31", ("level",), "row", "it returned int 2147483648 for `level`, where i32 belongs"),
         ("return (score * 0 + 1).astype('f8') * 2**31", ("level",), "row", "for `level`, where i32 belongs"),
-        ("return __import__('numpy').array(0.25)", ("level",), "row", "it returned ndarray array(0.25) for `level`, where i32 belongs"),
+        ("return __import__('numpy').array(0.25)", ("level",), "row", ("it returned ndarray array(0.25) for `level`, "
+            "where i32 belongs")),
         ("return 0.5", ("right",), "row", "it returned float 0.5 for `right`, where bool belongs"),
         ("return [1.0, 2.0]", ("reward",), "row", "it returned list of 2 for `reward`, where one number belongs"),
         ("return 1.0", ("advantage",), "row", "it returned float 1.0 for `advantage`, where one value a token belongs"),
         ("return [1.0]", ("advantage",), "row", "it returned 1 values for `advantage`, where `response` has 2 tokens"),
         ("return 3", ("kind",), "row", "it returned int 3 for `kind`, where text belongs"),
-        ("return 1.0", ("reward",), "prompt", "on prompt 0 of iteration 7: BadResult: it returned float 1.0 for `reward`"),
-        ("return score[:1]", ("reward",), "prompt", "it returned ndarray of 1 for `reward`, where one value for each of 2"),
+        ("return 1.0", ("reward",), "prompt", ("on prompt 0 of iteration 7: BadResult: it returned float 1.0 for "
+            "`reward`")),
+        ("return score[:1]", ("reward",), "prompt", ("it returned ndarray of 1 for `reward`, where one value for "
+            "each of 2")),
         ("return 1.0", ("reward", "kind"), "row", "it returned float 1.0, where a tuple of 2 belongs: reward, kind"),
         ("return 1 / 0", ("reward",), "row", "ZeroDivisionError: division by zero, at {path}:2"),
         ("return answer['x']", ("reward",), "row", "TypeError"),
@@ -194,7 +209,9 @@ def test_what_cannot_be_held_is_told_with_node_line_and_row(tmp_path, body, writ
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
-@pytest.mark.parametrize("reward", ["weighted_sum(score, float(bad), weights=[1, 0])", "overlong([], float(bad), max=4, buffer=2)"])
+@pytest.mark.parametrize(
+    "reward", ["weighted_sum(score, float(bad), weights=[1, 0])", "overlong([], float(bad), max=4, buffer=2)"]
+)
 def test_a_reward_that_is_no_number_ends_the_run_at_its_row(tmp_path, bad, reward):
     source = "from msrl_graph.algorithms.rewards import overlong, weighted_sum\n"
     source += f"def f(score):\n    bad = '{bad}' if score == 3 else '0'\n    return {reward}\n"
@@ -228,7 +245,10 @@ def test_an_error_is_told_with_how_the_users_code_got_there_and_the_row(tmp_path
         call(tmp_path, NESTED, ("reward",))
     path = tmp_path / "mine.py"
     assert str(error.value).splitlines() == [
-        f"`host.mine` (line 0) failed on row 0 of iteration 7: JSONDecodeError: Expecting value: line 1 column 1 (char 0), at {path}:4",
+        (
+            "`host.mine` (line 0) failed on row 0 of iteration 7: JSONDecodeError: Expecting value: line 1 column 1 "
+            f"(char 0), at {path}:4"
+        ),
         f'  {path}:7 in f: return parse(response + "{{" + answer * 100)',
         f'  {path}:4 in parse: return json.loads(text)["score"]',
         "  response: 'ab'",
@@ -238,8 +258,14 @@ def test_an_error_is_told_with_how_the_users_code_got_there_and_the_row(tmp_path
 
 
 def test_a_message_stays_short_and_the_log_has_all_of_it(tmp_path):
-    source = "def f(response, answer):\n    return f([answer[0] * 900], answer) if len(response) > 1 else deep(response, 50)\n"
-    source += "def deep(texts, more):\n    if more:\n        return deep(texts, more - 1)\n    raise ValueError('first\\nsecond')\n"
+    source = (
+        "def f(response, answer):\n    return f([answer[0] * 900], answer) if len(response) > 1 else "
+        "deep(response, 50)\n"
+    )
+    source += (
+        "def deep(texts, more):\n    if more:\n        return deep(texts, more - 1)\n    raise "
+        "ValueError('first\\nsecond')\n"
+    )
     log = tmp_path / "logs" / "functions-of-host-0.log"
     script = f"""
 from pathlib import Path
@@ -251,7 +277,9 @@ try:
 except Exception as error:
     Path({str(tmp_path / "told")!r}).write_text(str(error))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     told = (tmp_path / "told").read_text().splitlines()
     assert told[0].endswith(f"ValueError: first …, at {tmp_path / 'mine.py'}:6")
     assert told[5] == "  … 45 more" and len(told) == 1 + 9 + 3
@@ -266,7 +294,9 @@ def test_a_long_text_is_cut(tmp_path):
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
-    with pytest.raises(RunError, match=r"mine\.py \(line 0\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"):
+    with pytest.raises(
+        RunError, match=r"mine\.py \(line 0\) cannot be imported: ModuleNotFoundError: .* at .*mine\.py:1"
+    ):
         call(tmp_path, "import no_such_module\ndef f(score):\n    return 0.0\n", ("reward",))
 
 
@@ -293,8 +323,9 @@ def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkey
 def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
     key, _, value = body.partition(": ")
     made = results(tmp_path, f"import numpy as np\ndef f(score):\n    return {value}\n", (), per, key=key)
-    ((name, (numbers, column)),) = made.columns.items()
-    assert (name, list(numbers), list(column.values)) == ("host.mine.times", [0, 1, 2, 3], times)
+    ((name, verdicts),) = made.columns.items()
+    assert isinstance(verdicts, columns.Verdicts) and name == "host.mine.times"
+    assert (list(verdicts.rows), list(verdicts.told)) == ([0, 1, 2, 3], times)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +339,7 @@ def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
         ("select: [0.5]", "prompt", "it returned list of 1: [0.5], where places from 0 to 1 belong"),
         ("select: [True, False]", "prompt", "where places from 0 to 1 belong"),
         ("select: None", "prompt", "it returned None, where places from 0 to 1 belong"),
+        ("select: [1] * 1025", "prompt", "it returned place 1 1,025 times, where a row may go on 1,024 times at most"),
         ("select: 1", "prompt", "it returned int 1, where places from 0 to 1 belong"),
         ("select: score.argmax()", "prompt", "it returned int64 "),
         ("select: [[0], [0, 1]]", "prompt", "it returned list of 2, where places from 0 to 1 belong"),
@@ -326,11 +358,15 @@ STATES = (State("coef", "f32", Expr("number", 1.0)), State("rate", "f32", Expr("
 def test_states_are_read_as_they_were_and_given_their_next_values(tmp_path):
     source = "def f(score, coef, rate):\n    return coef + sum(score), score * rate\n"
     made = results(tmp_path, source, ("reward",), "batch", states=STATES, gives=("coef", "reward"))
-    assert made.states == {"coef": ([0], [12.0])}
-    assert list(made.columns["reward"][1].values) == [0.25, 0.5, 1.5, 2.0]
+    assert made.states == {"coef": NextValues([0], [12.0])}
+    assert list(made.columns["reward"].column.values) == [0.25, 0.5, 1.5, 2.0]
     source = "def f(score, coef, rate):\n    return rate / 2 + score.sum() * coef\n"
-    assert results(tmp_path, source, (), "prompt", states=STATES, gives=("rate",)).states == {"rate": ([0, 1], [6.125, 14.25])}
-    assert list(call(tmp_path, "def f(score, rate):\n    return score * rate\n", ("reward",), states=STATES)["reward"].values) == [
+    assert results(tmp_path, source, (), "prompt", states=STATES, gives=("rate",)).states == {
+        "rate": NextValues([0, 1], [6.125, 14.25])
+    }
+    assert list(
+        call(tmp_path, "def f(score, rate):\n    return score * rate\n", ("reward",), states=STATES)["reward"].values
+    ) == [
         0.25,
         0.5,
         1.5,
@@ -347,17 +383,19 @@ def test_a_next_value_that_is_no_number_is_told(tmp_path, value):
 def test_a_state_stays_as_it_is_where_wrong_numbers_are_skipped(tmp_path):
     source = "def f(score, rate):\n    return float('nan') if score[0] == 1 else 0.5\n"
     made = results(tmp_path, source, (), "prompt", states=STATES, gives=("rate",), on_nan="skip")
-    assert made.states == {"rate": ([1], [0.5])}
+    assert made.states == {"rate": NextValues([1], [0.5])}
 
 
 def test_a_value_for_the_rows_above_is_one_a_group(tmp_path):
     """`difficulty : f32 per prompt`."""
     made = results(tmp_path, "def f(score):\n    return score.mean()\n", ("difficulty",), "prompt")
-    (numbers, column) = made.columns["difficulty"]
-    assert list(numbers) == [0, 1] and list(column.values) == [1.5, 3.5]
+    piece = made.columns["difficulty"]
+    assert list(piece.rows) == [0, 1] and list(piece.column.values) == [1.5, 3.5]
     made = results(tmp_path, "def f(score):\n    return [1.0, 2.0]\n", ("difficulty",), "batch")
-    assert list(made.columns["difficulty"][0]) == [0, 1]
-    with pytest.raises(RunError, match="it returned list of 4 for `difficulty`, where one value for each of 2 rows belongs"):
+    assert list(made.columns["difficulty"].rows) == [0, 1]
+    with pytest.raises(
+        RunError, match="it returned list of 4 for `difficulty`, where one value for each of 2 rows belongs"
+    ):
         results(tmp_path, "def f(score):\n    return [1.0] * 4\n", ("difficulty",), "batch")
 
 
@@ -370,11 +408,25 @@ def test_a_function_of_one_row_gives_a_value_for_the_row_above_where_that_has_on
     """`per = prompt`, and one response to each: what it gets is the row's, not a list of one."""
     keys, matches = (("pattern", Expr("string", "ab|def")),), "matches"
     made = results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches, prompts=4)
-    assert list(made.columns["difficulty"][0]) == [0, 1, 2, 3] and list(made.columns["difficulty"][1].values) == [1, 0, 0, 1]
-    assert list(results(tmp_path, "", ("reward",), "prompt", keys, named=matches, prompts=4).columns["reward"][1].values) == [1, 0, 0, 1]
-    with pytest.raises(RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` is of one row, and there are 2"):
+    assert list(made.columns["difficulty"].rows) == [0, 1, 2, 3] and list(made.columns["difficulty"].column.values) == [
+        1,
+        0,
+        0,
+        1,
+    ]
+    assert list(
+        results(tmp_path, "", ("reward",), "prompt", keys, named=matches, prompts=4).columns["reward"].column.values
+    ) == [
+        1,
+        0,
+        0,
+        1,
+    ]
+    with pytest.raises(
+        RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` is of one row, and there are 2"
+    ):
         results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches)
 
 
 def test_a_function_of_many_rows_has_the_defaults_of_the_one_of_a_row(tmp_path):
-    assert len(results(tmp_path, "", ("reward",), named="math_verify").columns["reward"][0]) == 4
+    assert len(results(tmp_path, "", ("reward",), named="math_verify").columns["reward"].rows) == 4

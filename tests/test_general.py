@@ -22,7 +22,8 @@ def update(name, layout, **more):
 
 
 def test_a_dense_layer_by_hand():
-    """Llama 3 8B over tp 2: 4,096 tokens, 32 layers, in each 4 h + 2 a d + 2 k d + 4 f elements of 2 bytes, all of it divided."""
+    """Llama 3 8B over tp 2: 4,096 tokens, 32 layers, in each 4 h + 2 a d + 2 k d + 4 f elements of 2 bytes, all of it
+    divided."""
     (moment,) = update("llama3-8b", Layout(tp=2)).values()
     assert moment["activations"] == 4096 * 32 * 2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 14336) // 2
     assert moment["logits"] == 3072 * 128256 // 2 * (2 + 4 + 4)
@@ -54,7 +55,8 @@ def test_context_parallelism_divides_tokens():
 
 @pytest.mark.parametrize(("tp", "etp"), [(1, 1), (4, 1), (4, 4)])
 def test_experts_by_hand(tp, etp):
-    """Qwen3 30B A3B: 48 layers, 8 of 128 experts of width 768 a token, hidden 2048, 32 heads and 4 key-value heads of 128."""
+    """Qwen3 30B A3B: 48 layers, 8 of 128 experts of width 768 a token, hidden 2048, 32 heads and 4 key-value heads of
+    128."""
     layout = Layout(tp=tp, ep=2 if etp == 1 else 1, dp=2, etp=etp)
     state = work("qwen3-30b-a3b", layout)
     attention = 4 * 2048 + 128 + 2 * 32 * 128 + 2 * 4 * 128

@@ -1,4 +1,5 @@
-"""Function hosts: calls in their order whoever dies when, and what a process leaves for the one that takes its place."""
+"""Function hosts: calls in their order whoever dies when, and what a process leaves for the one that takes its
+place."""
 
 import subprocess
 import sys
@@ -51,7 +52,9 @@ class Process:
 class World:
     def __init__(self, restarts=1000, hosts=1):
         self.calls, self.ended, self.done, self.processes = 0, {}, [], []
-        self.hosts = FunctionHosts(hosts, restarts, self.start, lambda asked: {r: self.ended[r] for r in asked if r in self.ended})
+        self.hosts = FunctionHosts(
+            hosts, restarts, self.start, lambda asked: {r: self.ended[r] for r in asked if r in self.ended}
+        )
 
     def start(self, host, again):
         self.processes.append(Process(self, again))
@@ -61,7 +64,8 @@ class World:
 @given(st.lists(st.sampled_from(["ask", "step", "die", "mend"]), max_size=60))
 @settings(max_examples=300)
 def test_whenever_a_process_dies_tasks_are_done_in_their_order(events):
-    """Each task needs those before it, as an iteration's rows need the last one's weights: one before its turn would wait for ever."""
+    """Each task needs those before it, as an iteration's rows need the last one's weights: one before its turn would
+    wait for ever."""
     world, asked = World(), []
     for event in events:
         if event == "ask":
@@ -99,7 +103,8 @@ CHILD = "(os.waitpid(pid, 0), os.kill(os.getpid(), 9)) if (pid := os.fork()) els
 
 
 def left(folder, *deaths):
-    """What the last of some processes says, each in the place of the one before, that make the calls `a` and `b`, and die in `b`."""
+    """What the last of some processes says, each in the place of the one before, that make the calls `a` and `b`, and
+    die in `b`."""
     script = """
         import ctypes, os, pathlib, signal, sys
         from msrl_graph.runtime.functions.note import Note, ProcessDied
@@ -114,7 +119,9 @@ def left(folder, *deaths):
     """
     for i, death in enumerate(deaths):
         code = textwrap.dedent(script).format(death)
-        done = subprocess.run([sys.executable, "-c", code, str(int(i > 0))], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(int(i > 0))], cwd=folder, capture_output=True, text=True, check=False
+        )
         assert done.returncode or i + 1 == len(deaths), done.stderr
     return done.stdout.strip()
 
@@ -126,7 +133,10 @@ def left(folder, *deaths):
         (["os.abort()", "pass"], "it ended its process: Aborted | <module> 9"),
         (["os._exit(3)", "pass"], "it ended its process with status 3"),
         (["os.kill(os.getpid(), 9)", "pass"], ""),  # once may be anybody's doing
-        (["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)", "pass"], "its process died in it 2 times without a word"),
+        (
+            ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)", "pass"],
+            "its process died in it 2 times without a word",
+        ),
         (["os.kill(os.getpid(), 9)", "sys.exit(1)", "pass"], ""),  # it was well the second time
         ([CHILD.format("os._exit(1)"), "pass"], ""),  # a function's own children end as they like
         ([CHILD.format("os.abort()"), "pass"], ""),

@@ -1,4 +1,5 @@
-"""Runs on a Ray cluster of several hosts, each with an address and a view of the disk of its own; and clusters that cannot be joined."""
+"""Runs on a Ray cluster of several hosts, each with an address and a view of the disk of its own; and clusters that
+cannot be joined."""
 
 import http.server
 import os
@@ -39,11 +40,17 @@ def test_an_address_where_nothing_listens_is_told_at_once(plan):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     begin = time.monotonic()
-    assert refused(f"127.0.0.1:{port}", plan) == f"no Ray cluster is at 127.0.0.1:{port}, which RAY_ADDRESS names: connection refused"
+    assert (
+        refused(f"127.0.0.1:{port}", plan)
+        == f"no Ray cluster is at 127.0.0.1:{port}, which RAY_ADDRESS names: connection refused"
+    )
     assert refused("no-such-host.invalid:6379", plan).startswith(
         "no Ray cluster is at no-such-host.invalid:6379, which RAY_ADDRESS names: "
     )
-    assert refused("ray://127.0.0.1:10001", plan) == "RAY_ADDRESS is ray://127.0.0.1:10001, and a run is driven from within the cluster"
+    assert (
+        refused("ray://127.0.0.1:10001", plan)
+        == "RAY_ADDRESS is ray://127.0.0.1:10001, and a run is driven from within the cluster"
+    )
     assert time.monotonic() - begin < joining.CONNECT
     joining.greet("auto", plan)
 
@@ -83,7 +90,9 @@ def test_a_cluster_whose_hosts_names_have_the_address_of_the_loopback_trains_and
 
     try:
         code, err = run("--out", str(shared), RAY_AUTH_MODE="disabled")
-        assert code == 3 and f"the Ray cluster at {made.address} asks for a token that this process does not give" in err, err
+        assert (
+            code == 3 and f"the Ray cluster at {made.address} asks for a token that this process does not give" in err
+        ), err
         code, err = run("--out", str(own / "out"), **made.environment)
         told = f"error[host-differs]: the host {made.ip(1)} does not see the folder of the run, {own / 'out'}"
         assert code == 3 and told in err, err

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from msrl_graph import compile
 from msrl_graph.checks.columns import no_path, unreachable
 from msrl_graph.checks.edges import cycle
-from msrl_graph.ir.graph import Column, Edge, Graph, Node, Worker, dependency_order
+from msrl_graph.ir.flow import dependency_order
+from msrl_graph.ir.graph import Column, Edge, Graph, Node, Worker
 
 PAGE = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
 
@@ -26,7 +27,9 @@ def graphs(draw: st.DrawFn) -> Graph:
     edges = [Edge("sample", names[a], names[b]) for a, b in sorted(draw(st.sets(pairs, max_size=20)))]
     reads = draw(st.lists(st.sets(st.integers(0, number), max_size=4), min_size=number + 1, max_size=number + 1))
     nodes = {
-        name: Node(name, "host", "source" if name == "source" else name, tuple(f"c{r}" for r in sorted(some)), (f"c{i}",))
+        name: Node(
+            name, "host", "source" if name == "source" else name, tuple(f"c{r}" for r in sorted(some)), (f"c{i}",)
+        )
         for i, (name, some) in enumerate(zip(names, reads, strict=True))
     }
     nodes["source"] = replace(nodes["source"], reads=())
@@ -41,16 +44,18 @@ def test_a_column_arrives_where_a_path_leads(graph: Graph) -> None:
         for column in node.reads:
             writer = graph.writer(column).name
             before = [e.src for e in graph.into(node.name)]
-            assert graph.arrives(column, node.name) == any(nx.has_path(graph.flow, writer, b) for b in before)
+            assert graph.flow.arrives(column, node.name) == any(
+                nx.has_path(graph.flow.digraph(), writer, b) for b in before
+            )
 
 
 @given(graphs())
 def test_checks_of_paths_find_what_a_search_finds(graph: Graph) -> None:
-    flow = graph.flow
+    flow = graph.flow.digraph()
     reached = {"source"} | nx.descendants(flow, "source")
     before = {n: set(flow.predecessors(n)) for n in flow}
     knots = {frozenset(p) for p in nx.strongly_connected_components(flow) if len(p) > 1 or flow.has_edge(*2 * tuple(p))}
-    assert len(cycle(graph, {})) == len(knots) and {frozenset(k) for k in graph.knots} == knots
+    assert len(cycle(graph, {})) == len(knots) and {frozenset(k) for k in graph.flow.knots} == knots
     assert len(unreachable(graph, {})) == sum(n not in reached and before[n] <= reached for n in flow)
     reads = [(graph.writer(c).name, n.name) for n in graph.nodes if n.name in reached for c in n.reads]
     lost = [(w, n) for w, n in reads if not any(nx.has_path(flow, w, p) for p in before[n])]
@@ -59,8 +64,8 @@ def test_checks_of_paths_find_what_a_search_finds(graph: Graph) -> None:
 
 @given(graphs())
 def test_a_column_is_carried_once_to_each_reader_that_it_arrives_at(graph: Graph) -> None:
-    carried = [(column, dst) for (_, dst), columns in graph.carried.items() for column in columns]
-    assert sorted(carried) == sorted((c, n.name) for n in graph.nodes for c in n.reads if graph.arrives(c, n.name))
+    carried = [(column, dst) for (_, dst), columns in graph.flow.carried.items() for column in columns]
+    assert sorted(carried) == sorted((c, n.name) for n in graph.nodes for c in n.reads if graph.flow.arrives(c, n.name))
 
 
 def test_what_an_update_waits_for_may_be_a_chain_of_any_length() -> None:
@@ -71,10 +76,16 @@ def test_what_an_update_waits_for_may_be_a_chain_of_any_length() -> None:
         lines += [f"node host.f{i}({column}) -> c{i} {{ call = shuffle(score = {column}), per = prompt }}"]
         lines += [f"{before} -> host.f{i}"]
     reads = f"prompt, response, old_logp, ref_logp, advantage, c{number - 1}"
-    lines += [f"node actor.update({reads}) {{ loss = clip(0.2), optimizer = adamw(lr = 1e-6) }}", f"host.f{number - 1} -> actor.update"]
+    lines += [
+        f"node actor.update({reads}) {{ loss = clip(0.2), optimizer = adamw(lr = 1e-6) }}",
+        f"host.f{number - 1} -> actor.update",
+    ]
     algorithm, deploy = PAGE.split("cluster pod")
     body = "\n".join(lines)
-    text = f"{algorithm}\nalgorithm big extends grpo {{\n{body}\n}}\ncluster pod{deploy.replace('deploy grpo', 'deploy big')}"
+    text = (
+        f"{algorithm}\nalgorithm big extends grpo {{\n{body}\n}}\ncluster "
+        f"pod{deploy.replace('deploy grpo', 'deploy big')}"
+    )
     plan = compile("big.rlg", text=text)
     assert plan.estimate is not None
     assert plan.estimate.iteration_seconds.basis.endswith("> actor.update")

@@ -31,8 +31,12 @@ from msrl_graph.sharding.layout import (
 @given(layouts())
 def test_rank_is_the_inverse_of_coordinates(layout: Layout) -> None:
     seen = [layout.coordinates(r) for r in range(layout.devices)]
-    assert {(c.tp, c.cp, c.dp, c.pp) for c in seen} == set(product(*map(range, (layout.tp, layout.cp, layout.dp, layout.pp))))
-    assert {(c.etp, c.ep, c.edp, c.pp) for c in seen} == set(product(*map(range, (layout.etp, layout.ep, layout.edp, layout.pp))))
+    assert {(c.tp, c.cp, c.dp, c.pp) for c in seen} == set(
+        product(*map(range, (layout.tp, layout.cp, layout.dp, layout.pp)))
+    )
+    assert {(c.etp, c.ep, c.edp, c.pp) for c in seen} == set(
+        product(*map(range, (layout.etp, layout.ep, layout.edp, layout.pp)))
+    )
     assert all(layout.rank(c.tp, c.dp, c.cp, c.pp) == r for r, c in enumerate(seen))
 
 
@@ -58,7 +62,9 @@ def test_boxes_cover_every_element_once_a_replica(tensor: Tensor, side: Side) ->
 @given(tensors(), sides())
 def test_every_box_has_one_owner(tensor: Tensor, side: Side) -> None:
     owned = [shard(tensor, side, r) for r in range(side.devices) if owns(tensor, side, r)]
-    assert sorted(b for b in owned if elements(b)) == sorted({b for r in range(side.devices) if elements(b := shard(tensor, side, r))})
+    assert sorted(b for b in owned if elements(b)) == sorted(
+        {b for r in range(side.devices) if elements(b := shard(tensor, side, r))}
+    )
 
 
 @given(st.lists(tensors(), min_size=1, max_size=5), sides())
@@ -76,7 +82,11 @@ def test_kinds_join_layers_in_a_row() -> None:
     some = [Tensor(f"{i}.{n}", (2, 3), 0, layer=i, layers=4) for i in (0, 1, 3) for n in "ab"] + [
         Tensor("e", (2, 3), 0, layer=-1, layers=4)
     ]
-    assert [(k.tensor.name, k.start, k.stop, k.each) for k in kinds(some)] == [("0.a", -1, 0, 1), ("0.a", 0, 2, 2), ("0.a", 3, 4, 2)]
+    assert [(k.tensor.name, k.start, k.stop, k.each) for k in kinds(some)] == [
+        ("0.a", -1, 0, 1),
+        ("0.a", 0, 2, 2),
+        ("0.a", 3, 4, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +124,18 @@ def test_a_padded_vocabulary_is_cut_at_its_padded_size() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.data())
-def test_boxes_are_the_slices_of_a_fused_projection(groups: int, per_group: int, unit: int, data: st.DataObject) -> None:
-    """Megatron's linear_qkv holds for each group of heads its queries, its key and its value; cut over tp it holds our boxes of q, k, v."""
+def test_boxes_are_the_slices_of_a_fused_projection(
+    groups: int, per_group: int, unit: int, data: st.DataObject
+) -> None:
+    """Megatron's linear_qkv holds for each group of heads its queries, its key and its value; cut over tp it holds our
+    boxes of q, k, v."""
     tp = data.draw(st.sampled_from([t for t in range(1, groups + 1) if groups % t == 0]))
     q, k, v = (np.arange(n * unit) + base for n, base in ((groups * per_group, 0), (groups, 1000), (groups, 2000)))
     fused = np.concatenate(
-        [np.concatenate([q.reshape(groups, -1)[g], k.reshape(groups, -1)[g], v.reshape(groups, -1)[g]]) for g in range(groups)]
+        [
+            np.concatenate([q.reshape(groups, -1)[g], k.reshape(groups, -1)[g], v.reshape(groups, -1)[g]])
+            for g in range(groups)
+        ]
     )
     for rank, part in enumerate(np.split(fused, tp)):
         mine = []

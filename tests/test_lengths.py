@@ -8,7 +8,8 @@ import pytest
 from msrl_graph.backends import prefixes
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.rank.packing import distinct, pack
+from msrl_graph.runtime.rank.micro_batches import pack
+from msrl_graph.runtime.rank.packing import distinct
 
 PROMPTS, SAMPLES, TOKENS = 48, 8, 5
 
@@ -44,7 +45,9 @@ def test_what_is_computed_of_all_rows_and_of_some_that_are_drawn(spread: float) 
     rng = np.random.default_rng(1)
     for share in (0.5, 0.25):
         drawn = rows.drawn(share, SAMPLES)
-        counted = np.mean([nodes(prompts, found, rng.permutation(len(found))[: int(share * len(found))]) for _ in range(20)])
+        counted = np.mean(
+            [nodes(prompts, found, rng.permutation(len(found))[: int(share * len(found))]) for _ in range(20)]
+        )
         assert drawn.fed == pytest.approx(counted, rel=0.12)
         # Rows of whole prompts share more.
         assert rows.part(share).fed < drawn.fed

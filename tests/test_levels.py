@@ -1,4 +1,5 @@
-"""Levels of rows, and the programs that have more than prompts and responses: each compiles to a plan, as the golden texts say."""
+"""Levels of rows, and the programs that have more than prompts and responses: each compiles to a plan, as the golden
+texts say."""
 
 from __future__ import annotations
 
@@ -23,7 +24,21 @@ from msrl_graph.simulation import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data
 PROGRAMS = TESTS / "programs"
-NAMES = ("agent", "async", "curriculum", "dapo", "distil", "dpo", "judge", "pf_ppo", "ppo", "rft", "sweep", "two_deploys", "variants")
+NAMES = (
+    "agent",
+    "async",
+    "curriculum",
+    "dapo",
+    "distil",
+    "dpo",
+    "judge",
+    "pf_ppo",
+    "ppo",
+    "rft",
+    "sweep",
+    "two_deploys",
+    "variants",
+)
 POD = 'cluster pod_of_two { device = "ascend-910c", nodes = 2, devices_per_node = 8, network = 300 MB/s }\n'
 
 
@@ -46,7 +61,9 @@ def planned(name: str, deploy: str | None = None) -> Plan:
         own = [a.name.text for a in parse(text, stem).items if type(a).__name__ == "Algorithm"]
         algorithm = algorithm or own[-1]
         kinds = ("policy", "value", "reward_model", "teacher", "judge")
-        used = {w.model for w in lowered(f"{text}algorithm only extends {algorithm} {{ param only = 1 }}").graph.workers}
+        used = {
+            w.model for w in lowered(f"{text}algorithm only extends {algorithm} {{ param only = 1 }}").graph.workers
+        }
         models = "".join(f'  model {m} = "qwen2.5-7b"\n' for m in kinds if m in used)
         text += f"{POD}deploy {algorithm} on pod_of_two {{\n{models}}}\n"
     return compile(str(PROGRAMS / f"{stem}.rlg"), text=text, deploy=deploy)
@@ -83,7 +100,9 @@ def test_a_generation_from_responses_makes_rows_under_them(judge: Plan) -> None:
 def test_a_text_is_as_long_as_what_its_writer_read_unless_it_says(judge: Plan) -> None:
     assert bound(judge.graph, "question") == 2048 + 8192
     assert holdings.row_tokens(judge, "judge.generate") == 2048 + 8192 + 1024
-    text = (PROGRAMS / "judge.rlg").read_text(encoding="utf-8").replace("question   : text", "question   : text[<= 512]")
+    text = (
+        (PROGRAMS / "judge.rlg").read_text(encoding="utf-8").replace("question   : text", "question   : text[<= 512]")
+    )
     stated = lowered(text).graph
     assert bound(stated, "question") == 512
 

@@ -27,10 +27,14 @@ NEAR = st.integers(-1, 1)
 
 @given(st.integers(2, 9), st.integers(2, 5), NEAR, NEAR, NEAR)
 @settings(max_examples=15, deadline=None)
-def test_a_batch_starves_where_it_is_larger_than_an_iteration(prompts: int, group: int, one: int, two: int, three: int) -> None:
+def test_a_batch_starves_where_it_is_larger_than_an_iteration(
+    prompts: int, group: int, one: int, two: int, three: int
+) -> None:
     every = prompts * group
     mini, rows, groups = every + one, every + two, prompts + three
-    streams = f"actor.generate -> actor.infer {{ stream = {rows} }}\n  host.reward -> host.advantage {{ stream = {groups} }}"
+    streams = (
+        f"actor.generate -> actor.infer {{ stream = {rows} }}\n  host.reward -> host.advantage {{ stream = {groups} }}"
+    )
     found = [message.split("`")[1] for message, _ in starved(prompts, group, f"\n    mini_batch = {mini}", streams)]
     expected = {"actor.update": mini > every, "actor.infer": rows > every, "host.advantage": groups > prompts}
     assert sorted(found) == sorted(name for name, wrong in expected.items() if wrong)
@@ -38,7 +42,9 @@ def test_a_batch_starves_where_it_is_larger_than_an_iteration(prompts: int, grou
 
 @given(st.integers(1, 3000), st.integers(2, 20), st.integers(0, 3), st.sampled_from(["distributed", "central"]))
 @settings(max_examples=8, deadline=None)
-def test_the_capacity_that_the_help_names_is_enough_and_little_less_is_not(prompts: int, group: int, stale: int, mode: str) -> None:
+def test_the_capacity_that_the_help_names_is_enough_and_little_less_is_not(
+    prompts: int, group: int, stale: int, mode: str
+) -> None:
     edge, apart = (f" {{ staleness = {stale} }}", "place actor.generate on nodes 0\n  ") if stale else ("", "")
 
     def told_of(capacity: str) -> list[tuple[str, str]]:

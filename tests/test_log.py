@@ -31,11 +31,14 @@ def test_all_that_a_process_prints_goes_to_its_file(tmp_path):
         "import os, sys, warnings\n"
         "from msrl_graph.runtime.process import log\n"
         f"log.divert({str(tmp_path / 'logs' / 'x.log')!r}, 'functions of host 0')\n"
-        "print('before'); log.at('host.reward in train/1'); print('mine'); warnings.warn('careful'); os.write(2, b'from C\\n')\n"
+        "print('before'); log.at('host.reward in train/1'); print('mine'); warnings.warn('careful'); os.write(2, "
+        "b'from C\\n')\n"
         "raise SystemExit('end')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("", "")
     lines = (tmp_path / "logs" / "x.log").read_text().splitlines()
-    assert lines[0].endswith("functions of host 0 | before") and lines[1].endswith("functions of host 0 host.reward in train/1 | mine")
+    assert lines[0].endswith("functions of host 0 | before") and lines[1].endswith(
+        "functions of host 0 host.reward in train/1 | mine"
+    )
     assert any("careful" in line for line in lines) and "from C" in lines

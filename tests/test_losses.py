@@ -35,7 +35,11 @@ def test_dual_clip_by_hand():
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(ratio):
     logp = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)  # in float32 the exponential of 200 is infinite
-    old, advantage, lengths = torch.tensor([-200.0, -200.0, -1.0]), torch.tensor([2.0, 0.0, 1.0]), torch.tensor([1, 1, 1])
+    old, advantage, lengths = (
+        torch.tensor([-200.0, -200.0, -1.0]),
+        torch.tensor([2.0, 0.0, 1.0]),
+        torch.tensor([1, 1, 1]),
+    )
     loss, figures = clip(logp, advantage, old, lengths, ratio=ratio)
     loss.sum().backward()
     assert loss.tolist() == [pytest.approx(-2.4), 0, -1] and logp.grad.tolist() == [0, 0, -1]
@@ -44,7 +48,9 @@ def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(rati
     loss = clip(logp, -advantage, old, lengths, dual=3.0, ratio=ratio)[0]
     loss.sum().backward()
     assert loss.tolist() == [6, 0, 1] and logp.grad.tolist() == [0, 0, 1]
-    assert clip(logp, -advantage, old, lengths, ratio=ratio)[0][0].item() == math.inf  # unbounded: the run is to hear of it
+    assert (
+        clip(logp, -advantage, old, lengths, ratio=ratio)[0][0].item() == math.inf
+    )  # unbounded: the run is to hear of it
 
 
 def test_how_far_the_policy_has_gone_by_hand():
@@ -53,7 +59,9 @@ def test_how_far_the_policy_has_gone_by_hand():
     expected = 1 - math.log(2), 0, math.log(2) - 0.5
     assert same(clip(logp, advantage, old)[1]["kl"], *expected)
     assert same(clip(logp, advantage, old, torch.tensor([2, 1]), ratio="sequence")[1]["kl"], *expected)
-    assert same(clip(f64(1e-9), f64(1), f64(0))[1]["kl"], 0)  # no rounding of 1 + x: a float32 of 1e-4 would be off by itself
+    assert same(
+        clip(f64(1e-9), f64(1), f64(0))[1]["kl"], 0
+    )  # no rounding of 1 + x: a float32 of 1e-4 would be off by itself
 
 
 def test_the_ratio_of_a_sequence_by_hand():
@@ -63,7 +71,8 @@ def test_the_ratio_of_a_sequence_by_hand():
     loss = clip(logp, advantage, old, lengths, low=0.9, high=0.9, ratio="sequence")[0]
     one, two = math.exp(0.1), math.exp(-0.5)
     assert same(loss.detach(), -2 * one, -2 * one, -two)
-    # The mean of each row's mean has the gradient -A r / length for each of its tokens (arXiv:2507.18071, eq. 10), halved for two rows.
+    # The mean of each row's mean has the gradient -A r / length for each of its tokens (arXiv:2507.18071, eq. 10),
+    # halved for two rows.
     (loss[:2].mean() / 2 + loss[2] / 2).backward()
     assert same(logp.grad, -2 * one / 4, -2 * one / 4, -two / 2)
     # Clipped as a whole: both tokens of the first row, though one of their own ratios is below 1.
@@ -81,10 +90,16 @@ def test_the_tokens_that_a_covariance_chooses_by_hand():
     # Of the first and the last one is drawn; the first is clipped by itself.
     loss, told = clip_cov(logp, old, advantage, np.random.default_rng(0))
     assert same(loss, -2.4, -1, 0) and told["chosen"].tolist() == [0, 0, 1] and told["clipped"].tolist() == [1, 0, 1]
-    drawn = {tuple(clip_cov(logp, logp, advantage, np.random.default_rng(i), share=0.4)[1]["chosen"].tolist()) for i in range(20)}
+    drawn = {
+        tuple(clip_cov(logp, logp, advantage, np.random.default_rng(i), share=0.4)[1]["chosen"].tolist())
+        for i in range(20)
+    }
     assert drawn == {(1, 0, 0), (0, 0, 1)}
     assert not clip_cov(logp, logp, advantage, np.random.default_rng(0), share=1.0, least=2.5)[1]["chosen"].any()
-    for none in (kl_cov(logp[:0], old[:0], advantage[:0]), clip_cov(logp[:0], old[:0], advantage[:0], np.random.default_rng(0))):
+    for none in (
+        kl_cov(logp[:0], old[:0], advantage[:0]),
+        clip_cov(logp[:0], old[:0], advantage[:0], np.random.default_rng(0)),
+    ):
         assert len(none[0]) == 0
 
 
@@ -104,7 +119,8 @@ def test_plain_terms():
 
 
 def test_value_clip_by_hand():
-    # v, V, R: inside the range; clipped to 0.5, which is worse for R = 0 below; clipped, where the unclipped is the worse one.
+    # v, V, R: inside the range; clipped to 0.5, which is worse for R = 0 below; clipped, where the unclipped is the
+    # worse one.
     got = value_clip(f64(0.2, 2, 2), f64(0, 0, 0), f64(1, 3, 0), range=0.5)
     assert same(got, 0.8**2 / 2, 2.5**2 / 2, 2)
 

@@ -13,7 +13,8 @@ from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import Lowered
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph
-from msrl_graph.ir.plan import METRICS, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run
+from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
+from msrl_graph.ir.plan import METRICS, EngineChoice, Evaluation
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.sharding.layout import Layout
 
@@ -41,7 +42,9 @@ def test_the_page_has_the_graph_that_it_says(grpo: Lowered) -> None:
     assert graph.rows == (256, 4096)
     assert [replace(c, span=NOWHERE) for c in graph.columns] == list(expected.columns)
     assert [replace(w, span=NOWHERE) for w in graph.workers] == list(expected.workers)
-    assert {(n.name, n.reads, n.writes, n.per) for n in graph.nodes} == {(n.name, n.reads, n.writes, n.per) for n in expected.nodes}
+    assert {(n.name, n.reads, n.writes, n.per) for n in graph.nodes} == {
+        (n.name, n.reads, n.writes, n.per) for n in expected.nodes
+    }
     assert [replace(e, span=NOWHERE) for e in graph.edges] == list(expected.edges)
 
 
@@ -104,7 +107,9 @@ def test_every_statement_of_a_deploy_arrives() -> None:
         "actor.update": EngineChoice("fsdp", {"micro_batch": 2, "recompute": "full"}),
     }
     # dp 0 is left to the placement.
-    assert {k: replace(v, span=NOWHERE) for k, v in deploy.layouts.items()} == {"actor.update": Layout(tp=2, dp=0, zero=3)}
+    assert {k: replace(v, span=NOWHERE) for k, v in deploy.layouts.items()} == {
+        "actor.update": Layout(tp=2, dp=0, zero=3)
+    }
     assert replace(deploy.dock, span=NOWHERE) == DockOptions("central", deadline=300.0)
     assert replace(deploy.reshard, span=NOWHERE) == ReshardOptions("naive", "staged", 64 * 2**20)
     assert [replace(e, span=NOWHERE) for e in deploy.evaluations] == [
@@ -220,7 +225,9 @@ def test_a_step_a_batch_needs_no_old_logp() -> None:
     for steps in ("mini_batch = 4095", "epochs = 2"):
         assert "stale-logp" in {d.code for d in diagnose(text.replace("optimizer =", f"{steps}, optimizer ="))}
         assert not [d for d in diagnose(PAGE.replace("optimizer =", f"{steps}, optimizer =")) if d.severity == "error"]
-    renamed = text.replace("clip(0.2)", "clip(0.2, old_logp = ref_logp)").replace("optimizer =", "epochs = 2, optimizer =")
+    renamed = text.replace("clip(0.2)", "clip(0.2, old_logp = ref_logp)").replace(
+        "optimizer =", "epochs = 2, optimizer ="
+    )
     assert not [d for d in diagnose(renamed) if d.severity == "error"]
 
 
@@ -246,7 +253,9 @@ def test_rows_have_levels() -> None:
         "length": 1,
         "advantage": 1,
     }
-    assert graph.column("old_logp") == Column("old_logp", "f32", (Dim(like="response"),), 1, graph.column("old_logp").span)
+    assert graph.column("old_logp") == Column(
+        "old_logp", "f32", (Dim(like="response"),), 1, graph.column("old_logp").span
+    )
 
 
 def test_a_state_is_read_and_set_beside_columns() -> None:
@@ -261,7 +270,10 @@ algorithm tracked extends grpo {
 }
 """
     graph = lowered(text, context(TESTS / "diagnostics")).graph
-    assert [(s.name, s.element, s.per, s.initial.value) for s in graph.states] == [("rate", "f32", "prompt", 0.5), ("steps", "i32", "", 0)]
+    assert [(s.name, s.element, s.per, s.initial.value) for s in graph.states] == [
+        ("rate", "f32", "prompt", 0.5),
+        ("steps", "i32", "", 0),
+    ]
     track, rate = graph.node("host.track"), graph.node("host.rate")
     assert (track.reads, track.states, track.writes, track.gives, track.sets) == (
         ("reward",),
@@ -270,12 +282,20 @@ algorithm tracked extends grpo {
         ("steps", "share"),
         ("steps",),
     )
-    assert (rate.reads, rate.states, rate.writes, rate.sets, rate.per) == (("reward",), ("rate",), (), ("rate",), "prompt")
+    assert (rate.reads, rate.states, rate.writes, rate.sets, rate.per) == (
+        ("reward",),
+        ("rate",),
+        (),
+        ("rate",),
+        "prompt",
+    )
 
 
 def test_a_label_names_a_node() -> None:
     graph = lowered(SMALL).graph
-    assert graph.node("hinter").verb == "hint" and Edge("sample", "source", "hinter") in [replace(e, span=NOWHERE) for e in graph.edges]
+    assert graph.node("hinter").verb == "hint" and Edge("sample", "source", "hinter") in [
+        replace(e, span=NOWHERE) for e in graph.edges
+    ]
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)

@@ -1,4 +1,5 @@
-"""The reward `math_verify`: what it takes for an answer, what it judges equal, and that no answer holds it up or leaves a process."""
+"""The reward `math_verify`: what it takes for an answer, what it judges equal, and that no answer holds it up or leaves
+a process."""
 
 import json
 import os
@@ -247,7 +248,12 @@ def spellings(gold):
 
 def test_every_answer_of_gsm8k_is_equal_to_itself_in_usual_spellings():
     assert len(GOLDS) == 1319
-    missed = [(r, g) for solution, g in zip(SOLUTIONS, GOLDS, strict=True) for r in spellings(g) if not math_verify(r, solution)]
+    missed = [
+        (r, g)
+        for solution, g in zip(SOLUTIONS, GOLDS, strict=True)
+        for r in spellings(g)
+        if not math_verify(r, solution)
+    ]
     missed += [(s, g) for s, g in zip(SOLUTIONS, GOLDS, strict=True) if not (math_verify(s, g) and math_verify(s, s))]
     assert missed == []
 
@@ -267,11 +273,28 @@ def test_no_answer_of_gsm8k_is_equal_to_another():
 def test_the_library_says_the_same_of_numbers():
     # What is said of numbers here, and by math-verify of the same LaTeX.
     rng = random.Random(1)
-    texts = ["0", "7", "-7", "1/2", r"\frac{1}{2}", "0.5", "0.333333", r"-\frac{1}{3}", "1234", "1,234", "50", r"50\%", "2.50", "5/2"]
+    texts = [
+        "0",
+        "7",
+        "-7",
+        "1/2",
+        r"\frac{1}{2}",
+        "0.5",
+        "0.333333",
+        r"-\frac{1}{3}",
+        "1234",
+        "1,234",
+        "50",
+        r"50\%",
+        "2.50",
+        "5/2",
+    ]
     pairs = [(a, b) for a in texts for b in texts] + [(rng.choice(GOLDS), rng.choice(GOLDS)) for _ in range(100)]
     for a, b in pairs:
         assert answers.number(a) and answers.number(b)
-        assert (math_verify(rf"\boxed{{{a}}}", b) == 1) == judges.equal([judges.Question(a, b, True)], timeout=9, budget=9)[0].equal, (a, b)
+        assert (math_verify(rf"\boxed{{{a}}}", b) == 1) == judges.equal(
+            [judges.Question(a, b, True)], timeout=9, budget=9
+        )[0].equal, (a, b)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +333,10 @@ def test_a_number_is_read_back_as_it_is_written(value, percent):
     assert math_verify(rf"\boxed{{{found}}}", str(found)) == 1 != math_verify(rf"\boxed{{{found}}}", str(value + 1000))
 
 
-@given(st.decimals(-(10**9), 10**9, places=3), st.sampled_from(["{}", "${}", "{} dollars", r"{}\text{{ m}}", r"\${}", "**{}**", "{}."]))
+@given(
+    st.decimals(-(10**9), 10**9, places=3),
+    st.sampled_from(["{}", "${}", "{} dollars", r"{}\text{{ m}}", r"\${}", "**{}**", "{}."]),
+)
 def test_a_decimal_is_its_value_in_any_spelling(value, spelling):
     for written in (f"{value:f}", f"{value:,f}"):
         found = answers.number(spelling.format(written))
@@ -318,10 +344,27 @@ def test_a_decimal_is_its_value_in_any_spelling(value, spelling):
 
 
 def test_patterns_are_linear_in_a_hostile_response():
-    pieces = ("$", "x ", "the answer ", "1 ", r"\boxed{", "}", "{", "#", "#### \n", "answer" + " " * 50, "1,", r"\frac", "answer is ")
+    pieces = (
+        "$",
+        "x ",
+        "the answer ",
+        "1 ",
+        r"\boxed{",
+        "}",
+        "{",
+        "#",
+        "#### \n",
+        "answer" + " " * 50,
+        "1,",
+        r"\frac",
+        "answer is ",
+    )
     pieces += ("<answer>", "</answer>", "the answer is correct. ", "<answer>aa ", "a" * 99, "####", "</think>")
     texts = [piece * (200_000 // len(piece)) for piece in pieces]
-    texts += [o * (200_000 // len(o + c)) + c * (200_000 // len(o + c)) for o, c in ((r"\boxed{", "}"), ("<answer>", "</answer>"))]
+    texts += [
+        o * (200_000 // len(o + c)) + c * (200_000 // len(o + c))
+        for o, c in ((r"\boxed{", "}"), ("<answer>", "</answer>"))
+    ]
     for text in texts:
         since = time.process_time()
         found = answers.given(text)
@@ -347,7 +390,9 @@ def test_past_its_time_an_answer_counts_0_and_the_log_says_so(capsys):
     since = time.monotonic()
     assert math_verify("x" * 500 + HARD, "3", timeout=0.3) == 0
     assert time.monotonic() - since < 10
-    assert capsys.readouterr().err == ("math_verify: math-verify took more than 0.3 s, which counts 0, on '(x+1)^{5000}' against '3'\n")
+    assert capsys.readouterr().err == (
+        "math_verify: math-verify took more than 0.3 s, which counts 0, on '(x+1)^{5000}' against '3'\n"
+    )
     assert math_verify(r"\boxed{2x}", "x + x") == 1 and capsys.readouterr().err == ""
 
 
@@ -379,9 +424,12 @@ def nest(opens, closes, times, core="1"):
 
 BOMBS = (
     "9^{9^{9^9}}", "1.5^{10^{3000}}", "(1/2)^{99999999}", "2^{-99999999}", r"\left(10^{9}\right)^{10^{9}}", "99999999!",
-    r"\binom{99999999}{49999999}", r"\prod_{i=1}^{99999999} (i+1)", r"[-10^{99999}, 10^{99999}]", "x^{2^{99999}}", r"\sin(10^{99999})",
-    nest("(", ")", 1000), nest(r"\frac{1}{", "}", 500, "2"), nest(r"\sqrt{", "}", 400, "2"), nest(r"\left[", r"\right]", 30),
-    ",".join(map(str, range(10_000))), nest(r"\begin{pmatrix}", r"\end{pmatrix}", 1, r"\\".join(["&".join("1" * 100)] * 100)),
+    r"\binom{99999999}{49999999}", r"\prod_{i=1}^{99999999} (i+1)", r"[-10^{99999}, 10^{99999}]", "x^{2^{99999}}",
+    r"\sin(10^{99999})",
+    nest("(", ")", 1000), nest(r"\frac{1}{", "}", 500, "2"), nest(r"\sqrt{", "}", 400, "2"),
+    nest(r"\left[", r"\right]", 30),
+    ",".join(map(str, range(10_000))),
+    nest(r"\begin{pmatrix}", r"\end{pmatrix}", 1, r"\\".join(["&".join("1" * 100)] * 100)),
     "x + " + "7" * 5000, "+".join(["x"] * 5000),
 )  # fmt: skip
 
@@ -405,7 +453,9 @@ def test_honest_answers_keep_their_scores_among_bombs():
     bombs = [*BOMBS, "10**10**10", "5!!!!!!", "{" * 500]
     rows = [(rf"\boxed{{{bombs[i % len(bombs)]} + {i}x}}", "3x", 0) for i in range(400)]
     rows[::10] = [(rf"\boxed{{x + {i} + x}}", f"{i + i % 2} + 2x", 1 - i % 2) for i in range(40)]
-    assert math_verify.many([r for r, *_ in rows], [a for _, a, _ in rows], timeout=5, budget=60) == [worth for *_, worth in rows]
+    assert math_verify.many([r for r, *_ in rows], [a for _, a, _ in rows], timeout=5, budget=60) == [
+        worth for *_, worth in rows
+    ]
     assert counted() > 300
 
 
@@ -415,7 +465,10 @@ def test_what_takes_its_time_shares_the_budget(monkeypatch):
 
     def ask(questions, limit, timeout):
         asked.append((len(questions), round(limit, 3)))
-        return [judges.Verdict(q.response == "late" and limit > 0.5, "", q.response != "late" or limit <= 0.5) for q in questions]
+        return [
+            judges.Verdict(q.response == "late" and limit > 0.5, "", q.response != "late" or limit <= 0.5)
+            for q in questions
+        ]
 
     monkeypatch.setattr(judges, "_asked", ask)
     questions = [judges.Question(str(i), "1", True) for i in range(20)] * 2 + [judges.Question("late", "1", True)]
@@ -427,7 +480,9 @@ def test_what_takes_its_time_shares_the_budget(monkeypatch):
         assert asked == rounds, budget
     asked.clear()
     monkeypatch.setattr(
-        judges, "_asked", lambda questions, limit, _: asked.append((len(questions), round(limit, 3))) or late(questions, limit)
+        judges,
+        "_asked",
+        lambda questions, limit, _: asked.append((len(questions), round(limit, 3))) or late(questions, limit),
     )
 
     def late(questions, limit):

@@ -3,19 +3,20 @@
 import gc
 from dataclasses import replace
 
+import engines
 import numpy as np
 import pytest
 import torch
 import walk
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import fsdp, peaks
+from msrl_graph.backends import peaks
 from msrl_graph.backends.spec import Asked
 from msrl_graph.ir.work import Work
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
-from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
 N = 4 * 300 * 200  # bytes of a tensor below
@@ -70,13 +71,16 @@ def test_host_buffers_count_apart():
 
 
 def test_operations_made_of_others_are_looked_into():
-    """In inference mode they reach the tracker whole; without a mask to add nothing but the result would be left of this one."""
+    """In inference mode they reach the tracker whole; without a mask to add nothing but the result would be left of
+    this one."""
     q = torch.randn(1, 1, 300, 200)
     mask = torch.ones(300, 300, dtype=torch.bool)
     with torch.inference_mode():
         before = memory.held()["device"]
         with memory.Peak() as peak:
-            torch.nn.functional.linear(torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]).sum()
+            torch.nn.functional.linear(
+                torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]
+            ).sum()
         assert over(peak, before) >= N + 4 * 300 * 300
     assert {"device", "host"} == set(peak.peak)
 
@@ -85,21 +89,27 @@ def test_what_entropies_and_given_ids_take(tmp_path):
     """Logits are nearly all that this model holds."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     Qwen2ForCausalLM(Qwen2Config(vocab_size=4000, **sizes)).save_pretrained(tmp_path / "model")
     model = models.load("./model", tmp_path, "f32")
-    engine = fsdp.Engine(model, Layout(), 0, None, False, adamw(lr=0.0))
+    engine = engines.trainer(model, optimizer=adamw(lr=0.0))
     draw = np.random.default_rng(0)
     prompt, response = (ragged(list(draw.integers(0, 4000, (40, n))), np.int32) for n in (4, 10))
-    packed, ids = pack([prompt], [response], np.arange(40)), torch.from_numpy(draw.integers(0, 4000, (400, 3)))
+    ids = torch.from_numpy(draw.integers(0, 4000, (400, 3)))
     work = Work(model, Layout(), "f32", 40, 40, 4, 10, trained=True)
     for entropy, given in ((False, False), (True, False), (False, True), (True, True)):
         gc.collect()  # other tests' engines are cycles
         with memory.Peak() as peak:
             before = memory.held()["device"]
-            found = engine.forward(packed, Asked(entropy=entropy, given=ids if given else None))
-            engine.backward(sum(x.sum() for x in found if x is not None))
-            del found
+            micro = pack([prompt], [response], np.arange(40), given=ids if given else None)
+            asked = Asked(entropy=entropy)
+            engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
         wanted = peaks.trainer("update", replace(work, entropy=entropy, given=given))["backward in the head"]["logits"]
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
         engine.step(0.0, 1.0)

@@ -54,7 +54,12 @@ def test_what_tensor_parallelism_divides(name: str) -> None:
     layer = "model.layers.0."
     divided = {f"{layer}self_attn.{p}_proj.weight": 0 for p in "qkv"} | {f"{layer}self_attn.o_proj.weight": 1}
     divided |= {f"{layer}mlp.gate_proj.weight": 0, f"{layer}mlp.up_proj.weight": 0, f"{layer}mlp.down_proj.weight": 1}
-    divided |= {"model.embed_tokens.weight": 0, "lm_head.weight": 0, "model.norm.weight": -1, f"{layer}input_layernorm.weight": -1}
+    divided |= {
+        "model.embed_tokens.weight": 0,
+        "lm_head.weight": 0,
+        "model.norm.weight": -1,
+        f"{layer}input_layernorm.weight": -1,
+    }
     assert {n: tensors[n].tp_dim for n in divided} == divided
 
 
@@ -80,7 +85,10 @@ def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -
     with pytest.raises(Fault) as caught:
         load("model", tmp_path)
     (told,) = caught.value.diagnostics
-    assert (told.message, told.help) == ("no model preset is called `model`", 'for the folder beside the program write `"./model"`')
+    assert (told.message, told.help) == (
+        "no model preset is called `model`",
+        'for the folder beside the program write `"./model"`',
+    )
 
 
 @pytest.mark.parametrize("folder", [None, "tied", "llama"])
@@ -93,7 +101,12 @@ def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -
     if folder == "llama":
         for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
             del config[key]
-        config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True, "mlp_bias": True}
+        config |= {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": True,
+            "mlp_bias": True,
+        }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
@@ -102,7 +115,13 @@ def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -
     assert ours == theirs
 
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
 MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
 FAMILIES = {
@@ -110,7 +129,15 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
     "DeepseekV3ForCausalLM": (
         "deepseek_v3",
-        {"num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, **MOE, **LATENT},
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            **MOE,
+            **LATENT,
+        },
     ),
 }
 
@@ -125,7 +152,11 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-    theirs = {n: tuple(p.shape) for n, p in [*peer.named_parameters(), *peer.named_buffers()] if "rotary" not in n and "inv_freq" not in n}
+    theirs = {
+        n: tuple(p.shape)
+        for n, p in [*peer.named_parameters(), *peer.named_buffers()]
+        if "rotary" not in n and "inv_freq" not in n
+    }
     model = load("./", tmp_path)
     ours = {t.name: t.shape for t in model.tensors if not t.experts}
     for layer in {t.layer for t in model.tensors if t.experts}:

@@ -14,7 +14,8 @@ from msrl_graph.ir.plan import Plan
 PROGRAMS = Path(__file__).parent / "programs"
 R1, PAGE = PROGRAMS / "two_deploys.rlg", PROGRAMS / "grpo_page.rlg"
 TEXT = """import grpo
-cluster four {{ device = "ascend-910c", nodes = 2, devices_per_node = 2, network = 25 GB/s, memory = {memory} GB, host_link = 50 GB/s }}
+cluster four {{ device = "ascend-910c", nodes = 2, devices_per_node = 2, network = 25 GB/s,
+  memory = {memory} GB, host_link = 50 GB/s }}
 deploy grpo on four {{
   set prompts = 8
   set group = 4
@@ -44,7 +45,11 @@ def items(plan: Plan, place: str) -> dict[str, dict[str, int]]:
 
 
 def chosen(plan: Plan) -> dict[str, object]:
-    return {p.node: p.engine.options["offload"] for p in plan.placements if p.engine.options.get("offload", "none") != "none"}
+    return {
+        p.node: p.engine.options["offload"]
+        for p in plan.placements
+        if p.engine.options.get("offload", "none") != "none"
+    }
 
 
 def test_each_phase_holds_what_it_computes_with() -> None:
@@ -58,7 +63,8 @@ def test_each_phase_holds_what_it_computes_with() -> None:
         assert held.get(optimizer) == (OPTIMIZER // 16 if phase == "update" else None)
         assert "actor masters" not in held
         rest = [
-            {k: v for k, v in h.items() if k not in (reference, optimizer, "actor masters")} for h in (held, items(none, "device")[phase])
+            {k: v for k, v in h.items() if k not in (reference, optimizer, "actor masters")}
+            for h in (held, items(none, "device")[phase])
         ]
         assert rest[0] == rest[1]
     for phase, held in items(away, "host").items():
@@ -85,10 +91,15 @@ def test_copies_take_seconds() -> None:
 
 
 def test_each_optimizer_step_copies() -> None:
-    text = PAGE.read_text(encoding="utf-8").replace("adamw(lr = 1e-6)", "adamw(lr = 1e-6), mini_batch = 128, epochs = 2")
+    text = PAGE.read_text(encoding="utf-8").replace(
+        "adamw(lr = 1e-6)", "adamw(lr = 1e-6), mini_batch = 128, epochs = 2"
+    )
     engine = "  engine actor.generate = vllm {{ micro_batch = 1 }}\n"
     engine += "  engine actor.update = megatron {{ micro_batch = 1, recompute = full, offload = {} }}\n  run {{"
-    plans = [compile(PAGE, text=text.replace("  run {", engine.format(how)), sets={"prompts": "32"}) for how in ("none", "optimizer")]
+    plans = [
+        compile(PAGE, text=text.replace("  run {", engine.format(how)), sets={"prompts": "32"})
+        for how in ("none", "optimizer")
+    ]
     # 512 rows are four mini-batches, twice.
     copied = 8 * 2 * items(plans[0], "device")["update"]["actor optimizer"] / plans[0].cluster.device.host_link.value
     assert more_seconds(*plans) == pytest.approx({"actor.update": copied})
@@ -101,7 +112,11 @@ def test_only_what_must_leave_does() -> None:
     assert chosen(plan) == {"reference.infer": "weights"}
     (note,) = [n.text for n in plan.notes if n.about == "offload"]
     assert re.fullmatch(
-        r"in host memory while others compute: the weights of reference.infer; otherwise update needs \S+ GB a device of 80 GB", note
+        (
+            r"in host memory while others compute: the weights of reference.infer; otherwise update needs \S+ GB a "
+            r"device of 80 GB"
+        ),
+        note,
     )
     # Where the optimizer has to leave, the weights may stay if that is enough.
     optimizer = {"actor.infer": "optimizer", "actor.update": "optimizer"}
@@ -115,7 +130,9 @@ def test_r1_fits_and_says_why() -> None:
     plan = compile(R1, deploy="r1")
     assert chosen(plan) == {"actor.update": "optimizer", "actor.infer": "optimizer", "reference.infer": "weights"}
     (note,) = [n.text for n in plan.notes if n.about == "offload"]
-    assert "the weights of reference.infer, the optimizer states of actor.update; otherwise update needs 96.7 GB" in note
+    assert (
+        "the weights of reference.infer, the optimizer states of actor.update; otherwise update needs 96.7 GB" in note
+    )
     assert all(m.total <= m.capacity.value for m in plan.memory)
 
 
@@ -124,12 +141,18 @@ def test_a_stated_none_stays_and_what_would_fit_is_named() -> None:
     with pytest.raises(Fault) as fault:
         compile(R1, text=text, deploy="r1")
     (found,) = fault.value.diagnostics
-    both = "`engine reference.infer = megatron { offload = weights }` and `engine actor.update = megatron { offload = optimizer }`"
+    both = (
+        "`engine reference.infer = megatron { offload = weights }` and `engine actor.update = megatron { offload "
+        "= optimizer }`"
+    )
     assert found.code == "out-of-memory" and f"this fits: {both}" in found.help
 
 
 def test_hosts_without_room_do_not_hide_what_fits_without_offloading() -> None:
-    """What the search finds offloads nothing: no host could hold the weights and states that might leave its devices."""
-    text = "\n".join(line for line in TEXT.split("\n") if "layout " not in line).replace("memory = {memory} GB", "host_memory = 40 GB")
+    """What the search finds offloads nothing: no host could hold the weights and states that might leave its
+    devices."""
+    text = "\n".join(line for line in TEXT.split("\n") if "layout " not in line).replace(
+        "memory = {memory} GB", "host_memory = 40 GB"
+    )
     plan = compile("offload.rlg", text=text.format(update="", reference=""))
     assert plan.search is not None and plan.search.optimal and chosen(plan) == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import engines
 import numpy as np
 import pytest
 import torch
@@ -11,11 +12,11 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import ENGINES, fsdp, hf
+from msrl_graph.backends import ENGINES
 from msrl_graph.backends.spec import Act, Asked, Sampling
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
 ALONE = Layout()
@@ -30,17 +31,16 @@ def counted(engine: str, act: Act, layers: int) -> float:
 
 def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
     model = compile(EXAMPLE / "one_rank.rlg").model("actor.update")
-    engine = fsdp.Engine(model, ALONE, 0, None, False, adamw(lr=0.0))  # type: ignore[arg-type]
+    engine = engines.trainer(model, optimizer=adamw(lr=0.0))
     rng = np.random.default_rng(0)
     prompt, response = (ragged(list(rng.integers(3, 13, (4, n)).astype(np.int32)), np.int32) for n in (6, 4))
     packed = pack([prompt], [response], np.arange(4))
 
     def infer() -> None:
-        with torch.no_grad():
-            engine.forward(packed, Asked())
+        engine.score([packed], Asked())
 
     def update() -> None:
-        engine.backward(engine.forward(packed, Asked()).logp.sum())
+        engines.train(engine, packed, lambda made: made.logp.sum(), Asked())
 
     assert operators(infer) == pytest.approx(counted("fsdp", "infer", model.layers), rel=0.1)
     assert operators(update) == pytest.approx(counted("fsdp", "update", model.layers), rel=0.1)
@@ -51,7 +51,7 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
 
 def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
     model = compile(EXAMPLE / "one_rank.rlg").model("actor.generate")
-    engine = hf.Engine(model, ALONE, 0, None, 0)  # type: ignore[arg-type]
+    engine = engines.generator(model)
     engine.ends = []
     for piece in engine.allocate():
         torch.nn.init.normal_(piece.tensor, std=0.02)
@@ -68,6 +68,12 @@ def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
 def test_what_divides_a_state_never_takes_operators_away() -> None:
     for name, spec in ENGINES.items():
         for act in get_args(Act):
-            for layout in (Layout(tp=2), Layout(dp=2, zero=0), Layout(dp=2, zero=1), Layout(dp=2, zero=2), Layout(dp=2, zero=3)):
+            for layout in (
+                Layout(tp=2),
+                Layout(dp=2, zero=0),
+                Layout(dp=2, zero=1),
+                Layout(dp=2, zero=2),
+                Layout(dp=2, zero=3),
+            ):
                 if spec.calls is not None:
                     assert spec.calls(act, layout).layer >= spec.calls(act, ALONE).layer, (name, act, layout)

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from msrl_graph.runtime.data import order
 
-WEIGHTS = st.lists(st.one_of(st.just(0.0), st.floats(0, allow_nan=False, allow_infinity=False)), min_size=1, max_size=30)
+WEIGHTS = st.lists(
+    st.one_of(st.just(0.0), st.floats(0, allow_nan=False, allow_infinity=False)), min_size=1, max_size=30
+)
 
 
 @given(WEIGHTS, st.integers(0, 3), st.integers(0, 50), st.data())

@@ -1,4 +1,5 @@
-"""Terms of a loss in a file beside the program: what they are computed from, and what is told where they give what is no loss."""
+"""Terms of a loss in a file beside the program: what they are computed from, and what is told where they give what is
+no loss."""
 
 import inspect
 import math
@@ -110,13 +111,22 @@ def test_a_term_tells_figures_under_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("return -logp.mean()", "`f` returned a tensor of the shape (), where one of the shape (N,) belongs, a number a token"),
+        (
+            "return -logp.mean()",
+            "`f` returned a tensor of the shape (), where one of the shape (N,) belongs, a number a token",
+        ),
         ("return 1.0", "`f` returned float 1.0, where one of the shape (N,) belongs, a number a token"),
         (
             "return advantage.nothing",
-            "(line 29 of grpo.rlg) failed on iteration 3: AttributeError: 'Tensor' object has no attribute 'nothing', at FILE:2",
+            (
+                "(line 29 of grpo.rlg) failed on iteration 3: AttributeError: 'Tensor' object has no attribute "
+                "'nothing', at FILE:2"
+            ),
         ),
-        ("return -logp.detach()", "the loss of `actor.update` (line 28 of grpo.rlg) has no gradient: nothing in it depends on the weights"),
+        (
+            "return -logp.detach()",
+            "the loss of `actor.update` (line 28 of grpo.rlg) has no gradient: nothing in it depends on the weights",
+        ),
     ],
 )
 def test_what_is_no_loss_is_told(tmp_path, body, told):
@@ -130,4 +140,6 @@ def test_a_term_is_held_against_its_signature(tmp_path):
     (tmp_path / "mine.py").write_text(CISPO)
     with pytest.raises(Fault) as fault:
         one_rank((LOSS, f'"{tmp_path / "mine.py"}:cispo"'), ("old_logp, ref_logp, advantage", "advantage"))
-    assert [d.message for d in fault.value.diagnostics] == ["`cispo` needs `old_logp`, which `actor.update` does not read"]
+    assert [d.message for d in fault.value.diagnostics] == [
+        "`cispo` needs `old_logp`, which `actor.update` does not read"
+    ]

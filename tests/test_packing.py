@@ -1,4 +1,5 @@
-"""From rows of the dock to tensors: every response token is predicted from all that stands before it, and nothing else."""
+"""From rows of the dock to tensors: every response token is predicted from all that stands before it, and nothing
+else."""
 
 import numpy as np
 import torch
@@ -6,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.runtime.data.columns import Column, ragged
-from msrl_graph.runtime.rank.packing import distinct, flat, pack
+from msrl_graph.runtime.rank.micro_batches import pack
+from msrl_graph.runtime.rank.packing import distinct, flat
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
 
@@ -17,12 +19,13 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
     response = ragged([np.array(r[2]) for r in rows], np.int32)
     chosen = np.array(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
     packed = pack(contexts, [response], chosen)
-    asked = list(zip(packed.row.tolist(), packed.position.tolist(), packed.token.tolist(), strict=True))
+    asked = list(zip(*(packed[name].tolist() for name in ("row", "position", "token")), strict=True))
     expected = []
     for i, r in enumerate(chosen):
         before, answer = rows[r][0] + rows[r][1], rows[r][2]
         for j, token in enumerate(answer):
-            seen = packed.ids[i, : len(before) + j].tolist()
+            start = int(packed["offsets"][i])
+            seen = packed["ids"][start : start + len(before) + j].tolist()
             assert seen == before + answer[:j]
             expected.append((i, len(before) + j - 1, token))
     assert asked == expected
@@ -31,7 +34,8 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
 def test_no_rows_still_make_a_batch():
     empty = ragged([np.zeros(2, np.int32)], np.int32)
     packed = pack([empty], [empty], np.zeros(0, np.int64))
-    assert packed.ids.shape == (1, 1) and len(packed.token) == len(packed.row) == len(packed.position) == 0
+    assert packed["ids"].tolist() == [0] and packed["offsets"].tolist() == [0, 1]
+    assert all(not len(packed[name]) for name in ("row", "position", "token"))
 
 
 def test_scalars_are_given_to_every_token():

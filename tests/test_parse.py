@@ -227,7 +227,9 @@ def test_shuffled_lines_survive(name: str, rng: random.Random) -> None:
 def test_swapped_names_survive(name: str, rng: random.Random, changes: int) -> None:
     """Programs that parse and mean something else."""
     text = TEXTS[name]
-    tokens = [p.span for p in parts(parse(text, name)) if isinstance(p, ast.Name | ast.Ref | ast.NameExpr | ast.Literal_)]
+    tokens = [
+        p.span for p in parts(parse(text, name)) if isinstance(p, ast.Name | ast.Ref | ast.NameExpr | ast.Literal_)
+    ]
     lines = text.split("\n")
     for a, b in ((rng.choice(tokens), rng.choice(tokens)) for _ in range(changes)):
         line = lines[a.line - 1]
@@ -236,7 +238,16 @@ def test_swapped_names_survive(name: str, rng: random.Random, changes: int) -> N
 
 
 @pytest.mark.parametrize(
-    "inner", ["(" * 5000 + "1" + ")" * 5000, "-" * 5000 + "1", "1" + " + 1" * 5000, "[" * 3000, "f(" * 3000, "9" * 6000, "1e999"]
+    "inner",
+    [
+        "(" * 5000 + "1" + ")" * 5000,
+        "-" * 5000 + "1",
+        "1" + " + 1" * 5000,
+        "[" * 3000,
+        "f(" * 3000,
+        "9" * 6000,
+        "1e999",
+    ],
 )
 def test_what_is_too_deep_or_too_large_is_told(inner: str) -> None:
     with pytest.raises(Fault) as caught:
@@ -252,7 +263,9 @@ def test_a_long_program_takes_no_long_time() -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"torn", b"\x80\x04N.", "unwritable"])
-def test_the_parser_needs_no_cache(content: bytes | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parser_needs_no_cache(
+    content: bytes | str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "msrl_graph"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _parser.cache_clear()

@@ -1,4 +1,5 @@
-"""Passes on the page's program: who is placed where, what leaves the device, in which order things run, and what they take."""
+"""Passes on the page's program: who is placed where, what leaves the device, in which order things run, and what they
+take."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from msrl_graph.cost import holdings
 from msrl_graph.diagnostics import Span
 from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
 from msrl_graph.ir.graph import Dim, Edge, Graph, Node, Value, Worker
-from msrl_graph.ir.plan import EngineChoice, Instruction, Plan, ReshardOptions, from_json
+from msrl_graph.ir.instruction import Instruction
+from msrl_graph.ir.options import ReshardOptions
+from msrl_graph.ir.plan import EngineChoice, Plan, from_json
 from msrl_graph.model.models import load
 from msrl_graph.planner.place import Place
 from msrl_graph.sharding.layout import Layout
@@ -52,15 +55,19 @@ def test_generation_ranks_are_numbered_for_small_groups() -> None:
 
 
 def test_dp_comes_from_the_placement() -> None:
-    placed = Place(ENGINES, DEFAULT)(page.start(layouts={"actor.update": Layout(tp=4, dp=0), "actor.generate": Layout(tp=2, dp=0)}))
+    placed = Place(ENGINES, DEFAULT).apply(
+        page.start(layouts={"actor.update": Layout(tp=4, dp=0), "actor.generate": Layout(tp=2, dp=0)})
+    )
     assert placed.placement("actor.update").layout.dp == 4
     assert placed.placement("actor.generate").layout.dp == 8
     assert "dp 4 from 16 devices" in placed.placement("actor.update").reason
 
 
 def test_what_nobody_decides_is_data_parallel() -> None:
-    placed = Place(ENGINES, DEFAULT)(page.start(layouts={}))
-    assert all(placed.placement(n).layout == Layout(dp=16) for n in ("actor.update", "actor.generate", "reference.infer"))
+    placed = Place(ENGINES, DEFAULT).apply(page.start(layouts={}))
+    assert all(
+        placed.placement(n).layout == Layout(dp=16) for n in ("actor.update", "actor.generate", "reference.infer")
+    )
     assert "data-parallel" in placed.placement("actor.update").reason
 
 
@@ -71,20 +78,22 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
         start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)}, engines=engines)
         graph = replace(
             start.graph,
-            columns=tuple(replace(c, dims=(Dim(1024, ragged=True),)) if c.name == "response" else c for c in start.graph.columns),
+            columns=tuple(
+                replace(c, dims=(Dim(1024, ragged=True),)) if c.name == "response" else c for c in start.graph.columns
+            ),
         )
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))
-        plan = Place(ENGINES, DEFAULT)(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
+        plan = Place(ENGINES, DEFAULT).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
         rows[memory] = plan.placement("actor.update").engine.options["micro_batch"]
     assert 1 < rows[100e9] < rows[128e9]
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
-    placed = Place(ENGINES, DEFAULT)(page.start(engines={"actor.update": update}))
+    placed = Place(ENGINES, DEFAULT).apply(page.start(engines={"actor.update": update}))
     assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch": 1}
     own = EngineChoice("fsdp", {"micro_batch": 4})
-    placed = Place(ENGINES, DEFAULT)(page.start(engines={"actor.update": update, "actor.infer": own}))
+    placed = Place(ENGINES, DEFAULT).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
     assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
 
 
@@ -98,7 +107,9 @@ def again(**deploy: object) -> Plan:
 
 def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     engines = {"second": EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})}
-    placed = Place(ENGINES, DEFAULT)(again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines))
+    placed = Place(ENGINES, DEFAULT).apply(
+        again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines)
+    )
     first, second = placed.placement("reference.infer"), placed.placement("second")
     assert first.layout == second.layout == Layout(tp=4, dp=4, zero=3)
     assert first.engine.options == {"dtype": "f32", "micro_batch": 1} and second.engine.options["micro_batch"] == 2
@@ -123,7 +134,7 @@ def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value
         "second": EngineChoice("fsdp", {"dtype": "bf16"}),
         node: EngineChoice("fsdp", engine),
     }
-    placed = Place(ENGINES, DEFAULT)(again(engines=stated))
+    placed = Place(ENGINES, DEFAULT).apply(again(engines=stated))
     assert [d.code for d in sharing_check.check(placed)] == ["bad-value"] * wrong
 
 
@@ -145,14 +156,21 @@ def test_a_controller_for_each_state_and_a_warehouse_on_each_host() -> None:
     assert [c.node for c in PLAN.docks.controllers] == [n.name for n in PLAN.graph.nodes[1:]]
     assert PLAN.docks.warehouses == (0, 1)
     update = PLAN.controller("actor.update")
-    assert (update.groups, update.lockstep, update.chunk, update.columns) == (2, True, 0, PLAN.graph.node("actor.update").reads)
+    assert (update.groups, update.lockstep, update.chunk, update.columns) == (
+        2,
+        True,
+        0,
+        PLAN.graph.node("actor.update").reads,
+    )
     assert not PLAN.controller("actor.generate").lockstep
     assert PLAN.controller("host.reward").groups == 2
 
 
 def test_central_and_stream() -> None:
     start = page.start(dock=replace(page.DEPLOY.dock, mode="central"))
-    edges = tuple(replace(e, attributes={"stream": page.number(32)}) if e.dst == "host.reward" else e for e in start.graph.edges)
+    edges = tuple(
+        replace(e, attributes={"stream": page.number(32)}) if e.dst == "host.reward" else e for e in start.graph.edges
+    )
     plan = page.plan(replace(start, graph=replace(start.graph, edges=edges)))
     assert plan.docks.warehouses == (0,)
     assert plan.controller("host.reward").chunk == 32
@@ -168,7 +186,13 @@ def test_the_page_releases_8_gigabytes() -> None:
     assert r.generate_bytes_per_device == pytest.approx(2 * 8.19e9, rel=1e-3)
     assert r.peak_bytes_per_device == r.update_bytes_per_device + r.generate_bytes_per_device + r.bucket_bytes
     assert r.order == "direct"
-    assert [s.name for s in r.steps] == ["temporary buffer", "all-gather by bucket", "select slices", "swap out (D2H)", "release"]
+    assert [s.name for s in r.steps] == [
+        "temporary buffer",
+        "all-gather by bucket",
+        "select slices",
+        "swap out (D2H)",
+        "release",
+    ]
     assert r.swap_in.bytes == r.released_bytes_per_device
     assert r.swap_in.seconds.value == pytest.approx(8.192 / 50, rel=1e-3)
 
@@ -218,7 +242,10 @@ def test_the_order_of_a_step() -> None:
     ]
     assert train.instructions[0].other == "actor.generate"
     assert [i.node for i in functions.instructions] == ["source", "host.reward", "host.advantage"]
-    assert (evaluation.task, [i.op for i in evaluation.instructions]) == ("test", ["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT"])
+    assert (evaluation.task, [i.op for i in evaluation.instructions]) == (
+        "test",
+        ["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT"],
+    )
     assert [i.node for i in scoring.instructions] == ["source", "host.reward"]
 
 
@@ -233,7 +260,11 @@ def test_a_generation_that_needs_an_infer_comes_after_it() -> None:
             Node("judge.generate", "judge", "generate", ("response", "ref_logp"), ()),
             *PLAN.graph.nodes[4:],
         ),
-        edges=(*PLAN.graph.edges, Edge("sample", "reference.infer", "judge.generate"), Edge("sample", "judge.generate", "actor.update")),
+        edges=(
+            *PLAN.graph.edges,
+            Edge("sample", "reference.infer", "judge.generate"),
+            Edge("sample", "judge.generate", "actor.update"),
+        ),
         rows=PLAN.graph.rows,
     )
     train = page.plan(replace(page.start(), graph=graph)).schedule[0].instructions
@@ -254,7 +285,10 @@ def test_a_dock_takes_less_than_a_central_buffer() -> None:
 
 def test_each_epoch_reads_its_rows_again() -> None:
     start = page.start()
-    nodes = tuple(replace(n, attributes={**n.attributes, "epochs": page.number(3)}) if n.verb == "update" else n for n in start.graph.nodes)
+    nodes = tuple(
+        replace(n, attributes={**n.attributes, "epochs": page.number(3)}) if n.verb == "update" else n
+        for n in start.graph.nodes
+    )
     thrice = page.plan(replace(start, graph=replace(start.graph, nodes=nodes))).traffic
     for once, now in zip(PLAN.traffic, thrice, strict=True):
         times = 3 if once.dst == "actor.update" else 1
@@ -277,8 +311,8 @@ def test_memory_by_phase() -> None:
     # The gradient of the divided embedding is whole.
     assert update["gradients"] == update["actor weights"] + 7 * 152064 // 8 * 5120 * 2
     assert update["actor optimizer"] == pytest.approx(12 * third / 2, rel=1e-3)
-    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, what the last norm keeps, the states of 8,192
-    # response tokens, and angles.
+    # Recomputed: the input of each of 64 layers, of a row of 10,239 tokens that are fed, what the last norm keeps, the
+    # states of 8,192 response tokens, and angles.
     assert update["activations"] == 2 * (10239 * (64 + 3) * 5120 + 8192 * 5120 + 2 * 10239 * 128)
     # A float32 gradient, and what it is made of.
     assert update["logits"] == 3 * 4 * 8192 * 152064
@@ -304,7 +338,9 @@ def test_zero_divides_what_it_says() -> None:
     def update(zero: int) -> dict[str, int]:
         layouts = {"actor.update": Layout(tp=8, dp=2, zero=zero), "actor.generate": Layout(tp=4, dp=4)}
         engines = {"actor.update": EngineChoice("fsdp", {"recompute": "full"})}
-        return next(m for m in page.plan(page.start(layouts=layouts, engines=engines)).memory if m.phase == "update").items
+        return next(
+            m for m in page.plan(page.start(layouts=layouts, engines=engines)).memory if m.phase == "update"
+        ).items
 
     none, one, two, three = map(update, range(4))
     half = pytest.approx(0.5, rel=1e-3)
@@ -318,7 +354,10 @@ def test_zero_divides_what_it_says() -> None:
 
 def test_every_figure_has_a_source_and_a_basis() -> None:
     assert PLAN.estimate is not None
-    figures = [p.seconds for p in PLAN.estimate.phases] + [PLAN.estimate.iteration_seconds, PLAN.estimate.tokens_per_second_per_device]
+    figures = [p.seconds for p in PLAN.estimate.phases] + [
+        PLAN.estimate.iteration_seconds,
+        PLAN.estimate.tokens_per_second_per_device,
+    ]
     figures += [s.seconds for r in PLAN.reshards for s in (*r.steps, r.swap_in)]
     figures += [f for t in PLAN.traffic for f in (t.seconds, t.central_seconds)]
     assert all(f.source and f.basis for f in figures)
@@ -356,7 +395,7 @@ def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
 
 
 def told(plan: Plan) -> list[tuple[str, str, str]]:
-    placed = Place(ENGINES, DEFAULT)(plan)
+    placed = Place(ENGINES, DEFAULT).apply(plan)
     return [(d.code, d.message, d.help) for d in layout_check.check(placed, ENGINES)]
 
 
@@ -367,12 +406,27 @@ def test_layouts_of_the_page_are_right() -> None:
 @pytest.mark.parametrize(
     ("layout", "code", "message", "help"),
     [
-        (Layout(tp=8, dp=4), "layout-size", "takes 32 devices (tp 8 x dp 4); cluster `pod` has 16 (2 x 8)", "dp = 2 takes all 16"),
+        (
+            Layout(tp=8, dp=4),
+            "layout-size",
+            "takes 32 devices (tp 8 x dp 4); cluster `pod` has 16 (2 x 8)",
+            "dp = 2 takes all 16",
+        ),
         (Layout(tp=8, dp=1), "layout-size", "takes 8 devices", "dp = 2 takes all 16"),
         (Layout(tp=3, dp=0), "layout-size", "takes 15 devices", "the nearest that works: tp = 4, dp = 4"),
-        (Layout(tp=16, dp=1), "layout-divide", "does not divide the 40 heads and the 8 key-value heads", "tp = 8, dp = 2"),
+        (
+            Layout(tp=16, dp=1),
+            "layout-divide",
+            "does not divide the 40 heads and the 8 key-value heads",
+            "tp = 8, dp = 2",
+        ),
         (Layout(ep=2, dp=16), "layout-divide", "ep divides experts, and `qwen2.5-32b` has none", ""),
-        (Layout(pp=16, dp=1, stages=(4,) * 15 + (3,)), "layout-divide", "`stages` hold 63 layers, `qwen2.5-32b` has 64", ""),
+        (
+            Layout(pp=16, dp=1, stages=(4,) * 15 + (3,)),
+            "layout-divide",
+            "`stages` hold 63 layers, `qwen2.5-32b` has 64",
+            "",
+        ),
         (Layout(vpp=2, dp=16), "layout-divide", "vpp = 2 interleaves the stages of a pipeline, and pp is 1", ""),
         (Layout(cp=16, dp=1, cp_kind="ulysses"), "layout-divide", "tp x cp = 16 does not divide the 40 heads", ""),
         (Layout(pp=16, vpp=8, dp=1), "layout-divide", "pp x vpp = 128 is more than the 64 layers", ""),
@@ -397,7 +451,8 @@ def test_an_infer_of_an_updated_worker_has_no_layout_of_its_own() -> None:
 def test_a_mini_batch_is_divided_evenly() -> None:
     start = page.start()
     nodes = tuple(
-        replace(n, attributes={**n.attributes, "mini_batch": page.number(7)}) if n.verb == "update" else n for n in start.graph.nodes
+        replace(n, attributes={**n.attributes, "mini_batch": page.number(7)}) if n.verb == "update" else n
+        for n in start.graph.nodes
     )
     (found,) = told(replace(start, graph=replace(start.graph, nodes=nodes)))
     assert found == (
@@ -417,7 +472,14 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     (found,) = memory_check.check(plan)
     assert (found.code, found.span) == ("out-of-memory", span)
     assert found.message == "update needs 140.5 GB a device, which has 64.0 GB"
-    assert [line.split()[0] for line in found.help.split("\n")[:6]] == ["load", "reshard", "generate", "swap", "infer", "update"]
+    assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
+        "load",
+        "reshard",
+        "generate",
+        "swap",
+        "infer",
+        "update",
+    ]
     assert "recompute = full" in found.help
     assert memory_check.check(PLAN) == []
 
@@ -425,7 +487,10 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
 def test_recomputation_is_planned_where_nothing_else_fits() -> None:
     plan = page.plan(on(devices(2, 8, 80e9)))
     update = plan.placement("actor.update")
-    assert update.engine.options["recompute"] == "full" and "recomputes activations, which would take 99.6 GB" in update.reason
+    assert (
+        update.engine.options["recompute"] == "full"
+        and "recomputes activations, which would take 99.6 GB" in update.reason
+    )
     assert memory_check.check(plan) == []
     # Where it fits, nothing is recomputed.
     assert "recompute" not in page.plan(on(devices(2, 8, 256e9))).placement("actor.update").engine.options

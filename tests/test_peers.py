@@ -1,8 +1,9 @@
-"""The functions and loss terms of the package against what trl and verl make of the same inputs: relative 1e-9, in float64.
+"""The functions and loss terms of the package against what trl and verl make of the same inputs: relative 1e-9, in
+float64.
 
-tests/peers/*.json holds inputs and results; `make peer-values` has the peers make them again. Gradients are compared besides: they show
-the factor of each token. A check gives our result in the peer's terms: where the peer's definition is another, it applies the difference,
-named in its docstring, and the rest must agree.
+tests/peers/*.json holds inputs and results; `make peer-values` has the peers make them again. Gradients are compared
+besides: they show the factor of each token. A check gives our result in the peer's terms: where the peer's definition
+is another, it applies the difference, named in its docstring, and the rest must agree.
 """
 
 import json
@@ -135,7 +136,8 @@ def alone(batch, ours, scale=1.0):
 
 
 def whitened_as_verl(ours, raw):
-    """verl's masked mean divides by n + 1e-8, in the mean and in the variance, where we divide by n: one linear map of all tokens."""
+    """verl's masked mean divides by n + 1e-8, in the mean and in the variance, where we divide by n: one linear map of
+    all tokens."""
     x = np.concatenate(raw)
     n, mean, variance = len(x), x.mean(), x.var(ddof=1)
     off = mean * 1e-8 / (n + 1e-8)
@@ -165,7 +167,14 @@ def optimal_baseline(batch):
 @check("compute_remax_outcome_advantage", "over_baseline")
 def over_baseline(batch, kl):
     """The scores in reverse stand for those of the greedy responses."""
-    rows = zip(tokens(batch), batch["score"], batch["score"][::-1], arrays(batch["old_logp"]), arrays(batch["ref_logp"]), strict=True)
+    rows = zip(
+        tokens(batch),
+        batch["score"],
+        batch["score"][::-1],
+        arrays(batch["old_logp"]),
+        arrays(batch["ref_logp"]),
+        strict=True,
+    )
     return {"advantage": [FUNCTIONS["over_baseline"](*row, kl=kl) for row in rows]}
 
 
@@ -259,13 +268,16 @@ def value_clip(batch, range):
 @check("compute_rollout_correction_weights", "truncated")
 def truncated(batch, most):
     """verl clamps log-ratios to +-20."""
-    return {"tokens": term("truncated", flat(batch["old_logp"]), bounded(batch, "old_logp", "gen_logp", -20, 20), most=most)}
+    return {
+        "tokens": term("truncated", flat(batch["old_logp"]), bounded(batch, "old_logp", "gen_logp", -20, 20), most=most)
+    }
 
 
 @check("agg_loss")
 def reduce(batch, mode, dp_size=1, batch_num_tokens=None, global_batch_size=None, loss_scale_factor=None):
-    """verl's mean over a row's n tokens divides by n + 1e-8, it multiplies by the number of ranks, whose gradients it then averages, and
-    with no number of rows given it leaves out empty ones (its trainer gives it, and counts them, as we do)."""
+    """verl's mean over a row's n tokens divides by n + 1e-8, it multiplies by the number of ranks, whose gradients it
+    then averages, and with no number of rows given it leaves out empty ones (its trainer gives it, and counts them, as
+    we do)."""
     lengths, per_token = batch["lengths"], flat(batch["advantage"])
     rows = global_batch_size or sum(n > 0 for n in lengths)
     if mode == "token-mean":
@@ -281,9 +293,13 @@ def reduce(batch, mode, dp_size=1, batch_num_tokens=None, global_batch_size=None
 def resample(batch, weights, k):
     """verl adds 1e-8 to each weight, so that no row has no chance."""
     drawn = Draws()
-    FUNCTIONS["resample"](np.array(batch["score"]), drawn, weights=FUNCTIONS["pow"](k=k) if weights == "pow" else weights)
+    FUNCTIONS["resample"](
+        np.array(batch["score"]), drawn, weights=FUNCTIONS["pow"](k=k) if weights == "pow" else weights
+    )
     score = np.array(batch["score"])
-    of_one = {"pow": np.abs(score).max() ** k, "max_min": 1.0, "max_random": 0.4}[weights]  # the largest weight, before it is a share
+    of_one = {"pow": np.abs(score).max() ** k, "max_min": 1.0, "max_random": 0.4}[
+        weights
+    ]  # the largest weight, before it is a share
     return {"weights": drawn.chances / drawn.chances.max() * of_one + 1e-8}
 
 
@@ -313,9 +329,13 @@ def f1(batch):
 
 @check("GRPOTrainer._compute_loss", "clip", "cispo", "kl", "entropy")
 def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
-    """trl does not clamp the KL estimator, takes one advantage a row for sequences, and bounds CISPO's ratio by `high` itself."""
+    """trl does not clamp the KL estimator, takes one advantage a row for sequences, and bounds CISPO's ratio by `high`
+    itself."""
     lengths = batch["lengths"]
-    logp, old, ref, advantage, spread = differentiable(batch, "logp"), *tensors(batch, "old_logp", "ref_logp", "advantage", "entropy")
+    logp, old, ref, advantage, spread = (
+        differentiable(batch, "logp"),
+        *tensors(batch, "old_logp", "ref_logp", "advantage", "entropy"),
+    )
     if level == "sequence":
         advantage = flat([[s] * n for s, n in zip(batch["score"], lengths, strict=True)])
     if loss_type == "cispo":
@@ -324,15 +344,24 @@ def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
         ours = term("clip", logp, advantage, old, torch.tensor(lengths), low=low, high=high, dual=delta, ratio=level)
     d = ref - logp
     clamped = (d.abs() > 20) | (d.exp() - d - 1 > 10)
-    ours = ours + beta * torch.where(clamped, d.exp() - d - 1, term("kl", logp, ref)) - entropy * term("entropy", spread)
-    how = {"bnpo": ("tokens",), "dapo": ("tokens",), "cispo": ("tokens",), "grpo": ("sequences",), "dr_grpo": ("constant", 16)}[loss_type]
+    ours = (
+        ours + beta * torch.where(clamped, d.exp() - d - 1, term("kl", logp, ref)) - entropy * term("entropy", spread)
+    )
+    how = {
+        "bnpo": ("tokens",),
+        "dapo": ("tokens",),
+        "cispo": ("tokens",),
+        "grpo": ("sequences",),
+        "dr_grpo": ("constant", 16),
+    }[loss_type]
     total = reduced(ours, lengths, *how)
     return {"loss": total, "gradient": gradient(logp, total)}
 
 
 @check("DPOTrainer._compute_loss", "dpo", "sft")
 def dpo(batch, loss_type, beta, smoothing):
-    """trl's smoothed loss of a single pair is the one that it calls `aot`. Its margins are times beta, and with IPO too of sums."""
+    """trl's smoothed loss of a single pair is the one that it calls `aot`. Its margins are times beta, and with IPO too
+    of sums."""
     chosen, rejected = differentiable(batch, "chosen"), differentiable(batch, "rejected")
     lengths = [torch.tensor(batch[f"{side}_lengths"]) for side in ("chosen", "rejected")]
     if loss_type == "sft":
@@ -354,7 +383,9 @@ def dpo(batch, loss_type, beta, smoothing):
 
 @check("GKDTrainer.generalized_jsd_loss", "distil")
 def distil(batch, form):
-    policy, teacher = (torch.tensor(told("trl")["distributions"][name], dtype=torch.float64) for name in ("policy", "teacher"))
+    policy, teacher = (
+        torch.tensor(told("trl")["distributions"][name], dtype=torch.float64) for name in ("policy", "teacher")
+    )
     return {"tokens": term("distil", teacher, policy, form=form)}
 
 
@@ -388,7 +419,11 @@ def test_nothing_is_left_out():
     compared = {value["function"] for peer in PEERS for value in told(peer)["values"]}
     assert compared == set(CHECKS)
     held = {name for ours, _ in CHECKS.values() for name in ours}
-    runs = {name for kind, name in algorithms.library() if kind != "optimizer" or algorithms.optimizer(Expr("call", name)).runs}
+    runs = {
+        name
+        for kind, name in algorithms.library()
+        if kind != "optimizer" or algorithms.optimizer(Expr("call", name)).runs
+    }
     assert not held & set(BY_HAND) and held | set(BY_HAND) == runs
 
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
-from msrl_graph.compiler.pipeline import read, translate
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import read
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import fragment, graph_html, placed_html, plan_html
 from msrl_graph.emit.layers import draw
@@ -33,7 +34,20 @@ Capture = pytest.CaptureFixture[str]
 PROGRAMS = Path(__file__).parent / "programs"
 ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 SOME = [*(PROGRAMS / f"{n}.rlg" for n in ("grpo_page", "apart_two", "stale")), ARITHMETIC]
-NASTY = ['a"b', "a\\", 'a\\"', "<b>&amp;", "{|}", "node", "\\n", "ü 名前", "a\nb", "]]>", "</svg><script>alert(1)</script>", "\x00\x07"]
+NASTY = [
+    'a"b',
+    "a\\",
+    'a\\"',
+    "<b>&amp;",
+    "{|}",
+    "node",
+    "\\n",
+    "ü 名前",
+    "a\nb",
+    "]]>",
+    "</svg><script>alert(1)</script>",
+    "\x00\x07",
+]
 # What Graphviz's grammar allows of what is written here: quoted strings, names, and the signs between them.
 TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|->|[A-Za-z_][A-Za-z_0-9]*|[0-9]+|[{}\[\]=,])', re.DOTALL)
 
@@ -115,7 +129,9 @@ def test_every_state_and_edge_is_drawn() -> None:
     plan = four()
     for picture in (graph_picture(plan.graph), plan_picture(plan)):
         assert [b.name for b in picture.boxes] == [n.name for n in plan.graph.nodes]
-        assert sorted((a.src, a.dst, a.kind) for a in picture.arrows) == sorted((e.src, e.dst, e.kind) for e in plan.graph.edges)
+        assert sorted((a.src, a.dst, a.kind) for a in picture.arrows) == sorted(
+            (e.src, e.dst, e.kind) for e in plan.graph.edges
+        )
     placed = placed_picture(plan)
     assert {b.kind for b in placed.boxes} >= {"dock", "send"}
     order = {b.name: i for i, b in enumerate(placed.boxes)}
@@ -128,10 +144,14 @@ def test_every_state_and_edge_is_drawn() -> None:
 def test_a_state_leads_from_who_sets_it_to_who_reads_it() -> None:
     text = (PROGRAMS / "curriculum.rlg").read_text(encoding="utf-8")
     deploy = 'deploy curriculum on one { model policy = "tiny"\n data source = "train.jsonl" }'
-    plan = translate(read("curriculum.rlg", f'{text}cluster one {{ device = "cpu", devices_per_node = 2 }}\n{deploy}')).plan
+    plan = translate(
+        read("curriculum.rlg", f'{text}cluster one {{ device = "cpu", devices_per_node = 2 }}\n{deploy}')
+    ).plan
     assert plan is not None
     for picture in every(plan):
-        assert [(a.src, a.dst, a.lines) for a in picture.arrows if a.kind == "kept"] == [("host.track", "source", ("success",))]
+        assert [(a.src, a.dst, a.lines) for a in picture.arrows if a.kind == "kept"] == [
+            ("host.track", "source", ("success",))
+        ]
         assert [b.name for b in picture.boxes if "sets success" in b.lines] == ["host.track"]
         assert '"host.track" -> "source" [label="success", style=dotted, constraint=false]' in dot_text(picture)
         assert 'class="kept"' in svg(picture)
@@ -171,7 +191,8 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 class Reader(HTMLParser):
-    """Reads a page: every element is closed where it belongs; keeps what is asked for from elsewhere, and the text that is seen."""
+    """Reads a page: every element is closed where it belongs; keeps what is asked for from elsewhere, and the text that
+    is seen."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -185,7 +206,9 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.foreign += [f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset", "action", "data") or k.startswith("on")]
+        self.foreign += [
+            f"{k}={v}" for k, v in attrs if k in ("src", "href", "srcset", "action", "data") or k.startswith("on")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -254,14 +277,20 @@ def test_names_are_text_in_a_page() -> None:
     seen = Reader(plan_html(named)).text
     assert all(" ".join(n.split()) in seen for n in nasties)
     titles = {t.text for t in ET.fromstring(svg(nasty())).iter("title")}
-    assert {"<b>&amp;", 'a\\"', "</svg><script>alert(1)</script>"} <= {title.split(" ")[0] if title else "" for title in titles}
+    assert {"<b>&amp;", 'a\\"', "</svg><script>alert(1)</script>"} <= {
+        title.split(" ")[0] if title else "" for title in titles
+    }
 
 
 def test_ten_thousand_devices_take_no_longer_page_than_sixteen() -> None:
     text = (PROGRAMS / "grpo_page.rlg").read_text(encoding="utf-8")
     assert "nodes            = 2" in text and "{ tp = 8, dp = 2 }" in text
-    many = text.replace("nodes            = 2", "nodes            = 1250").replace("{ tp = 8, dp = 2 }", "{ tp = 8, dp = 1250 }")
-    many = many.replace("{ tp = 4, dp = 4 }", "{ tp = 4, dp = 2500 }").replace("prompts      = 256", "prompts      = 10000")
+    many = text.replace("nodes            = 2", "nodes            = 1250").replace(
+        "{ tp = 8, dp = 2 }", "{ tp = 8, dp = 1250 }"
+    )
+    many = many.replace("{ tp = 4, dp = 4 }", "{ tp = 4, dp = 2500 }").replace(
+        "prompts      = 256", "prompts      = 10000"
+    )
     small, large = compile("small.rlg", text=text), compile("large.rlg", text=many)
     assert large.cluster.devices == 10_000
     pages = [plan_html(p, timeline(p)) for p in (small, large)]
@@ -302,18 +331,27 @@ def graphs(draws: st.DrawFn) -> tuple[dict[str, tuple[float, float]], list[tuple
     extent = st.tuples(st.floats(10, 300), st.floats(10, 80))
     boxes = {f"b{i}": draws(extent) for i in range(count)}
     label = st.one_of(st.just((0.0, 0.0)), extent)
-    ends = st.tuples(st.sampled_from(sorted(boxes)), st.sampled_from(sorted(boxes)), label).filter(lambda e: e[0] != e[1])
+    ends = st.tuples(st.sampled_from(sorted(boxes)), st.sampled_from(sorted(boxes)), label).filter(
+        lambda e: e[0] != e[1]
+    )
     return boxes, draws(st.lists(ends, max_size=14)) if count > 1 else []
 
 
 @given(graphs())
-def test_nothing_that_is_drawn_overlaps(given: tuple[dict[str, tuple[float, float]], list[tuple[str, str, tuple[float, float]]]]) -> None:
+def test_nothing_that_is_drawn_overlaps(
+    given: tuple[dict[str, tuple[float, float]], list[tuple[str, str, tuple[float, float]]]],
+) -> None:
     boxes, arrows = given
     found = draw(boxes, arrows)
     places = [(*found.places[n], *e) for n, e in boxes.items()]
     places += [(*r.label, *e) for r, (_, _, e) in zip(found.routes, arrows, strict=True) if r.label is not None]
     for i, (x, y, w, h) in enumerate(places):
-        assert x - w / 2 >= -0.01 and x + w / 2 <= found.width + 0.01 and y - h / 2 + 0.01 >= 0 and y + h / 2 <= found.height + 0.01
+        assert (
+            x - w / 2 >= -0.01
+            and x + w / 2 <= found.width + 0.01
+            and y - h / 2 + 0.01 >= 0
+            and y + h / 2 <= found.height + 0.01
+        )
         for u, v, a, b in places[:i]:
             assert abs(x - u) >= (w + a) / 2 - 0.01 or abs(y - v) >= (h + b) / 2 - 0.01
     assert sum(r.label is not None for r in found.routes) == sum(e[0] > 0 for *_, e in arrows)

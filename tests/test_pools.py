@@ -29,7 +29,9 @@ from msrl_graph.sharding.redistribute import fetches
 
 HERE = Path(__file__).parent
 PAGE = (HERE / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
-APART = {name: (HERE / "programs" / f"apart_{name}.rlg").read_text(encoding="utf-8") for name in ("two", "four", "halves")}
+APART = {
+    name: (HERE / "programs" / f"apart_{name}.rlg").read_text(encoding="utf-8") for name in ("two", "four", "halves")
+}
 # Without layouts, so that pools are divided by what is stated of them.
 BARE = "\n".join(line for line in PAGE.split("\n") if "layout actor" not in line).replace("qwen2.5-32b", "tiny")
 
@@ -53,14 +55,20 @@ CASES: list[tuple[list[str], dict[str, tuple[str, ...]]]] = [
     (["place actor, reference on nodes 0..1 devices 0..7"], {"devices": (*GENERATE, *BOTH)}),
     # Some devices of several nodes, and what is left, in a row or not.
     (["place actor.generate on nodes 0..1 devices 0..3"], {HALVES[0]: GENERATE, HALVES[1]: BOTH}),
-    (["place actor.update, reference on nodes 0..1 devices 4..7", "apart actor.generate"], {HALVES[0]: GENERATE, HALVES[1]: BOTH}),
+    (
+        ["place actor.update, reference on nodes 0..1 devices 4..7", "apart actor.generate"],
+        {HALVES[0]: GENERATE, HALVES[1]: BOTH},
+    ),
     (["place reference on nodes 0..1 devices 0", APARTED, "place actor.update on nodes 1 devices 1..7"], ODD),
     # Unnamed states go with the update.
     ([APARTED], {"devices 0..7": GENERATE, "devices 8..15": BOTH}),
     (["apart actor.update, actor.generate"], {"devices 0..7": BOTH, "devices 8..15": GENERATE}),
     (["apart actor, reference"], {"devices 0..7": (*GENERATE, *UPDATE), "devices 8..15": REFERENCE}),
     (["apart actor.generate"], {"devices 0..7": GENERATE, "devices 8..15": BOTH}),
-    ([APARTED, "place reference, actor.generate together"], {"devices 0..7": (*GENERATE, *REFERENCE), "devices 8..15": UPDATE}),
+    (
+        [APARTED, "place reference, actor.generate together"],
+        {"devices 0..7": (*GENERATE, *REFERENCE), "devices 8..15": UPDATE},
+    ),
     # A layout says how many.
     ([APARTED, "layout actor.generate { tp = 2, dp = 2 }"], {"devices 0..3": GENERATE, "devices 4..15": BOTH}),
     ([APARTED, "layout actor.update { dp = 2 }"], {"devices 0..13": GENERATE, "devices 14..15": BOTH}),
@@ -87,7 +95,10 @@ def test_who_shares_which_devices(statements: list[str], pools: dict[str, tuple[
 
 def test_what_is_unnamed_says_where_it_went() -> None:
     found = plan("apart actor.generate, actor.update")
-    assert found.placement("reference.infer").reason == "as actor.update, which has the same model; unnamed, so beside actor.update"
+    assert (
+        found.placement("reference.infer").reason
+        == "as actor.update, which has the same model; unnamed, so beside actor.update"
+    )
     assert "unnamed" not in found.placement("actor.infer").reason
     assert [p.reason for p in found.pools] == ["an even share", "an even share"]
     assert found.placement("actor.update").layout.devices == 8
@@ -126,7 +137,9 @@ def test_whatever_is_stated_every_state_is_in_one_pool_and_no_device_in_two(stat
     assert len(taken) == len(set(taken)) and set(taken) <= set(range(16))
     assert found.placement("actor.infer").pool == found.placement("actor.update").pool
     for names in (s.removeprefix("apart ").split(", ") for s in stated if s.startswith("apart")):
-        of_names = [{found.placement(n).pool for n in states if n == name or n.startswith(f"{name}.")} for name in names]
+        of_names = [
+            {found.placement(n).pool for n in states if n == name or n.startswith(f"{name}.")} for name in names
+        ]
         assert all(a.isdisjoint(b) for i, a in enumerate(of_names) for b in of_names[:i])
 
 
@@ -148,7 +161,12 @@ def test_pools_meet_to_reshard_and_nothing_is_swapped() -> None:
     streams = {(s.task, s.pool): [(i.op, i.node) for i in s.instructions] for s in of("four").schedule}
     meet = ("RESHARD", "actor.update")
     assert streams["train", "devices 2..3"] == [meet, ("RUN", "actor.generate"), ("RELEASE", "actor.generate")]
-    assert streams["train", "devices 0..1"] == [meet, ("RUN", "reference.infer"), ("RUN", "actor.infer"), ("RUN", "actor.update")]
+    assert streams["train", "devices 0..1"] == [
+        meet,
+        ("RUN", "reference.infer"),
+        ("RUN", "actor.infer"),
+        ("RUN", "actor.update"),
+    ]
     assert streams["test", "devices 0..1"] == [meet]
     assert streams["test", "devices 2..3"] == streams["train", "devices 2..3"]
 
@@ -166,7 +184,10 @@ def test_a_send_leaves_the_update_weights_and_fills_the_other_pool() -> None:
     assert set(phases) == {("devices 0..1", p) for p in ("load", "reshard", "infer", "update")} | {
         ("devices 2..3", p) for p in ("load", "reshard", "generate")
     }
-    assert phases["devices 2..3", "reshard"] == {"generation weights": r.generate_bytes_per_device, "bucket": r.bucket_bytes}
+    assert phases["devices 2..3", "reshard"] == {
+        "generation weights": r.generate_bytes_per_device,
+        "bucket": r.bucket_bytes,
+    }
     assert set(phases["devices 2..3", "generate"]) == {"generation weights", "KV cache", "logits", "rows"}
     assert phases["devices 0..1", "reshard"]["actor weights"] == r.update_bytes_per_device
     assert "generation weights" not in phases["devices 0..1", "reshard"]
@@ -183,14 +204,18 @@ def test_pools_that_do_not_wait_for_each_other_work_side_by_side() -> None:
     expected = seconds["reshard"] + seconds["actor.generate"] + max(infers) + update
     moved = seconds["dispatch, all sample edges"]
     assert expected < found.estimate.iteration_seconds.value < expected + moved < expected + min(infers) / 10
-    assert {p.pool for p in found.estimate.phases if p.name in ("reshard", "actor.generate")} == {found.placement("actor.generate").pool}
+    assert {p.pool for p in found.estimate.phases if p.name in ("reshard", "actor.generate")} == {
+        found.placement("actor.generate").pool
+    }
 
 
 def test_memory_of_each_pool_is_judged() -> None:
     found = of("four")
     small = tuple(replace(m, capacity=Figure(1e9, "stated")) for m in found.memory if m.place == "device")
     told = memory_check.check(replace(found, memory=small))
-    lines = [APART["four"][: APART["four"].index(f"layout {n} ")].count("\n") + 1 for n in ("actor.update", "actor.generate")]
+    lines = [
+        APART["four"][: APART["four"].index(f"layout {n} ")].count("\n") + 1 for n in ("actor.update", "actor.generate")
+    ]
     assert [(d.message.split(" GB ", 1)[1], d.span.line) for d in told] == [
         ("a device (devices 0..1), which has 1.0 GB", lines[0]),
         ("a device (devices 2..3), which has 1.0 GB", lines[1]),
@@ -210,7 +235,9 @@ def test_the_ranks_of_a_host_of_cpus_share_its_memory_whatever_their_pool() -> N
 @st.composite
 def ends(draw: st.DrawFn) -> tuple[Layout, Layout, int, int]:
     """Layouts of an update and a generation, the hosts' devices, and a bucket's bytes."""
-    source = Layout(tp=draw(st.sampled_from([1, 2])), dp=draw(st.integers(1, 5)), zero=draw(st.sampled_from([0, 1, 2, 3])))
+    source = Layout(
+        tp=draw(st.sampled_from([1, 2])), dp=draw(st.integers(1, 5)), zero=draw(st.sampled_from([0, 1, 2, 3]))
+    )
     target = Layout(tp=draw(st.sampled_from([1, 2])), dp=draw(st.integers(1, 5)))
     return source, target, draw(st.integers(1, 4)), draw(st.sampled_from([0, 10_000, 1 << 30]))
 
@@ -226,10 +253,15 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
         pools=(Pool(GENERATE), Pool(BOTH)),
         reshard=replace(page.DEPLOY.reshard, bucket=bucket),
     )
-    found = page.plan(replace(start, cluster=replace(start.cluster, nodes=devices // per_host, devices_per_node=per_host)))
+    found = page.plan(
+        replace(start, cluster=replace(start.cluster, nodes=devices // per_host, devices_per_node=per_host))
+    )
     (r,) = found.reshards
     ends = [found.placement(n) for n in (r.src, r.dst)]
-    sides = tuple(Side(e.layout, n == 0 and e.layout.zero >= 2 and e.layout.dp > 1, 1, e.first, e.each) for n, e in enumerate(ends))
+    sides = tuple(
+        Side(e.layout, n == 0 and e.layout.zero >= 2 and e.layout.dp > 1, 1, e.first, e.each)
+        for n, e in enumerate(ends)
+    )
     tensors, item = {t.name: t for t in found.model("actor.update").tensors}, BYTES["f32"]
     received, largest = Counter[int](), 0
     for names in r.buckets:
@@ -262,7 +294,7 @@ def test_what_a_page_shows_of_pools_on_the_same_hosts() -> None:
 def test_a_plan_that_passes_have_not_finished_can_be_shown() -> None:
     found = page.start(pools=(Pool(GENERATE), Pool(BOTH)))
     for step in page.PASSES:
-        found = step(found)
+        found = step.apply(found)
         assert plan_text(found)
 
 
@@ -270,7 +302,10 @@ def test_every_edge_of_the_placed_graph_goes_through_a_send() -> None:
     vertices, arcs = placed(of("four"))
     (send,) = [v for v in vertices if v.kind == "send"]
     assert send.where == "devices 0..1 to devices 2..3"
-    assert {(a.src, a.dst) for a in arcs if a.kind == "reshard"} == {("actor.update", send.name), (send.name, "actor.generate")}
+    assert {(a.src, a.dst) for a in arcs if a.kind == "reshard"} == {
+        ("actor.update", send.name),
+        (send.name, "actor.generate"),
+    }
 
 
 def test_many_devices_cost_little() -> None:

@@ -1,4 +1,5 @@
-"""A temporary folder's keeper: whoever is killed, it removes the folder and ends the run's processes; others it leaves alone."""
+"""A temporary folder's keeper: whoever is killed, it removes the folder and ends the run's processes; others it leaves
+alone."""
 
 import os
 import shutil
@@ -16,7 +17,8 @@ from msrl_graph.runtime.process import processes
 from msrl_graph.runtime.process.processes import MARK, Temporary, alive
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
-# Makes a folder and two processes of a run, one in a session of its own and one with the mark, says who they are, and waits.
+# Makes a folder and two processes of a run, one in a session of its own and one with the mark, says who they are, and
+# waits.
 OWNER = """
 import os, subprocess, sys, time
 from msrl_graph.runtime.process.processes import MARK, Temporary
@@ -92,7 +94,11 @@ time.sleep(300)
 """
     kept = Temporary()
     process = subprocess.Popen(
-        [sys.executable, "-c", made], env={**os.environ, MARK: str(kept.folder)}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", made],
+        env={**os.environ, MARK: str(kept.folder)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     with process:
         files = [Path("/dev/shm") / name for name in process.stdout.readline().split()]

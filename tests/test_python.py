@@ -17,7 +17,20 @@ import pytest
 from language import TESTS
 
 import msrl_graph
-from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, ProgramWarning, algorithms, check, compile, diagnostics, parse, to_rlg
+from msrl_graph import (
+    Algorithm,
+    Cluster,
+    Deploy,
+    Fault,
+    Imported,
+    ProgramWarning,
+    algorithms,
+    check,
+    compile,
+    diagnostics,
+    parse,
+    to_rlg,
+)
 from msrl_graph.diagnostics import NOWHERE, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.ast import moved, same
@@ -99,7 +112,9 @@ def test_the_page_in_python_as_text_is_the_page() -> None:
 def run_block(code: str, file: str = "program.py") -> dict[str, Any]:
     """Runs a program as a cell of a notebook is run: its text is known to linecache alone."""
     linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
-    names: dict[str, Any] = {name: getattr(msrl_graph, name) for name in msrl_graph.__all__ if name not in ("run", "simulate")}
+    names: dict[str, Any] = {
+        name: getattr(msrl_graph, name) for name in msrl_graph.__all__ if name not in ("run", "simulate")
+    }
     exec(__builtins__["compile"](code, file, "exec"), names)  # type: ignore[index]
     return names
 
@@ -122,7 +137,9 @@ def test_mistakes_are_told_where_they_were_made(path: Path, update: bool) -> Non
 
 def test_a_file_shows_its_mistakes_in_the_traceback(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text('from msrl_graph import Algorithm, check\na = Algorithm("a", extends="grpo")\na.drop("actr")\ncheck(a)\n')
+    program.write_text(
+        'from msrl_graph import Algorithm, check\na = Algorithm("a", extends="grpo")\na.drop("actr")\ncheck(a)\n'
+    )
     done = subprocess.run([sys.executable, program.name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     traceback, _, told = done.stderr.partition("msrl_graph.diagnostics.Fault: ")
@@ -151,9 +168,13 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
     rows = [line.split(" | ") for line in DOC.read_text(encoding="utf-8").splitlines() if line.startswith("| `")][1:]
     checked = 0
     for left, right in rows:
-        head = "deploy grpo on pod" if "`d" in right else "deploy more extends grpo" if "`e" in right else "algorithm mine"
+        head = (
+            "deploy grpo on pod" if "`d" in right else "deploy more extends grpo" if "`e" in right else "algorithm mine"
+        )
         said = [m for m in re.findall("`(.*?)`", left) if " " in m and "…" not in m]
-        statements = [moved(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said]  # type: ignore[union-attr]
+        statements = [
+            moved(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said
+        ]  # type: ignore[union-attr]
         for call in re.findall(r"`([ade]\..*?)`", right):
             if "…" not in call:
                 a, d = Algorithm("mine"), Deploy("grpo", on=Imported("pod", "p.rlg"))
@@ -167,7 +188,10 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
 
 def test_the_mistake_of_the_page_on_python_is_told_so() -> None:
     text = DOC.read_text(encoding="utf-8")
-    code, shown = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1], re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0]
+    code, shown = (
+        re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1],
+        re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0],
+    )
     assert told(code, "mine.py") == shown
 
 
@@ -287,7 +311,10 @@ deploy mine on pod as try {
 
 def test_an_imported_program_is_read_beside_the_python_file(tmp_path: Path) -> None:
     (tmp_path / "base.rlg").write_text(PAGE.read_text(encoding="utf-8").replace("algorithm grpo", "algorithm base"))
-    code = 'd = Deploy(Imported("base", "base.rlg"), on=Imported("pod", "base.rlg"))\nd.model("policy", "qwen2.5-7b")\nplan = compile(d)\n'
+    code = (
+        'd = Deploy(Imported("base", "base.rlg"), on=Imported("pod", "base.rlg"))\nd.model("policy", '
+        '"qwen2.5-7b")\nplan = compile(d)\n'
+    )
     program = tmp_path / "program.py"
     program.write_text(code)
     plan = run_block(code, str(program))["plan"]
@@ -317,7 +344,10 @@ def test_each_name_is_underlined() -> None:
     lines = Path(__file__).read_text(encoding="utf-8").split("\n")
     found = 0
     for part in parts(page().tree()):
-        if isinstance(part, ast.Name | ast.Ref) and part.text not in ("grpo", "pod"):  # these are what stands in a variable
+        if isinstance(part, ast.Name | ast.Ref) and part.text not in (
+            "grpo",
+            "pod",
+        ):  # these are what stands in a variable
             at = part.span
             under = lines[at.line - 1][at.column - 1 : at.end_column - 1]
             # What was given back by `node` stands as a variable, too.
@@ -335,7 +365,9 @@ def parts(part: Any) -> list[Any]:
 def test_without_positions_the_line_is_underlined(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text('from msrl_graph import Algorithm\nfor name in ("a b",):\n    Algorithm(name)  # here\n')
-    done = subprocess.run([sys.executable, "-X", "no_debug_ranges", program.name], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "no_debug_ranges", program.name], cwd=tmp_path, capture_output=True, text=True
+    )
     shown = f" --> {program}:3:5\n  |\n3 |     Algorithm(name)  # here\n  |     ^^^^^^^^^^^^^^^^^^^^^^^\n"
     assert shown in done.stderr
 

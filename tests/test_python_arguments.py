@@ -1,4 +1,5 @@
-"""The Python API refuses, in words and at the line, whatever has no place in a program; what it takes, the language takes."""
+"""The Python API refuses, in words and at the line, whatever has no place in a program; what it takes, the language
+takes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ METHODS = [
     Cluster,
     Deploy,
     Imported,
-    *(m for owner in (Algorithm, Deploy) for n, m in vars(owner).items() if not n.startswith("_") and inspect.isfunction(m)),
+    *(
+        m
+        for owner in (Algorithm, Deploy)
+        for n, m in vars(owner).items()
+        if not n.startswith("_") and inspect.isfunction(m)
+    ),
 ]
 ITSELF: list[Any] = []
 ITSELF.append(ITSELF)
@@ -39,18 +45,63 @@ class Hollow:
 
 ODD = st.sampled_from(
     [
-        *(object(), object, len, lambda: 0, math.inf, -math.inf, math.nan, 10**18, -(10**4200), 1j, b"f32", range(3), {"a": 1}, {"a"}),
-        *(np.array([1, 2]), np.array(3), np.float32(0.5), np.int64(2), np.bool_(True), iter("ab"), ITSELF, Hollow(), Path("a b")),
-        *("\ud800", "a\0b", "a\nb", "", " ", ",", "a,,b", "source", "node", "actor.update", "f32", "1 +", '"a', "a -> b", "x.py:f"),
+        *(
+            object(),
+            object,
+            len,
+            lambda: 0,
+            math.inf,
+            -math.inf,
+            math.nan,
+            10**18,
+            -(10**4200),
+            1j,
+            b"f32",
+            range(3),
+            {"a": 1},
+            {"a"},
+        ),
+        *(
+            np.array([1, 2]),
+            np.array(3),
+            np.float32(0.5),
+            np.int64(2),
+            np.bool_(True),
+            iter("ab"),
+            ITSELF,
+            Hollow(),
+            Path("a b"),
+        ),
+        *(
+            "\ud800",
+            "a\0b",
+            "a\nb",
+            "",
+            " ",
+            ",",
+            "a,,b",
+            "source",
+            "node",
+            "actor.update",
+            "f32",
+            "1 +",
+            '"a',
+            "a -> b",
+            "x.py:f",
+        ),
         *(Algorithm, MINE, POD, Imported("grpo"), Deploy(MINE, on=POD)),
     ]
 )
 RIGHT = st.sampled_from(["actor", "actor.update", "prompt, response", "f32", "source"])
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | ODD | RIGHT
 ANY = st.recursive(
-    PLAIN, lambda part: st.lists(part, max_size=3) | st.tuples(part, part) | st.dictionaries(st.text(), part, max_size=2), max_leaves=5
+    PLAIN,
+    lambda part: st.lists(part, max_size=3) | st.tuples(part, part) | st.dictionaries(st.text(), part, max_size=2),
+    max_leaves=5,
 )
-KEYS = st.sampled_from(["device", "stages", "loss", "call", "self", "node", "é", "a b", "", "prompt"]) | st.text(max_size=4)
+KEYS = st.sampled_from(["device", "stages", "loss", "call", "self", "node", "é", "a b", "", "prompt"]) | st.text(
+    max_size=4
+)
 
 
 def arguments(method: Callable[..., Any], data: st.DataObject) -> tuple[list[Any], dict[str, Any]]:
@@ -62,7 +113,11 @@ def arguments(method: Callable[..., Any], data: st.DataObject) -> tuple[list[Any
             by_place += data.draw(st.lists(ANY, max_size=3))
         elif p.kind is p.VAR_KEYWORD:
             taken = {q.name for q in parameters if q.kind not in (q.POSITIONAL_ONLY, q.VAR_KEYWORD)}
-            taken |= {"self"} if next(iter(inspect.signature(method).parameters.values())).kind is not p.POSITIONAL_ONLY else set()
+            taken |= (
+                {"self"}
+                if next(iter(inspect.signature(method).parameters.values())).kind is not p.POSITIONAL_ONLY
+                else set()
+            )
             by_name |= data.draw(st.dictionaries(KEYS.filter(lambda k, taken=taken: k not in taken), ANY, max_size=3))
         elif p.default is p.empty or data.draw(st.booleans()):
             # Mostly something right, so that what is wrong stands anywhere.
@@ -85,7 +140,9 @@ def test_any_argument_is_taken_or_refused_at_its_line(method: Callable[..., Any]
         made = method(*on, *by_place, **by_name)
     except Fault as fault:
         (told,) = fault.diagnostics
-        assert told.span.file == __file__ and "method(*on" in Path(__file__).read_text().splitlines()[told.span.line - 1]
+        assert (
+            told.span.file == __file__ and "method(*on" in Path(__file__).read_text().splitlines()[told.span.line - 1]
+        )
         return
     program = made if isinstance(method, type) else on[0]
     assert same(program.tree(), parse(to_rlg(program), "p.rlg"))
@@ -108,7 +165,11 @@ def test_a_text_of_commas_names_nothing() -> None:
 
 
 @settings(max_examples=40)
-@given(name=st.sampled_from(["deploy", "model", "sets", "budget"]), value=ANY, key=RIGHT | ANY.filter(lambda k: isinstance(k, int | str)))
+@given(
+    name=st.sampled_from(["deploy", "model", "sets", "budget"]),
+    value=ANY,
+    key=RIGHT | ANY.filter(lambda k: isinstance(k, int | str)),
+)
 def test_any_option_is_taken_or_refused(name: str, value: Any, key: Any) -> None:
     for given_value in (value, {key: value}, {"group": value}):
         with suppress(Fault):

@@ -1,4 +1,5 @@
-"""What needs several real ranks: resharding between any two layouts, and engines that compute the same on every layout."""
+"""What needs several real ranks: resharding between any two layouts, and engines that compute the same on every
+layout."""
 
 import itertools
 import json
@@ -9,23 +10,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import ranks
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import fsdp, hf
 from msrl_graph.backends.spec import Asked, Sampling, Shard
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.plan import Reshard, Step, Way
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.weights.reshard import Resharder, Swap
 from msrl_graph.sharding.layout import Layout, Side, elements, overlap, shard
 from msrl_graph.sharding.redistribute import gather_block
@@ -37,18 +37,18 @@ def model(folder="./model"):
     return models.load(folder, FOLDER, None, NOWHERE)
 
 
-def mesh(layout):
-    return DeviceMesh("cpu", [[layout.rank(t, d) for t in range(layout.tp)] for d in range(layout.dp)], mesh_dim_names=("dp", "tp"))
-
-
 def edge(group, how, mode, order, buckets):
     step = Step("", 0, Figure(0, "assumed"))
-    return Reshard("a", "b", mode, order, "", (Way("weights", how, group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0)
+    return Reshard(
+        "a", "b", mode, order, "", (Way("weights", how, group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0
+    )
 
 
 def reshard_cases(rank, folder, cases):
     m = model()
-    whole = {t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)}
+    whole = {
+        t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)
+    }
     names = [t.name for t in m.tensors]
 
     def part(box, name):
@@ -77,7 +77,9 @@ def reshard_cases(rank, folder, cases):
                 assert mover.moved == 4 * (sum(elements(p.box) for p in wanted) - own)
             left = sum(p.tensor.untyped_storage().nbytes() for p in given)
             assert left == (0 if mode == "swap" else sum(4 * elements(p.box) for p in given))
-            assert sum(h.nbytes for h in swap.host) == (sum(4 * elements(p.box) for p in given) if mode == "swap" else 0)
+            assert sum(h.nbytes for h in swap.host) == (
+                sum(4 * elements(p.box) for p in given) if mode == "swap" else 0
+            )
             if turn:
                 swap.start_in()
             swap.wait()
@@ -112,22 +114,28 @@ def batch():
     return prompts, responses, torch.from_numpy(draw.normal(size=len(responses.values))).float()
 
 
+def weighted(own, whole):
+    return lambda made: (made.logp * own).sum() / whole
+
+
 def train(rank, folder, weights, out, cases):
-    """For each layout two optimizer steps on a fixed batch, its rows shared over dp unevenly: the second has all rows on dp rank 0."""
+    """For each layout two optimizer steps on a fixed batch, its rows shared over dp unevenly: the second has all rows
+    on dp rank 0."""
     for number, layout in enumerate(cases):
         m = model(weights)
-        engine = fsdp.Engine(m, layout, rank, mesh(layout), layout.zero == 2, adamw(lr=0.0, weight_decay=0.01))
+        recompute = "full" if layout.zero == 2 else "none"
+        engine = engines.trainer(m, layout, rank, engines.mesh(layout), adamw(lr=0.0, weight_decay=0.01), recompute)
         prompts, responses, weight = batch()
         dp = layout.coordinates(rank).dp
         rows = np.arange(12)
         norms = []
         for mine in (np.array_split(rows, layout.dp)[dp], rows if dp == 0 else rows[:0]):
-            logp = engine.forward(pack([prompts], [responses], mine), Asked(0.7)).logp
-            index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine] or [np.zeros(0, int)])
-            engine.backward((logp * weight[index]).sum() / len(weight))
+            spans = [np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine]
+            own = weight[np.concatenate(spans or [np.zeros(0, int)])]
+            packed = pack([prompts], [responses], mine)
+            engines.train(engine, packed, weighted(own, len(weight)), Asked(0.7))
             norms.append(engine.step(1e-3, 0.5))
-        with torch.no_grad():
-            logp = engine.forward(pack([prompts], [responses], rows), Asked(1.0)).logp
+        logp = engine.score([pack([prompts], [responses], rows)], Asked(1.0))[0].logp
         if rank == 0:
             torch.save((norms, logp), Path(out) / f"{dist.get_world_size()}-{number}")
 
@@ -194,7 +202,7 @@ def generate(rank, folder, weights, out, cases):
     prompts, _, _ = batch()
     sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seed=5, iteration=2)
     for i, (layout, wave) in enumerate(cases):
-        engine = hf.Engine(m, layout, rank, mesh(layout), wave)
+        engine = engines.generator(m, layout, rank, engines.mesh(layout), wave)
         weights = load_file(Path(m.path) / "model.safetensors")
         for piece in engine.allocate():
             piece.tensor.copy_(weights[piece.name][tuple(slice(a, b) for a, b in piece.box)])
@@ -211,8 +219,16 @@ def biased(folder):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 16, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True, eos_token_id=1)
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    config = LlamaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True, mlp_bias=True, eos_token_id=1
+    )
     net = LlamaForCausalLM(config)
     for name, value in net.named_parameters():
         if name.endswith("bias"):
@@ -225,7 +241,11 @@ def biased(folder):
 @pytest.mark.parametrize("kind", ["example", "biased"])
 def test_no_layout_changes_what_is_drawn(kind, tmp_path):
     weights = biased(tmp_path / "biased") if kind == "biased" else str(FOLDER / "model")
-    cases = {1: [(Layout(), 0), (Layout(), 5)], 2: [(Layout(tp=2), 0), (Layout(dp=2), 3)], 4: [(Layout(tp=2, dp=2, inner=2), 0)]}
+    cases = {
+        1: [(Layout(), 0), (Layout(), 5)],
+        2: [(Layout(tp=2), 0), (Layout(dp=2), 3)],
+        4: [(Layout(tp=2, dp=2, inner=2), 0)],
+    }
     draws = []
     for world, some in cases.items():
         ranks.run(world, generate, weights, str(tmp_path), some)
@@ -244,11 +264,12 @@ def test_no_layout_changes_what_is_drawn(kind, tmp_path):
 
 
 def swap_engine(rank, folder):
-    """Out and in on a real engine whose shards are uneven (16 and 128 rows over 3 ranks), then a step: as without the swap."""
+    """Out and in on a real engine whose shards are uneven (16 and 128 rows over 3 ranks), then a step: as without the
+    swap."""
     found = []
     for swapped in (False, True):
         layout = Layout(dp=3, zero=3)
-        engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, adamw(lr=0.0))
+        engine = engines.trainer(model(), layout, rank, engines.mesh(layout), adamw(lr=0.0))
         swap = Swap(engine.shards())
         prompts, responses, weight = batch()
         for _ in range(2):
@@ -260,9 +281,9 @@ def swap_engine(rank, folder):
                 swap.wait()
                 assert [s.tensor.untyped_storage().nbytes() for s in engine.shards()] == sizes
             mine = np.arange(12)[rank::3]
-            logp = engine.forward(pack([prompts], [responses], mine), Asked(1.0)).logp
             index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine])
-            engine.backward((logp * weight[index]).sum() / len(weight))
+            own, packed = weight[index], pack([prompts], [responses], mine)
+            engines.train(engine, packed, weighted(own, len(weight)), Asked(1.0))
             engine.step(1e-3, 1.0)
         found.append([s.tensor.clone() for s in engine.shards()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -275,8 +296,13 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
 
 def test_threads_of_a_rank_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; the plan is none, so no rank is made.
-    make = "from msrl_graph.runtime.rank.host import RankHost\nRankHost.__ray_metadata__.modified_class('', 0, 1, '', '')"
+    rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs')"
+    make = f"from msrl_graph.runtime.rank.host import RankHost\n{rank}"
     variables = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "verbose"}
     for stated, turns in (({}, "0"), ({"OMP_WAIT_POLICY": "active"}, "30000000000")):
-        done = subprocess.run([sys.executable, "-c", make], env=variables | stated, cwd=tmp_path, capture_output=True, text=True)
-        assert f"GOMP_SPINCOUNT = '{turns}'" in done.stderr, done.stderr
+        done = subprocess.run(
+            [sys.executable, "-c", make], env=variables | stated, cwd=tmp_path, capture_output=True, text=True
+        )
+        told = (tmp_path / "logs" / "rank-0.log").read_text()
+        assert f"GOMP_SPINCOUNT = '{turns}'" in told, done.stderr + told
+        (tmp_path / "logs" / "rank-0.log").unlink()

@@ -1,4 +1,5 @@
-"""Learning rates: schedules are those of transformers, whose first step has the rate 0 and ours its second; a file's function, a state."""
+"""Learning rates: schedules are those of transformers, whose first step has the rate 0 and ours its second; a file's
+function, a state."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from stage import one_rank
 from transformers import get_scheduler
 
 from msrl_graph import algorithms
-from msrl_graph.ir import stepping
+from msrl_graph.ir.attributes import Update
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.rank import learning_rate as rates
 
@@ -21,7 +22,10 @@ CASES = (
 STATE = (
     ("  worker actor     : policy\n", "  state speed : f32 = 0.5\n  worker actor     : policy\n"),
     ("ref_logp, advantage) {", "ref_logp, advantage, speed) {"),
-    ("{ call = group_norm(), per = prompt }", "{ call = group_norm(), per = prompt }\n  node host.next(reward, speed) -> speed { NEXT }"),
+    (
+        "{ call = group_norm(), per = prompt }",
+        "{ call = group_norm(), per = prompt }\n  node host.next(reward, speed) -> speed { NEXT }",
+    ),
     ("NEXT", "call = moving_mean(0.9), per = batch"),
     ("  host.reward -> host.advantage", "  host.reward -> host.advantage, host.next"),
 )
@@ -58,14 +62,18 @@ def test_a_schedule_ends_with_the_run_where_nothing_else_is_stated():
     assert found(plan_of("linear(2e-3, warmup = 2, min = 1e-4, steps = 10)"), 32)[9:] == pytest.approx([1e-4] * 23)
 
 
-@pytest.mark.parametrize(("stated", "steps"), [("", 30), ("epochs = 3", 90), ("after = 3\n    every = 4", 6), ("after = 99", 0)])
+@pytest.mark.parametrize(
+    ("stated", "steps"), [("", 30), ("epochs = 3", 90), ("after = 3\n    every = 4", 6), ("after = 99", 0)]
+)
 def test_the_steps_of_a_run(stated, steps):
     plan = one_rank(("mini_batch = 4", f"mini_batch = 4\n    {stated}"))
-    assert stepping.steps(8, plan.graph.node("actor.update"), 15) == steps
+    assert Update.of(plan.graph.node("actor.update")).steps_in_run(8, 15) == steps
 
 
 def test_a_function_of_the_step_and_of_states(tmp_path):
-    (tmp_path / "mine.py").write_text("def fall(step, last, speed, *, peak):\n    return speed * peak * (1 - step / last)\n")
+    (tmp_path / "mine.py").write_text(
+        "def fall(step, last, speed, *, peak):\n    return speed * peak * (1 - step / last)\n"
+    )
     plan = plan_of(f'"{tmp_path}/mine.py:fall"(peak = 2e-3)', *STATE)
     assert found(plan, 3, {"speed": 0.25}) == pytest.approx([5e-4 * (1 - s / 30) for s in (1, 2, 3)])
 
@@ -77,7 +85,9 @@ def test_a_state_is_a_rate():
 @pytest.mark.parametrize("body", ["None", "-1e-6", "float('nan')", "'fast'", "1 / 0"])
 def test_what_is_no_rate_is_told(body, tmp_path):
     (tmp_path / "mine.py").write_text(f"def fall(step):\n    return {body}\n")
-    with pytest.raises(RunError, match=r"`actor.update` \(line 30 of grpo.rlg\) failed on the learning rate of step 1: ") as told:
+    with pytest.raises(
+        RunError, match=r"`actor.update` \(line 30 of grpo.rlg\) failed on the learning rate of step 1: "
+    ) as told:
         found(plan_of(f'"{tmp_path}/mine.py:fall"'), 1)
     assert ("mine.py:2" if "/" in body else "where a number of 0 or more belongs") in str(told.value)
 

@@ -1,4 +1,5 @@
-"""What a run tells of its resharding edges: each beside its own prediction, whoever else moves weights in the same iteration."""
+"""What a run tells of its resharding edges: each beside its own prediction, whoever else moves weights in the same
+iteration."""
 
 from pathlib import Path
 
@@ -6,13 +7,16 @@ import pytest
 from stage import Stage, one_rank
 
 from msrl_graph import compile
-from msrl_graph.cost import time as costs
+from msrl_graph.cost import between as costs
 from msrl_graph.runtime.metrics.record import Recorder
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
-AGAIN = ("node second: actor.generate(prompt, response) -> again { temperature = 0 }", "source -> actor.generate -> second")
+AGAIN = (
+    "node second: actor.generate(prompt, response) -> again { temperature = 0 }",
+    "source -> actor.generate -> second",
+)
 TWICE = (
     ("  columns {", "  columns {\n    again : i32[<= 5]"),
     ("  source -> actor.generate", f"  {AGAIN[0]}\n  {AGAIN[1]}"),
@@ -50,8 +54,9 @@ def test_steps_of_two_edges_add_up():
     changes = [(old, new) for old, new in TWICE if not old.startswith("layout")]
     stage = Stage(one_rank(*changes))
     stage.told = Report("rank 0")
-    for instruction in [i for s in stage.plan.schedule for i in s.instructions if i.op == "RESHARD" and s.task == "train"]:
-        stage._reshard(instruction, Task("train", 0, 4), stage.told)
+    doing = stage.doing(stage, Task("train", 0, 4), stage.told)
+    for edge in stage.plan.reshards:
+        doing.reshard(("devices",), edge.src, edge.dst)
     edges = [*stage.resharders.values()]
     assert len(edges) == 2
     for step in edges[0].seconds:
@@ -101,4 +106,6 @@ deploy talk on laptop {
 """
     plan = compile(EXAMPLE, text=text)
     (whole,) = (p for p in plan.estimate.phases if p.name == "reshard")
-    assert len(plan.pools) == 2 and whole.seconds == max((costs.reshard(plan, edge) for edge in plan.reshards), key=lambda f: f.value)
+    assert len(plan.pools) == 2 and whole.seconds == max(
+        (costs.reshard(plan, edge) for edge in plan.reshards), key=lambda f: f.value
+    )

@@ -28,7 +28,11 @@ def cases(draw: st.DrawFn, same: bool = False) -> Case:
     source = draw(sides(each=one))
     if same or draw(st.booleans()):
         return some, source, draw(sides(source.devices, each=one)), per_host
-    first = draw(st.integers(0, 3)) * per_host + draw(st.integers(0, per_host - other)) if other else draw(st.integers(0, 20))
+    first = (
+        draw(st.integers(0, 3)) * per_host + draw(st.integers(0, per_host - other))
+        if other
+        else draw(st.integers(0, 20))
+    )
     return some, source, draw(sides(first=first, each=other)), per_host
 
 
@@ -66,7 +70,10 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
 @given(cases())
 def test_bytes_counted_are_bytes_moved(case: Case) -> None:
     some, source, target, per_host = case
-    received, inward = dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0), defaultdict[int, int](int)
+    received, inward = (
+        dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0),
+        defaultdict[int, int](int),
+    )
     for tensor in some:
         for giver, takers, box in fetches(tensor, source, target, per_host):
             for taker in takers:
@@ -96,13 +103,17 @@ def test_holders_of_a_box_take_turns(case: Case) -> None:
 @given(cases(same=True))
 def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> None:
     some, source, target, per_host = case
-    source, target = Side(source.layout, source.divided, source.multiple), Side(target.layout, target.divided, target.multiple)
+    source, target = (
+        Side(source.layout, source.divided, source.multiple),
+        Side(target.layout, target.divided, target.multiple),
+    )
     found = kinds(some)
     across = any(crosses(source, target, t.layers) for t in some)
     width = source.layout.stage_devices
 
     def enough(block: int) -> bool:
-        """Whether each group holds all boxes that its ranks want, whatever stage a tensor is on (groups do not depend on it)."""
+        """Whether each group holds all boxes that its ranks want, whatever stage a tensor is on (groups do not depend
+        on it)."""
         for group in gatherers(source, across, block):
             for tensor in some:
                 flat = replace(tensor, layer=0, layers=1, tied=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 
@@ -13,12 +12,12 @@ from language import TESTS, told
 
 from msrl_graph import algorithms, reference
 from msrl_graph.cli import compile_main
-from msrl_graph.dsl.attributes import FLOPS, RATE, TABLE, TIME, Quantity
+from msrl_graph.dsl.attributes import read_as
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
-from msrl_graph.ir.plan import DockOptions, ReshardOptions, Run
+from msrl_graph.ir.kinds import FLOPS, RATE, TIME, Quantity
+from msrl_graph.ir.options import STATEMENTS
 from msrl_graph.reference import facts, syntax
-from msrl_graph.sharding.layout import Layout
 
 DOCS = TESTS.parent / "docs"
 BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -31,7 +30,6 @@ deploy grpo on pod {{
   model policy = "qwen2.5-7b"
 {}}}
 """
-DEFAULTS = {"dock": DockOptions(), "reshard": ReshardOptions(), "run": Run(), "layout": Layout()}
 
 
 def test_the_page_is_what_the_sources_give() -> None:
@@ -45,7 +43,7 @@ def test_every_page_is_part_of_it() -> None:
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
-        ("attributes", [*TABLE, "engine"]),
+        ("attributes", [*STATEMENTS]),
         ("list", list(facts.LISTS)),
         ("syntax", list(syntax.known())),
     ],
@@ -55,44 +53,13 @@ def test_everything_stands_in_it_once(kind: str, known: list[str]) -> None:
     assert found == Counter(known)
 
 
-def test_a_description_without_its_attribute_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`worker`.*: modal, model"):
-        facts.attributes("worker", "modal | | What it has.\n")
-    with pytest.raises(ValueError, match=": model"):
-        facts.attributes("worker", "model | | What it has.\nmodel | | And again.\n")
-
-
-def test_every_description_says_something() -> None:
-    rows = [(of, row) for kind, of, body in BLOCKS if kind == "attributes" for row in facts.attributes(of, body)]
-    assert len(rows) > 70
-    assert [(of, r.name) for of, r in rows if len(r.meaning) < 4 or not re.search(r"[.:]$|\.\)$", r.meaning)] == []
-
-
-@pytest.mark.parametrize("statement", DEFAULTS)
-def test_defaults_are_those_of_the_plan(statement: str) -> None:
-    """Each default is read as a program's value; what a page says in words instead stands for a field that is empty."""
-    values, empty = DEFAULTS[statement], ("", 0, ())
-    (body,) = [body for kind, of, body in BLOCKS if kind == "attributes" and of == statement]
-    fields = {f.name for f in dataclasses.fields(values)}
-    for row in facts.attributes(statement, body):
-        if row.name not in fields:
-            assert row.takes == "", row.name
-            continue
-        field, text = getattr(values, row.name), row.default.strip("`")
-        if text in ("", "none", "the plan chooses", "even", "what the pool leaves"):
-            # `dp` of a layout that states none is the placement's to choose.
-            assert field in empty or (statement, row.name) == ("layout", "dp"), row.name
-            continue
-        kind = facts.types(statement)[row.name]
-        assert kind.read(row.name, parse_set("x", text)[1], Names({})).value == field, row.name
-
-
-def test_a_program_may_state_a_default() -> None:
-    for of, body in ((of, body) for kind, of, body in BLOCKS if kind == "attributes"):
-        for row in facts.attributes(of, body):
-            kind = facts.types(of)[row.name]
-            if re.fullmatch(r"[\d.]+( [a-z]+)?|`\w+`", row.default) and row.default != "`none`":
-                kind.read(row.name, parse_set("x", row.default.strip("`"))[1], Names({}))
+def test_an_attribute_stands_with_all_that_is_declared_of_it() -> None:
+    (row,) = [r for r in facts.attributes("update") if r.name == "mini_batch"]
+    meaning = (
+        "Rows of an optimizer step. Who belongs to which is drawn from the seed, never by arrival. The dp of "
+        "the layout has to divide it."
+    )
+    assert row == facts.Row("mini_batch", "a whole number of 1 or more", "all rows", meaning)
 
 
 def test_the_defaults_of_the_package_stand_in_the_calls() -> None:
@@ -100,7 +67,9 @@ def test_the_defaults_of_the_package_stand_in_the_calls() -> None:
     for (kind, name), (signature, _) in algorithms.library().items():
         head = re.search(rf"\*\*`{name}\((.*?)\)`\*\*", text)
         assert head, (kind, name)
-        assert [part.split(" = ")[0] for part in re.split(r", (?![^\[]*\])", head[1]) if part] == [o.name for o in signature.options]
+        assert [part.split(" = ")[0] for part in re.split(r", (?![^\[]*\])", head[1]) if part] == [
+            o.name for o in signature.options
+        ]
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e[1].split("\n")[0])
@@ -161,7 +130,13 @@ def test_a_name_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("extends", "takes its place"), ("drop", "takes it away"), ("filter", "`keep`"), ("->", "rows pass"), ("=>", "weights")],
+    [
+        ("extends", "takes its place"),
+        ("drop", "takes it away"),
+        ("filter", "`keep`"),
+        ("->", "rows pass"),
+        ("=>", "weights"),
+    ],
 )
 def test_a_name_that_people_look_up(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert compile_main(["--explain", name]) == 0
@@ -179,4 +154,4 @@ def test_a_link_is_its_words(capsys: pytest.CaptureFixture[str]) -> None:
 @given(st.floats(1e-5, 1e16), st.sampled_from([RATE, FLOPS, TIME]))
 def test_a_quantity_reads_as_it_was(value: float, kind: Quantity) -> None:
     text = facts.quantity(value, kind.unit)
-    assert kind.read("x", parse_set("x", text)[1], Names({})).value == pytest.approx(value, rel=1e-5)
+    assert read_as(kind, "x", parse_set("x", text)[1], Names({})).value == pytest.approx(value, rel=1e-5)

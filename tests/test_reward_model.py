@@ -17,7 +17,9 @@ def test_right_answers_are_scored_above_wrong_ones():
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     pairs = [json.loads(line) for line in (EXAMPLES / "dpo" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    held_out = {json.loads(line)["prompt"] for line in (EXAMPLE / "test.jsonl").read_text(encoding="utf-8").splitlines()}
+    held_out = {
+        json.loads(line)["prompt"] for line in (EXAMPLE / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    }
     assert len(pairs) == 300 and {p["prompt"] for p in pairs} <= held_out
 
     def scores(which):

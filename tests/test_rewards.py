@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msrl_graph import algorithms
 
 contains, f1, matches, tagged, length_reward, group_norm, leave_one_out = (
-    algorithms.load("function", name) for name in ("contains", "f1", "matches", "tagged", "length_reward", "group_norm", "leave_one_out")
+    algorithms.load("function", name)
+    for name in ("contains", "f1", "matches", "tagged", "length_reward", "group_norm", "leave_one_out")
 )
 words = st.lists(st.sampled_from(["red", "Green", "blue", "the"]), max_size=6)
 
@@ -62,7 +63,10 @@ def test_matches_is_of_the_whole_response(pattern, response, score):
 
 
 def test_a_pattern_that_is_none_is_told():
-    with pytest.raises(ValueError, match=r"the pattern '\(4' is no regular expression: missing \), unterminated subpattern at position 0"):
+    with pytest.raises(
+        ValueError,
+        match=r"the pattern '\(4' is no regular expression: missing \), unterminated subpattern at position 0",
+    ):
         matches("4", pattern="(4")
 
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.runtime.data import recording as rows
-from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
 from msrl_graph.runtime.driver.folder import MADE
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
@@ -33,7 +33,9 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
     logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
     prompts, all_rows = np.arange(4), np.arange(8)
     columns = {
-        "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS]) if TEXT in changes else ragged(PROMPTS, np.int32),
+        "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS])
+        if TEXT in changes
+        else ragged(PROMPTS, np.int32),
         "answer": texts(["21", "ä", "", "1"]),
         "response": ragged(responses, np.int32),
         "reward": Column(np.arange(8, dtype=np.float32) / 2),
@@ -41,7 +43,7 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
     }
     if any(c.name == "response_logp" for c in plan.graph.columns):
         columns["response_logp"] = ragged([np.full(len(r), -9.0) for r in responses], np.float32)
-    numbered = {name: (prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
+    numbered = {name: Piece(prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
     rows.write(folder, plan, numbered, Task("train", iteration, 4))
     return at(folder, plan, iteration)
 
@@ -55,17 +57,38 @@ def replayed(folder, numbers, prompts=None, iteration=0, changes=()):
     plan = one_rank(*changes)
     node = plan.graph.node("actor.generate")
     prompts = [PROMPTS[n // 2] for n in numbers[::2]] if prompts is None else prompts
-    return rows.Recording(plan, folder).responses(node, ("response", "response.logp"), iteration, prompts, np.array(numbers), 2)
+    return rows.Recording(plan, folder).responses(
+        node, ("response", "response.logp"), iteration, prompts, np.array(numbers), 2
+    )
 
 
 def test_a_file_holds_every_column_by_response(tmp_path):
     path = written(tmp_path)
     assert [p.name for p in path.parent.iterdir()] == ["000000.parquet"]
     table = parquet.read_table(path).to_pydict()
-    own = ["row", "prompt_row", "prompt", "answer", "response", "reward", "response_logp", "prompt_text", "response_text"]
+    own = [
+        "row",
+        "prompt_row",
+        "prompt",
+        "answer",
+        "response",
+        "reward",
+        "response_logp",
+        "prompt_text",
+        "response_text",
+    ]
     assert list(table) == own
     assert table["row"] == list(range(8)) and table["prompt_row"] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert table["prompt"][4:6] == [PROMPTS[2].tolist()] * 2 and table["answer"] == ["21", "21", "ä", "ä", "", "", "1", "1"]
+    assert table["prompt"][4:6] == [PROMPTS[2].tolist()] * 2 and table["answer"] == [
+        "21",
+        "21",
+        "ä",
+        "ä",
+        "",
+        "",
+        "1",
+        "1",
+    ]
     assert table["response"] == [r.tolist() for r in RESPONSES] and table["reward"][3] == 1.5
     assert table["response_logp"][1] == [-0.5] * 4
     assert table["response_text"] == [TOKENIZER.decode(r.tolist(), skip_special_tokens=False) for r in RESPONSES]
@@ -74,7 +97,10 @@ def test_a_file_holds_every_column_by_response(tmp_path):
 
 def test_log_probabilities_that_an_infer_wrote_stand_beside_those_that_were_drawn(tmp_path):
     """Though the column has the name that those of the generator have else; they are what is taken again."""
-    loss = ("ref_logp, advantage) {", "response_logp, advantage) {"), ("kl(low_var)", "kl(low_var, ref_logp = response_logp)")
+    loss = (
+        ("ref_logp, advantage) {", "response_logp, advantage) {"),
+        ("kl(low_var)", "kl(low_var, ref_logp = response_logp)"),
+    )
     changes = ("ref_logp  :", "response_logp :"), ("-> ref_logp", "-> response_logp"), *loss
     rows.check(one_rank(*changes), True, "", 0)
     table = parquet.read_table(written(tmp_path, changes=changes)).to_pydict()
@@ -84,7 +110,7 @@ def test_log_probabilities_that_an_infer_wrote_stand_beside_those_that_were_draw
 
 def test_an_iteration_of_which_no_prompt_was_left(tmp_path):
     plan = one_rank()
-    rows.write(tmp_path, plan, {"prompt": (np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
+    rows.write(tmp_path, plan, {"prompt": Piece(np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
     table = parquet.read_table(at(tmp_path, plan, 0))
     assert table.num_rows == 0 and {"row", "prompt_row", "prompt", "prompt_text"} == {*table.column_names}
 
@@ -118,8 +144,8 @@ def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path
         "attempt": [3, 5],
     }
     values = {
-        name: dict(zip(numbers.tolist(), map(column.__getitem__, range(len(column))), strict=True))
-        for name, (numbers, column) in columns.items()
+        name: dict(zip(piece.rows.tolist(), map(piece.column.__getitem__, range(len(piece.rows))), strict=True))
+        for name, piece in columns.items()
     }
     own = {
         "prompt": ("prompt", "answer"),
@@ -132,7 +158,9 @@ def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path
         ids = {"row", *(f"{x}_row" for x in above), *(["origin_row"] if level == "solution" else [])}
         named = {name.replace(".", "_") for x in (level, *above) for name in own[x]}
         texts = {f"{x}_text" for x in (level, *above)}
-        assert {*table[0]} == ids | named | texts | ({"old_logp", "advantage", "host_twice_times"} if level == "solution" else set())
+        assert {*table[0]} == ids | named | texts | (
+            {"old_logp", "advantage", "host_twice_times"} if level == "solution" else set()
+        )
         for row in table:
             number = row.get("origin_row", row["row"])
             assert number == row["row"] % 32
@@ -146,9 +174,13 @@ def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path
             for name, value in wanted.items():
                 if name == "answer":
                     value = bytes(value).decode()
-                assert row[name.replace(".", "_")] == (value.tolist() if hasattr(value, "tolist") else value), (level, name, row["row"])
+                assert row[name.replace(".", "_")] == (value.tolist() if hasattr(value, "tolist") else value), (
+                    level,
+                    name,
+                    row["row"],
+                )
     assert [r["advantage"] is None for r in tables["solution"]] == [
-        n not in columns["advantage"][0] for n in (r["row"] for r in tables["solution"])
+        n not in columns["advantage"].rows for n in (r["row"] for r in tables["solution"])
     ]
 
 
@@ -160,7 +192,10 @@ def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
     stage.replay(str(tmp_path))
 
     def taken(name, problems):
-        given = {"prompt": columns["prompt"][1].take(problems // 2), "problem": columns["problem"][1].take(problems)}
+        given = {
+            "prompt": columns["prompt"].column.take(problems // 2),
+            "problem": columns["problem"].column.take(problems),
+        }
         return stage.act(name, given, problems)
 
     for name, made, problems in (
@@ -168,16 +203,23 @@ def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
         ("try_once", "attempt", np.array([3, 5])),
         ("solve", "solution", np.array([3])),
     ):
-        found, numbers = taken(name, problems), columns[made][0]
+        found, numbers = taken(name, problems), columns[made].rows
         for column in (made, f"{made}.logp"):
             of = np.flatnonzero(np.isin(numbers // (4 if made == "solution" else 1), problems))
-            assert [found[column][i].tolist() for i in range(len(of))] == [columns[column][1][i].tolist() for i in of]
-    with pytest.raises(RunError, match=r"rows/attempt/000003.parquet holds no row 4, which `try_once` \(line 20 of p.rlg\)"):
+            assert [found[column][i].tolist() for i in range(len(of))] == [
+                columns[column].column[i].tolist() for i in of
+            ]
+    with pytest.raises(
+        RunError, match=r"rows/attempt/000003.parquet holds no row 4, which `try_once` \(line 20 of p.rlg\)"
+    ):
         taken("try_once", np.array([4]))
     with pytest.raises(RunError, match=r"row 12 of .*rows/solution/000003.parquet is a response to another prompt"):
         stage.act(
             "solve",
-            {"prompt": columns["prompt"][1].take(np.array([0])), "problem": columns["problem"][1].take(np.array([3]))},
+            {
+                "prompt": columns["prompt"].column.take(np.array([0])),
+                "problem": columns["problem"].column.take(np.array([3])),
+            },
             np.array([3]),
         )
 
@@ -203,7 +245,10 @@ def test_responses_come_back_by_number_whatever_the_order_of_the_file(tmp_path):
 
 def test_what_a_recording_does_not_hold(tmp_path):
     path = written(tmp_path)
-    with pytest.raises(RunError, match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23 of grpo.rlg\) is to take from it"):
+    with pytest.raises(
+        RunError,
+        match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23 of grpo.rlg\) is to take from it",
+    ):
         replayed(tmp_path, [6, 7, 8, 9], [PROMPTS[3], PROMPTS[0]])
     with pytest.raises(RunError, match=r"^row 2 of .*000000.parquet is a response to another prompt than this run's"):
         replayed(tmp_path, [0, 1, 2, 3], [PROMPTS[0], PROMPTS[2]])
@@ -240,25 +285,43 @@ def test_a_column_that_has_the_name_of_one_of_the_recordings(tmp_path, monkeypat
     Path("p.rlg").write_text(text.replace("exact_match()", "exact_match(answer = prompt_text)"))
     assert run_main(["p.rlg", "--record", "--dry-run"]) == 1
     err = capsys.readouterr().err
-    assert "error[bad-value]: `prompt_text` is the name of a column that every recording has" in err and "--> p.rlg:9:" in err, err
+    assert (
+        "error[bad-value]: `prompt_text` is the name of a column that every recording has" in err
+        and "--> p.rlg:9:" in err
+    ), err
 
 
 @pytest.mark.slow
 def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
     lines = [x for x in metrics(reference) if "iteration" in x]
-    assert sorted(p.name for p in (reference / "rows").iterdir()) == ["000000.parquet", "000001.parquet", "000002.parquet"]
-    source = {json.loads(x)["prompt"]: json.loads(x)["answer"] for x in (EXAMPLE / "train.jsonl").read_text().splitlines()}
+    assert sorted(p.name for p in (reference / "rows").iterdir()) == [
+        "000000.parquet",
+        "000001.parquet",
+        "000002.parquet",
+    ]
+    source = {
+        json.loads(x)["prompt"]: json.loads(x)["answer"] for x in (EXAMPLE / "train.jsonl").read_text().splitlines()
+    }
     for line in lines:
         table = rows_of(reference, line["iteration"]).to_pydict()
         assert table["row"] == list(range(32)) and set(table) >= {"old_logp", "ref_logp", "advantage", "response_logp"}
         assert sum(map(len, table["response"])) == line["response_tokens"]
         assert np.mean(table["reward"]) == pytest.approx(line["reward"])
-        for prompt, answer, response, reward in zip(*(table[c] for c in ("prompt_text", "answer", "response_text", "reward")), strict=True):
+        for prompt, answer, response, reward in zip(
+            *(table[c] for c in ("prompt_text", "answer", "response_text", "reward")), strict=True
+        ):
             assert source[prompt] == answer and reward == float(response.removesuffix("<eos>") == answer)
-        drift = [abs(a - b) for c, d in zip(table["old_logp"], table["response_logp"], strict=True) for a, b in zip(c, d, strict=True)]
+        drift = [
+            abs(a - b)
+            for c, d in zip(table["old_logp"], table["response_logp"], strict=True)
+            for a, b in zip(c, d, strict=True)
+        ]
         assert np.mean(drift) == pytest.approx(line["logp_drift"], rel=1e-3)
     # On two pools with three warehouses, in two parts, recorded again.
-    pools = ("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update\n  dock { replicas = 3 }")
+    pools = (
+        "layout actor.update   { dp = 2, zero = 3 }",
+        "apart actor.generate, actor.update\n  dock { replicas = 3 }",
+    )
     small = ("layout actor.generate { tp = 2 }", "engine actor.update = fsdp { micro_batch = 5 }")
     place.write(pools, small, *TRAINED, ("seed = 0", "seed = 0, save = 2"))
     for arguments in (["--iterations", "2", "--out", "two"], ["--iterations", "3", "--resume", "two"]):
@@ -273,8 +336,14 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
         for name in ("row", "prompt", "response", "response_logp", "reward", "response_text"):
             assert one[name].equals(two[name]), name
     # Another run's: the first row that answers another prompt ends it.
-    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", str(reference))
-    assert code == 3 and "rows/000000.parquet is a response to another prompt than this run's" in err and "Traceback" not in err, err
+    code, _, err = place.run(
+        "p.rlg", *SMALL, "--iterations", "1", "--seed", "1", "--out", "other", "--replay", str(reference)
+    )
+    assert (
+        code == 3
+        and "rows/000000.parquet is a response to another prompt than this run's" in err
+        and "Traceback" not in err
+    ), err
     place.assert_clean()
 
 
@@ -282,11 +351,16 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
 def test_a_run_of_three_generations_is_recorded_and_replayed_elsewhere(place):
     generations.program(place.folder)
     ran(place, "--out", "one", "--record")
-    generations.program(place.folder, 2, "layout actor.update { dp = 2, zero = 3 }\n  layout propose, solve, try_once { tp = 2 }")
+    generations.program(
+        place.folder, 2, "layout actor.update { dp = 2, zero = 3 }\n  layout propose, solve, try_once { tp = 2 }"
+    )
     shutil.copytree(place.folder / "one", place.folder / "two")
     (place.folder / "two" / "rows" / "solution" / "000009.parquet").write_text("old")
     ran(place, "--out", "two", "--overwrite", "--record", "--replay", "one")
-    assert {p.name for p in (place.folder / "two" / "rows" / "solution").iterdir()} == {"000000.parquet", "000001.parquet"}
+    assert {p.name for p in (place.folder / "two" / "rows" / "solution").iterdir()} == {
+        "000000.parquet",
+        "000001.parquet",
+    }
     assert {p.name for p in (place.folder / "two").iterdir()} <= {*MADE} and len(metrics(place.folder / "two")) == 2
     for iteration, line in enumerate(metrics(place.folder / "one")):
         for level, head in (("problem", ""), ("solution", "solve/"), ("attempt", "try_once/")):

@@ -1,4 +1,5 @@
-"""The main job, run for real: layouts give the same numbers, every refusal comes before anything is started, nothing is left."""
+"""The main job, run for real: layouts give the same numbers, every refusal comes before anything is started, nothing is
+left."""
 
 import json
 import os
@@ -35,13 +36,17 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
     assert metrics(two)[1]["updates"] == 6  # 32 rows in mini-batches of 12, twice
     assert_alike(reference, two)
     for folder in (reference, two):
-        assert {"curve.png", "trace.json", "plan.json", "memory.json", "tensorboard"} <= {p.name for p in folder.iterdir()}
+        assert {"curve.png", "trace.json", "plan.json", "memory.json", "tensorboard"} <= {
+            p.name for p in folder.iterdir()
+        }
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert {"actor.generate", "actor.update", "reshard", "host.reward"} <= {e["name"] for e in events}
         assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
     assert {p.name for p in two.iterdir()} <= {*MADE}
     (place.folder / "new").touch()
-    assert {p.stat().st_mode for p in two.rglob("*") if p.is_file()} == {(place.folder / "new").stat().st_mode}  # as the umask says
+    assert {p.stat().st_mode for p in two.rglob("*") if p.is_file()} == {
+        (place.folder / "new").stat().st_mode
+    }  # as the umask says
     from safetensors.numpy import load_file
 
     start = load_file(EXAMPLE / "model" / "model.safetensors")
@@ -72,7 +77,12 @@ def test_generation_on_devices_of_its_own_trains_alike(place, reference):
     generating, updating = (held_in(apart)[f"rank {r}"] for r in range(2))
     assert abs(generating["before RELEASE actor.generate, device"] - edge["generate_bytes_per_device"]) < 20_000
     assert generating["before RELEASE actor.generate, host"] == updating["before RUN actor.infer, host"] == 0
-    assert generating["after, device"] < 20_000 < edge["update_bytes_per_device"] < updating["before RUN reference.infer, device"]
+    assert (
+        generating["after, device"]
+        < 20_000
+        < edge["update_bytes_per_device"]
+        < updating["before RUN reference.infer, device"]
+    )
 
 
 # The second half of a program in other words: none of it may change a result.
@@ -110,7 +120,9 @@ def test_the_script_of_a_plan_runs(place, monkeypatch):
     script.write_text(re.sub(r'"iterations":\s*\d+', '"iterations": 1', script.read_text()))
     command = [sys.executable, "script.py", "--out", "b"]
     variables = {**os.environ, "TMPDIR": str(place.temporary)}
-    done = subprocess.run(command, cwd=place.folder, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=place.folder, env=variables, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert [x.get("evaluation") for x in metrics(place.folder / "b")] == ["held_out", None, "held_out"]
     assert re.fullmatch(r"held-out accuracy 0\.462 -> 0\.\d{3}", done.stdout.splitlines()[-1]), done.stdout
@@ -130,21 +142,40 @@ BAD = {
         "error[missing-file]: there is no data file trian.jsonl",
         "data source",
     ),
-    "a layout that does not fit": ([("{ dp = 2, zero = 3 }", "{ tp = 4 }")], 1, "error[layout-size]", "layout actor.update"),
+    "a layout that does not fit": (
+        [("{ dp = 2, zero = 3 }", "{ tp = 4 }")],
+        1,
+        "error[layout-size]",
+        "layout actor.update",
+    ),
     "heads that cannot be divided": (
-        [("devices_per_node = 2", "devices_per_node = 8"), ("{ tp = 2 }", "{ tp = 8 }"), ("{ dp = 2, zero = 3 }", "{ dp = 8 }")],
+        [
+            ("devices_per_node = 2", "devices_per_node = 8"),
+            ("{ tp = 2 }", "{ tp = 8 }"),
+            ("{ dp = 2, zero = 3 }", "{ dp = 8 }"),
+        ],
         1,
         "error[layout-divide]",
         "layout actor.generate",
     ),
-    "an empty data file": ([('"train.jsonl"', '"empty.jsonl"')], 1, "error[no-data]: the data file empty.jsonl has no rows", "data source"),
+    "an empty data file": (
+        [('"train.jsonl"', '"empty.jsonl"')],
+        1,
+        "error[no-data]: the data file empty.jsonl has no rows",
+        "data source",
+    ),
     "a row without the field": (
         [('"train.jsonl"', '"short.jsonl"')],
         1,
         "error[bad-data]: line 2 of short.jsonl has no field `answer`",
         "data source",
     ),
-    "a row that is not JSON": ([('"train.jsonl"', '"torn.jsonl"')], 1, "error[bad-data]: line 1 of torn.jsonl is not JSON", "data source"),
+    "a row that is not JSON": (
+        [('"train.jsonl"', '"torn.jsonl"')],
+        1,
+        "error[bad-data]: line 1 of torn.jsonl is not JSON",
+        "data source",
+    ),
     "a preset without weights": ([('"./model"', '"tiny"')], 1, "error[unknown-model]", "model policy"),
     "devices that are not here": ([('device = "cpu"', 'device = "h100"')], 1, "error[not-yet]", "cluster laptop"),
     "more hosts than there are": (
@@ -217,7 +248,9 @@ def test_three_hosts_train_as_one(place, reference):
     three = place.folder / "three"
     assert_alike(reference, three)
     assert metrics(three)[1]["dock_bytes"]["actor.update get away"] > 0
-    assert {"rank-0.log", "rank-2.log", "functions-of-host-1.log", "driver.log"} <= {p.name for p in (three / "logs").iterdir()}
+    assert {"rank-0.log", "rank-2.log", "functions-of-host-1.log", "driver.log"} <= {
+        p.name for p in (three / "logs").iterdir()
+    }
     place.assert_clean()
 
 
@@ -240,14 +273,20 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     changes = [MINE, ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
     # Under tensor parallelism a rank waits in a collective while the first one asks.
     place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
-    (stale := place.temporary / "msrl-run-x").mkdir()  # as a run leaves it of which all was killed: the next one removes it
+    (
+        stale := place.temporary / "msrl-run-x"
+    ).mkdir()  # as a run leaves it of which all was killed: the next one removes it
     os.utime(stale, (0, 0))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3
-    head = "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from `host.advantage` (32 of 32 rows"
+    head = (
+        "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from "
+        "`host.advantage` (32 of 32 rows"
+    )
     # The wait-for graph is asked for after the deadline: a second may have begun.
     graph = (
-        r"\n  functions of host 0 has been in host\.reward in train/0 for [3-9] s\n  rank 0 has been in RUN actor\.update in train/0 for "
+        r"\n  functions of host 0 has been in host\.reward in train/0 for [3-9] s\n  rank 0 has been in RUN "
+        r"actor\.update in train/0 for "
     )
     assert head in err and re.search(graph, err), err
     assert not stale.exists()

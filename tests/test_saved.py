@@ -17,7 +17,24 @@ import transformers
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.weights import saved
 
-WORDS = ["<unk>", "<s>", "</s>", "<pad>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "one", "plus", "two", "o", "n", "e", "|"]
+WORDS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<pad>",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[PAD]",
+    "[MASK]",
+    "one",
+    "plus",
+    "two",
+    "o",
+    "n",
+    "e",
+    "|",
+]
 TEXT = "one plus two"
 
 
@@ -42,13 +59,40 @@ def files(folder: Path) -> set[str]:
 
 def test_the_files_of_every_kind_of_tokenizer_are_copied_and_no_weights(tmp_path: Path) -> None:
     known = kinds()
-    assert len(known) > 60 and {"vocab.txt", "merges.txt", "tokenizer.json", "spiece.model", "bpe.codes"} <= set.union(*known.values())
-    always = {"config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
+    assert len(known) > 60 and {"vocab.txt", "merges.txt", "tokenizer.json", "spiece.model", "bpe.codes"} <= set.union(
+        *known.values()
+    )
+    always = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    }
     always |= {"chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja", "LICENSE"}
     custom = {"qwen.tiktoken", "tokenization_mine.py", "prompts.txt"}
-    weights = {"model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"}
-    weights |= {"pytorch_model.bin.index.json", "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "model.gguf", "optimizer.pt"}
-    others = {"README.md", ".gitattributes", "original/tokenizer.model", "onnx/model.onnx", ".cache/x.json", "train.jsonl"}
+    weights = {
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    }
+    weights |= {
+        "pytorch_model.bin.index.json",
+        "consolidated.00.pth",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "model.gguf",
+        "optimizer.pt",
+    }
+    others = {
+        "README.md",
+        ".gitattributes",
+        "original/tokenizer.model",
+        "onnx/model.onnx",
+        ".cache/x.json",
+        "train.jsonl",
+    }
     source = tmp_path / "model"
     for name in set.union(*known.values()) | always | custom | weights | others:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +101,9 @@ def test_the_files_of_every_kind_of_tokenizer_are_copied_and_no_weights(tmp_path
     target = copied(source, tmp_path / "copy")
     assert files(target) == set.union(*known.values()) | always | custom
     for name in files(target):
-        assert (target / name).read_text() == name and stat.S_IMODE((target / name).stat().st_mode) == 0o666 & ~umask(), name
+        assert (target / name).read_text() == name and stat.S_IMODE(
+            (target / name).stat().st_mode
+        ) == 0o666 & ~umask(), name
 
 
 def made(folder: Path) -> Iterator[transformers.PreTrainedTokenizerBase]:

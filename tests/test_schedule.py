@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
-from msrl_graph.ir.plan import EngineChoice, Evaluation, Instruction, Placement, Plan, Pool, Stream
+from msrl_graph.ir.instruction import Instruction, Stream, Walk, Walker
+from msrl_graph.ir.plan import EngineChoice, Evaluation, Placement, Plan, Pool
 from msrl_graph.ir.rowsets import looping
 from msrl_graph.passes.schedule import Schedule
-from msrl_graph.runtime.dock.client import Client
-from msrl_graph.runtime.process.task import Task
 from msrl_graph.sharding.layout import Layout
 
 WORKERS = (
@@ -27,25 +27,33 @@ WORKERS = (
 )
 
 
-def plan(nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]], pools: dict[str, str] | None = None) -> Plan:
+def plan(
+    nodes: list[Node], edges: list[tuple[str, str]], reports: list[tuple[str, ...]], pools: dict[str, str] | None = None
+) -> Plan:
     """`pools` are those of states on devices, by node; all share one where it is not given."""
     pools = {n.name: (pools or {}).get(n.name, "devices") for n in nodes if n.worker != "host"}
     columns = tuple(Column(c, "f32") for n in nodes for c in n.writes)
-    reshards = [Edge("reshard", u.name, g.name) for u in nodes for g in nodes if u.verb == "update" and g.verb == "generate"]
+    reshards = [
+        Edge("reshard", u.name, g.name) for u in nodes for g in nodes if u.verb == "update" and g.verb == "generate"
+    ]
     samples = [Edge("sample", a, b) for a, b in edges]
     graph = Graph("any", {}, columns, WORKERS, tuple(nodes), (*samples, *reshards), (1, 1))
     placements = tuple(
-        Placement(n.name, "functions" if n.worker == "host" else pools[n.name], Layout(), 0, EngineChoice("any"), "") for n in nodes
+        Placement(n.name, "functions" if n.worker == "host" else pools[n.name], Layout(), 0, EngineChoice("any"), "")
+        for n in nodes
     )
-    deploy = replace(page.DEPLOY, evaluations=tuple(Evaluation(f"data{i}", 1, r, 1, 0.0) for i, r in enumerate(reports)))
+    deploy = replace(
+        page.DEPLOY, evaluations=tuple(Evaluation(f"data{i}", 1, r, 1, 0.0) for i, r in enumerate(reports))
+    )
     names = ("devices", *sorted(set(pools.values()) - {"devices"}))
     made = tuple(Pool(tuple(n for n in pools if pools[n] == p), i, 1, p) for i, p in enumerate(names))
-    return Schedule()(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
+    return Schedule().apply(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
 
 
 def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
-    """What is never done when each pool walks its stream, waits for all that comes before a node, and meets another to reshard."""
-    flow = graph.flow
+    """What is never done when each pool walks its stream, waits for all that comes before a node, and meets another to
+    reshard."""
+    flow = graph.flow.digraph()
     left = [[i for i in s.instructions if i.op in ("RUN", "RESHARD")] for s in streams]
     task, done = {i.node for stream in left for i in stream if i.op == "RUN"}, set[str]()
     moved = True
@@ -55,7 +63,11 @@ def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
             while stream:
                 step = stream[0]
                 meeting = [s for s in left if step in s]
-                ready = nx.ancestors(flow, step.node) & task <= done if step.op == "RUN" else all(s[0] == step for s in meeting)
+                ready = (
+                    nx.ancestors(flow, step.node) & task <= done
+                    if step.op == "RUN"
+                    else all(s[0] == step for s in meeting)
+                )
                 if not ready:
                     break
                 done |= {step.node} if step.op == "RUN" else set()
@@ -97,7 +109,14 @@ def plans(draw: st.DrawFn) -> Plan:
     size = draw(st.integers(2, 12))
     labels = draw(st.permutations(range(size)))  # names, by which ties are broken, say nothing of the order
     kinds = st.sampled_from(
-        [("host", "score"), ("host", "score"), ("actor", "infer"), ("actor", "update"), ("actor", "generate"), ("reference", "infer")]
+        [
+            ("host", "score"),
+            ("host", "score"),
+            ("actor", "infer"),
+            ("actor", "update"),
+            ("actor", "generate"),
+            ("reference", "infer"),
+        ]
     )
     nodes, edges = [Node("source", "host", "source", (), ("c0",))], list[tuple[str, str]]()
     for i in range(1, size):
@@ -105,7 +124,11 @@ def plans(draw: st.DrawFn) -> Plan:
         before = draw(st.sets(st.integers(0, i - 1), min_size=1))
         flow = nx.DiGraph([*edges, *((nodes[b].name, "new") for b in before)])
         # It may read what any node before it wrote, also past nodes that read nothing of it.
-        reads = draw(st.sets(st.sampled_from([f"c{j}" for j in range(i) if nodes[j].name in nx.ancestors(flow, "new")]), min_size=1))
+        reads = draw(
+            st.sets(
+                st.sampled_from([f"c{j}" for j in range(i) if nodes[j].name in nx.ancestors(flow, "new")]), min_size=1
+            )
+        )
         nodes.append(Node(f"n{labels[i]:02}", worker, verb, tuple(sorted(reads)), (f"c{i}",)))
         edges += [(nodes[b].name, nodes[i].name) for b in sorted(before)]
     ready = list(nx.lexicographical_topological_sort(nx.DiGraph(edges), key=lambda n: (n != "source", n)))
@@ -134,16 +157,31 @@ def test_all_streams_follow_one_order(found: Plan) -> None:
     assert nx.is_directed_acyclic_graph(order)
 
 
-class Rounds(Client):
-    """What a process does in so many rounds of prompts; an AGAIN that is asked stands there with the round after which."""
+class Rounds(Walker):
+    """What a process does in so many rounds of prompts; an AGAIN that is asked stands there with the round after
+    which."""
 
     def __init__(self, stream: Stream, rounds: int) -> None:
-        self.process, self.rounds = "rank 0", rounds
+        self.rounds = rounds
         self.steps: list[tuple[Instruction, int]] = []
-        for step in self.walk(stream.instructions, Task("train", 0, 1)):
-            self.steps.append((step, 0))
+        assert Walk({stream.pool: stream.instructions}).finish(self)
 
-    def again(self, node: str, task: Task, rounds: int) -> bool:
+    def run(self, pool: str, node: str) -> None:
+        self.steps.append((Instruction("RUN", node), 0))
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        self.steps.append((Instruction("RESHARD", src, dst), 0))
+
+    def release(self, pool: str, node: str) -> None:
+        self.steps.append((Instruction("RELEASE", node), 0))
+
+    def swap_in(self, pool: str, node: str) -> None:
+        self.steps.append((Instruction("SWAP_IN", node), 0))
+
+    def wait(self, pool: str, node: str) -> None:
+        self.steps.append((Instruction("WAIT", node), 0))
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
         self.steps.append((Instruction("AGAIN", node), rounds))
         return rounds < self.rounds
 
@@ -152,17 +190,22 @@ class Rounds(Client):
 def refilled(draw: st.DrawFn) -> Plan:
     """Plans in which some function is a filter that refills."""
     found = draw(plans())
-    flow, updates = found.graph.flow, {n.name for n in found.graph.verb("update")}
-    filters = [n.name for n in found.graph.nodes if n.name != "source" and n.worker == "host" and not updates & nx.ancestors(flow, n.name)]
+    flow, updates = found.graph.flow.digraph(), {n.name for n in found.graph.verb("update")}
+    filters = [
+        n.name
+        for n in found.graph.nodes
+        if n.name != "source" and n.worker == "host" and not updates & nx.ancestors(flow, n.name)
+    ]
     if not filters:
         return found
     chosen, attributes = draw(st.sampled_from(filters)), {"refill": Expr("number", 3)}
     nodes = tuple(replace(n, attributes=attributes) if n.name == chosen else n for n in found.graph.nodes)
-    return Schedule()(replace(found, graph=replace(found.graph, nodes=nodes)))
+    return Schedule().apply(replace(found, graph=replace(found.graph, nodes=nodes)))
 
 
 def walk(found: Plan, rounds: int) -> None:
-    """Every pool walks its stream of an iteration of so many rounds; fails where one waits for ever, or weights are not there."""
+    """Every pool walks its stream of an iteration of so many rounds; fails where one waits for ever, or weights are not
+    there."""
     _, repeated = looping(found.graph)
     streams = [s for s in found.schedule if s.task == "train"]
     left = [Rounds(s, rounds).steps for s in streams]
@@ -191,7 +234,7 @@ def walk(found: Plan, rounds: int) -> None:
                 elif step.op == "RESHARD":
                     ready = all(s[0] == stream[0] for s in meeting)
                 else:
-                    before = nx.ancestors(found.graph.flow, step.node)
+                    before = found.graph.flow.before(step.node)
                     mine = done[step.node] + 1 if step.node in repeated else rounds
                     ready = all(done[a] >= (mine if a in repeated else 1) for a in before)
                 if not ready:
@@ -218,7 +261,9 @@ def test_weights_that_come_anew_in_each_round_from_a_pool_that_has_a_part_in_it(
         Node("host.keep", "host", "keep", ("score", "ref_logp"), (), attributes={"refill": Expr("number", 3)}),
         Node("actor.update", "actor", "update", ("response",), ()),
     ]
-    edges = [(a.name, b.name) for a in nodes for b in nodes if {*a.writes} & {*b.reads}] + [("host.keep", "actor.update")]
+    edges = [(a.name, b.name) for a in nodes for b in nodes if {*a.writes} & {*b.reads}] + [
+        ("host.keep", "actor.update")
+    ]
     found = plan(nodes, edges, [], {"actor.generate": "more", "reward.infer": "more"})
     trainer, generator, _ = ([f"{i.op} {i.other or i.node}" for i in s.instructions] for s in found.schedule)
     assert trainer == ["RESHARD actor.generate", "RUN reference.infer", "AGAIN actor.generate", "RUN actor.update"]

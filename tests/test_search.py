@@ -1,4 +1,5 @@
-"""The search against every combination there is, on small instances; what the file states stays; the same bytes each time."""
+"""The search against every combination there is, on small instances; what the file states stays; the same bytes each
+time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import page
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.backends import ENGINES
+from msrl_graph.backends import DEFAULT, ENGINES, runs
 from msrl_graph.backends.dividing import misfits
 from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
@@ -39,7 +40,7 @@ PAGE = Path(__file__).parent / "programs" / "grpo_page.rlg"
 def passed(plan: Plan, **options: float) -> Plan:
     """A plan through all passes, whatever the checks say."""
     for step in PASSES:
-        plan = replace(step.apply, **options)(plan) if isinstance(step.apply, Search) else step.apply(plan)
+        plan = (replace(step, **options) if isinstance(step, Search) else step).apply(plan)
     return plan
 
 
@@ -71,11 +72,15 @@ def instance(seed: int, folder: Path) -> Plan:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     model = load("./model", folder)
     hosts, each = draw.choice([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1)])
-    graph = page.graph(draw.choice([4, 6, 8, 12]), draw.choice([1, 2, 4]), draw.choice([64, 256]), draw.choice([64, 1024]))
+    graph = page.graph(
+        draw.choice([4, 6, 8, 12]), draw.choice([1, 2, 4]), draw.choice([64, 256]), draw.choice([64, 1024])
+    )
     kind = DEVICES[draw.choice(["h100", "ascend-910c", "cpu"])]
     memory = model.parameters * draw.choice([8, 14, 20, 60, 400]) + draw.choice([0, 2_000_000, 50_000_000])
     kind = replace(
-        kind, memory=Figure(memory * (each if kind.backend == "cpu" else 1), "stated"), host_memory=Figure(memory * each * 4, "stated")
+        kind,
+        memory=Figure(memory * (each if kind.backend == "cpu" else 1), "stated"),
+        host_memory=Figure(memory * each * 4, "stated"),
     )
     if draw.random() < 0.5:  # resharding over a network that is slow beside the rest
         kind = replace(kind, fabric=None)
@@ -83,9 +88,13 @@ def instance(seed: int, folder: Path) -> Plan:
     engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})} if not moe and draw.random() < 0.2 else {}
     deploy = replace(page.DEPLOY, models={"policy": model}, layouts={}, engines=engines)
     if draw.random() < 0.3 and cluster.devices > 1:
-        deploy = replace(deploy, pools=(Pool(("actor.generate",)), Pool(("actor.infer", "actor.update", "reference.infer"))))
+        deploy = replace(
+            deploy, pools=(Pool(("actor.generate",)), Pool(("actor.infer", "actor.update", "reference.infer")))
+        )
     if draw.random() < 0.5 and cluster.devices == 2:
-        return Plan(with_critic(graph), cluster, replace(deploy, models={"policy": model, "critic": load("tiny", folder)}))
+        return Plan(
+            with_critic(graph), cluster, replace(deploy, models={"policy": model, "critic": load("tiny", folder)})
+        )
     return Plan(graph, cluster, deploy)
 
 
@@ -95,7 +104,9 @@ def with_critic(graph: Graph) -> Graph:
         *graph.nodes[:-1],
         Node("critic.infer", "critic", "infer", ("prompt", "response"), ("value",)),
         graph.nodes[-1],
-        replace(graph.nodes[-1], name="critic.update", worker="critic", reads=("prompt", "response", "value", "advantage")),
+        replace(
+            graph.nodes[-1], name="critic.update", worker="critic", reads=("prompt", "response", "value", "advantage")
+        ),
     )
     steps = ("actor.generate", "critic.infer"), ("critic.infer", "critic.update"), ("host.advantage", "critic.update")
     return replace(
@@ -113,7 +124,13 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
     for tp, pp, dp, ep, etp, z in itertools.product(sizes, sizes, sizes, sizes, sizes, zero):
         layout = Layout(tp=tp, pp=pp, dp=dp, ep=ep, etp=etp, zero=z)
         axes = {a for a in ("tp", "pp", "dp", "ep", "etp") if getattr(layout, a) > 1}
-        if tp * pp * dp == devices and axes <= set(spec.axes) and tp <= host and etp == 1 and not any(misfits(model, spec, layout)):
+        if (
+            tp * pp * dp == devices
+            and axes <= set(spec.axes)
+            and tp <= host
+            and etp == 1
+            and not any(misfits(model, spec, layout))
+        ):
             yield layout
 
 
@@ -132,7 +149,10 @@ def every(plan: Plan) -> Iterator[Plan]:
             stated = plan.deploy.engines.get(node)
             found = []
             some = {n: e for n, e in able.items() if verb in e.verbs}
-            some = {n: e for n, e in some.items() if plan.cluster.device.backend in e.runs} or some
+            some = {n: e for n, e in some.items() if runs(n, plan.cluster.device.backend)} or some
+            light = DEFAULT[verb]
+            if plan.cluster.device.kind.is_host and light in some:
+                some = {light: some[light]}
             for name, spec in some.items():
                 if stated is None or stated.name == name:
                     zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)
@@ -142,7 +162,10 @@ def every(plan: Plan) -> Iterator[Plan]:
             layouts = {n: layout for n, (layout, _) in zip(nodes, chosen, strict=True)}
             engines = {n: engine for n, (_, engine) in zip(nodes, chosen, strict=True)}
             yield replace(
-                plan, deploy=replace(plan.deploy, pools=division.pools, layouts=layouts, engines={**plan.deploy.engines, **engines})
+                plan,
+                deploy=replace(
+                    plan.deploy, pools=division.pools, layouts=layouts, engines={**plan.deploy.engines, **engines}
+                ),
             )
 
 
@@ -185,7 +208,10 @@ def test_nothing_is_better_than_the_best_of_many(tmp_path: Path) -> None:
 def test_what_the_file_states_stays() -> None:
     """Of what is stated nothing is chosen anew, whatever would be quicker."""
     layouts = {"actor.update": Layout(tp=2, dp=8, zero=3)}
-    engines = {"actor.generate": EngineChoice("hf", {"micro_batch": 4}), "actor.update": EngineChoice("fsdp", {"recompute": "full"})}
+    engines = {
+        "actor.generate": EngineChoice("hf", {"micro_batch": 4}),
+        "actor.update": EngineChoice("fsdp", {"recompute": "full"}),
+    }
     found = passed(page.start(layouts=layouts, engines=engines))
     update, generate = found.placement("actor.update"), found.placement("actor.generate")
     assert update.layout == layouts["actor.update"] and update.engine.options["recompute"] == "full"
@@ -224,7 +250,8 @@ def test_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
     (tmp_path / "open.rlg").write_text(open_page(), encoding="utf-8")
     command = [sys.executable, "-m", "msrl_graph.cli", str(tmp_path / "open.rlg"), "--format", "json"]
     runs = [
-        subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}, check=True).stdout for seed in ("1", "2")
+        subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed}, check=True).stdout
+        for seed in ("1", "2")
     ]
     assert runs[0] == runs[1] and b'"optimal": true' in runs[0]
 
@@ -263,13 +290,16 @@ def test_what_nothing_fits_is_told(tmp_path: Path) -> None:
 def test_staleness_parts_what_the_file_leaves_open() -> None:
     """States that take turns on the same devices are never behind: the checks refuse that, so it is not chosen."""
     graph = page.graph()
-    edges = tuple(replace(e, attributes={"staleness": Expr("number", 1)}) if e.kind == "reshard" else e for e in graph.edges)
+    edges = tuple(
+        replace(e, attributes={"staleness": Expr("number", 1)}) if e.kind == "reshard" else e for e in graph.edges
+    )
     plan = passed(replace(page.start(layouts={}), graph=replace(graph, edges=edges)))
     assert plan.placement("actor.generate").pool != plan.placement("actor.update").pool
 
 
 def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
-    """A program of tests/programs with staleness, on a cluster of hosts with 8 devices, its pools stated so or not at all."""
+    """A program of tests/programs with staleness, on a cluster of hosts with 8 devices, its pools stated so or not at
+    all."""
     text = (PAGE.parent / f"{program}.rlg").read_text(encoding="utf-8").split("cluster ")[0]
     text = re.sub(r"actor.update => actor.generate( \{.*\})?", "actor.update => actor.generate { staleness = 1 }", text)
     models = ["policy", *(["value", "reward_model"] if program == "ppo" else [])]
@@ -290,7 +320,8 @@ def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
     ],
 )
 def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:
-    """And what the checks refuse, states that take turns on the same devices, is not looked at, so none of the effort goes there."""
+    """And what the checks refuse, states that take turns on the same devices, is not looked at, so none of the effort
+    goes there."""
     open_ = parted(program, "h100", 4, "").search
     assert open_ is not None and open_.optimal and open_.evaluated < 40 and not any(r.wrong for r in open_.runners)
     for parting in partings:

@@ -74,7 +74,12 @@ def test_best_random_reaches_all_others():
 def test_weights_of_resample():
     score = np.array([-3, 0, 1, 3], np.float64)
     assert list(power(k=2)(score)) == pytest.approx([1, 0, 1 / 9, 1], rel=1e-9)
-    assert list(power(k=1)(score)) == pytest.approx([1, 0, 1 / 3, 1], rel=1e-9) and list(power(k=0)(score)) == [1, 1, 1, 1]
+    assert list(power(k=1)(score)) == pytest.approx([1, 0, 1 / 3, 1], rel=1e-9) and list(power(k=0)(score)) == [
+        1,
+        1,
+        1,
+        1,
+    ]
     assert list(power(k=2)(np.array([1e200, 5e199]))) == pytest.approx([1, 0.25], rel=1e-9)
 
 
@@ -116,7 +121,9 @@ def test_an_empty_batch_stays_empty():
 @pytest.mark.parametrize("select", [mixed, best_of_n, best_worst, best_random, resample])
 def test_scores_without_an_order_are_refused_with_their_row(select, bad):
     more = (generator(),) if select in (best_random, resample) else ()
-    with pytest.raises(ValueError, match=rf"of 3 rows, row 1 \(from 0\) has the score {bad}, which is no finite number"):
+    with pytest.raises(
+        ValueError, match=rf"of 3 rows, row 1 \(from 0\) has the score {bad}, which is no finite number"
+    ):
         select(np.array([1, bad, 0]), *more)
 
 
@@ -126,8 +133,14 @@ def test_rounding_chooses_between_equal_responses_as_none_would(noise):
     score = np.array([0.3, 0.7, -0.2, 0.7, -0.2], np.float64)
     score[3] += noise
     score[4] += noise
-    assert filters.best_worst(score) == [1, 4] and filters.best_of_n(score) == [1] and filters.best_of_n(score, n=3) == [0, 1, 3]
+    assert (
+        filters.best_worst(score) == [1, 4]
+        and filters.best_of_n(score) == [1]
+        and filters.best_of_n(score, n=3) == [0, 1, 3]
+    )
     generator = np.random.default_rng(0)
     assert 1 in filters.best_random(score, generator)
     drawn = filters.resample(score, np.random.default_rng(5), weights="max_min")
-    assert drawn == filters.resample(np.round(score, 3), np.random.default_rng(5), weights="max_min") and set(drawn) <= {1, 2, 3, 4}
+    assert drawn == filters.resample(np.round(score, 3), np.random.default_rng(5), weights="max_min") and set(
+        drawn
+    ) <= {1, 2, 3, 4}

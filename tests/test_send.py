@@ -1,4 +1,5 @@
-"""Resharding between pools on real ranks: whatever the two layouts, every generation rank gets its boxes, and the update keeps its own."""
+"""Resharding between pools on real ranks: whatever the two layouts, every generation rank gets its boxes, and the
+update keeps its own."""
 
 import random
 from dataclasses import replace
@@ -37,7 +38,9 @@ def planned(source, target, first, hosts, bucket):
 
 def send(rank, folder, cases):
     m = model()
-    whole = {t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)}
+    whole = {
+        t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)
+    }
 
     def part(box, name):
         return whole[name][tuple(slice(a, b) for a, b in box)].clone()
@@ -79,7 +82,9 @@ def pairs(world):
         yield from product(sources, targets, ("beside",), beside, (0, 50_000))
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
+)
 def test_any_layout_to_any_layout_of_another_pool(world):
     cases = list(pairs(world))
     random.Random(world).shuffle(cases)

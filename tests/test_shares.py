@@ -1,4 +1,5 @@
-"""Collectives cannot hang and sum up the same, however the rows of a mini-batch fall on ranks and micro-batches: on real ranks."""
+"""Collectives cannot hang and sum up the same, however the rows of a mini-batch fall on ranks and micro-batches: on
+real ranks."""
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from stage import Stage, one_rank, share
 from torch import distributed as dist
 
 from msrl_graph.runtime.data.columns import Column
-from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
@@ -20,7 +21,8 @@ STILL = ("lr = 2e-4", "lr = 0")  # so that every case meets the same weights
 
 
 def sharing(rank, *changes):
-    """A rank that scores and learns its share of a mini-batch: (log-probabilities by row, norm of the gradient on rank 0)."""
+    """A rank that scores and learns its share of a mini-batch: (log-probabilities by row, norm of the gradient on rank
+    0)."""
     stage = Stage(one_rank(STILL, *changes), rank)
     columns = stage.sampled()
     drawn = columns["response.logp"]
@@ -38,8 +40,8 @@ def sharing(rank, *changes):
             stage.plan.placement(name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
             written = getattr(stage, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
-            for rows, column in written.values():
-                logp |= {int(row): column[i].tolist() for i, row in enumerate(rows)}
+            for made in written.values():
+                logp |= {int(row): made.column[i].tolist() for i, row in enumerate(made.rows)}
         return logp, report.sums.get("grad_norm", (0.0, 0))[0]
 
     return act
@@ -58,7 +60,9 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module", params=[1, 3])
 def pair(request):
     where = ("devices_per_node = 1", "devices_per_node = 2"), ("actor.generate { dp = 1 }", "actor.generate { dp = 2 }")
-    team = ranks.Team(2, sharing, *where, ("actor.update   { dp = 1 }", f"actor.update   {{ dp = 2, zero = {request.param} }}"))
+    team = ranks.Team(
+        2, sharing, *where, ("actor.update   { dp = 1 }", f"actor.update   {{ dp = 2, zero = {request.param} }}")
+    )
     yield team
     team.close()
 
@@ -70,7 +74,9 @@ def test_a_share_of_no_prompts_generates_nothing(alone):
 
 
 # Which rank gets each row; None: another mini-batch has it.
-PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(lambda places: any(p is not None for p in places))
+PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(
+    lambda places: any(p is not None for p in places)
+)
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Nothing that is shown moves a terminal's cursor or turns text around, whatever names and messages hold: in no output."""
+"""Nothing that is shown moves a terminal's cursor or turns text around, whatever names and messages hold: in no
+output."""
 
 import io
 import os
@@ -42,7 +43,13 @@ def test_diagnostics(style):
 
 
 def test_a_plan_whose_names_hold_anything(tmp_path):
-    text = compile(str(PAGE)).to_json().replace("actor.", f"{BAD}.").replace('"grpo"', '"gr\\u001b[2Jpo"').replace("math_verify", BAD)
+    text = (
+        compile(str(PAGE))
+        .to_json()
+        .replace("actor.", f"{BAD}.")
+        .replace('"grpo"', '"gr\\u001b[2Jpo"')
+        .replace("math_verify", BAD)
+    )
     plan = from_json(text.replace("\x1b", "\\u001b").replace("\x07", "\\u0007"))
     assert "␛" in safe(plan_text(plan))
     safe(dot_text(plan_picture(plan)))
@@ -52,7 +59,9 @@ def test_a_plan_whose_names_hold_anything(tmp_path):
 def test_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = f"{BAD}.rlg"
-    (tmp_path / name).write_text(PAGE.read_text().replace("train.jsonl", f"{BAD}.jsonl").replace("math_verify()", f'"{BAD}.py:score"'))
+    (tmp_path / name).write_text(
+        PAGE.read_text().replace("train.jsonl", f"{BAD}.jsonl").replace("math_verify()", f'"{BAD}.py:score"')
+    )
     assert compile_main([name]) == 1
     assert compile_main([f"{BAD}/none.rlg"]) == 1 and compile_main(["--explain", BAD]) != 0
     assert run_main([f"{BAD}.json", "--dry-run"]) == 1 and compile_main([str(PAGE), "-o", f"no/{BAD}"]) != 0
@@ -81,5 +90,8 @@ def test_an_iteration_is_called_by_its_number_in_the_progress_as_in_its_metrics(
     for number in (1, 2):
         display.iteration({"iteration": number, "reward": 0.5, "tokens_per_second": 10.0, "seconds": 1.0}, ["reward"])
     total = display.total
-    lines = ["resumed after 1 iteration", *(f"iteration {n} ({n + 1} of {total})  reward 0.500  10 tokens/s  1.00 s" for n in (1, 2))]
+    lines = [
+        "resumed after 1 iteration",
+        *(f"iteration {n} ({n + 1} of {total})  reward 0.500  10 tokens/s  1.00 s" for n in (1, 2)),
+    ]
     assert out.getvalue().splitlines() == lines

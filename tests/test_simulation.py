@@ -1,4 +1,5 @@
-"""The simulation: the estimate where all rows are alike, and never less for more; every row once; the same bytes each time."""
+"""The simulation: the estimate where all rows are alike, and never less for more; every row once; the same bytes each
+time."""
 
 from __future__ import annotations
 
@@ -24,10 +25,11 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.dock.warehouse import Round
+from msrl_graph.runtime.dock.wire import News, Round
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.flow import Done
@@ -82,19 +84,29 @@ RING = f"layout actor.update {{ cp = 2, dp = 2 }}\n{ENGINE.format('megatron', 2)
     [
         pytest.param(lambda: page(), id="page"),
         pytest.param(lambda: page(MINI), id="mini-batches and epochs"),
-        pytest.param(lambda: page(("run {", "engine actor.generate = hf { micro_batch = 3 }\n  run {")), id="waves, the last one short"),
-        pytest.param(lambda: page(("run {", "engine actor.generate = vllm { micro_batch = 3 }\n  run {")), id="continuous"),
+        pytest.param(
+            lambda: page(("run {", "engine actor.generate = hf { micro_batch = 3 }\n  run {")),
+            id="waves, the last one short",
+        ),
+        pytest.param(
+            lambda: page(("run {", "engine actor.generate = vllm { micro_batch = 3 }\n  run {")), id="continuous"
+        ),
         pytest.param(lambda: page(("  run {", "  reshard { order = staged }\n  run {")), id="staged"),
         pytest.param(lambda: page(("  run {", "  dock { mode = central }\n  run {")), id="central"),
         pytest.param(lambda: compile(PROGRAMS / "apart_two.rlg"), id="apart"),
-        pytest.param(lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"),
+        pytest.param(
+            lambda: small("apart actor.generate, actor.update, reference", nodes=3, prompts=12), id="three pools"
+        ),
         pytest.param(lambda: small("layout actor.update { dp = 4, zero = 3 }"), id="ZeRO 3"),
         pytest.param(lambda: small(EIGHT, nodes=1), id="one host"),
         pytest.param(lambda: small(PIPELINE), id="pipeline"),
         pytest.param(lambda: small(f"{RING}\napart actor.generate, actor.update", nodes=4), id="context parallel"),
         pytest.param(lambda: small(OFFLOAD), id="offload"),
         pytest.param(lambda: page(MINI, ("run {", f"{OFFLOAD}\n  run {{")), id="offload, each step"),
-        pytest.param(lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1), id="CPUs"),
+        pytest.param(
+            lambda: small(text=SMALL.replace("ascend-910c", "cpu").replace("qwen2.5-7b", "tiny"), more=EIGHT, nodes=1),
+            id="CPUs",
+        ),
     ],
 )
 def test_rows_at_their_bounds_take_what_the_estimate_says(plan: Callable[[], Plan]) -> None:
@@ -115,7 +127,9 @@ def test_the_bound_stated_is_the_bound() -> None:
 @pytest.mark.parametrize("size", [1, 3, 4, 8])
 def test_rows_that_share_a_beginning_take_nearly_what_the_estimate_says(size: int) -> None:
     """Which rows of a prompt fall into one mini-batch is drawn; the estimate takes the mean."""
-    plan = page(MINI, ("run {", f"{ENGINE.format('fsdp', size)}\n  run {{"), ("= 8192 ", "= 512 "), ("= 2048 ", "= 256 "))
+    plan = page(
+        MINI, ("run {", f"{ENGINE.format('fsdp', size)}\n  run {{"), ("= 8192 ", "= 512 "), ("= 2048 ", "= 256 ")
+    )
     assert plan.estimate is not None
     assert simulate(plan, iterations=1).seconds == pytest.approx(plan.estimate.iteration_seconds.value, rel=0.02)
 
@@ -123,7 +137,8 @@ def test_rows_that_share_a_beginning_take_nearly_what_the_estimate_says(size: in
 # Never less for more.
 
 ROWS = st.sampled_from([("lognormal", 0.8), ("uniform", 0.5), ("geometric", 0.0), ("fixed", 0.0)])
-# By an engine that computes each row by itself: one that shares beginnings does less where rows of one prompt are of like length.
+# By an engine that computes each row by itself: one that shares beginnings does less where rows of one prompt are of
+# like length.
 ALONE, APART = ENGINE.format("megatron", 3), "apart actor.generate, actor.update"
 PLANS = {
     "colocated": small(ALONE),
@@ -158,7 +173,9 @@ def test_longer_rows_never_take_less(name: str, kind: tuple[str, float], middle:
     st.integers(0, 3),
 )
 @settings(max_examples=40)
-def test_more_and_slower_stragglers_never_take_less(name: str, some: float, more: float, slow: float, slower: float, seed: int) -> None:
+def test_more_and_slower_stragglers_never_take_less(
+    name: str, some: float, more: float, slow: float, slower: float, seed: int
+) -> None:
     found = [
         simulate(PLANS[name], iterations=2, lengths="lognormal(150, 0.8)", stragglers=f"{s:.4f} x{f:.4f}", seed=seed)
         for s, f in ((some, slow), (max(some, more), slow + slower))
@@ -169,7 +186,11 @@ def test_more_and_slower_stragglers_never_take_less(name: str, some: float, more
 def test_one_slow_device_of_all_slows_the_iteration() -> None:
     plan = PLANS["colocated"]
     whole = simulate(plan, iterations=1, stragglers="100% x3").seconds
-    assert simulate(plan, iterations=1).seconds < simulate(plan, iterations=1, stragglers="30% x3", seed=1).seconds <= whole
+    assert (
+        simulate(plan, iterations=1).seconds
+        < simulate(plan, iterations=1, stragglers="30% x3", seed=1).seconds
+        <= whole
+    )
     assert whole <= 3 * simulate(plan, iterations=1).seconds * (1 + 1e-9)
 
 
@@ -211,7 +232,11 @@ def by_token(sequences: list[Sequence], slots: int, continuous: bool) -> tuple[f
     return now, ends
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(1, 30)), max_size=12), st.integers(1, 5), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.booleans(), st.integers(1, 30)), max_size=12),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_stretches_add_up_to_tokens(rows: list[tuple[int, bool, int]], slots: int, continuous: bool) -> None:
     sequences = [Sequence(i, c, c * fresh, n) for i, (c, fresh, n) in enumerate(rows)]
     found = generate(Linear(), sequences, slots, continuous, 1.0, 0.0)  # type: ignore[arg-type]
@@ -233,7 +258,8 @@ def test_the_tail_is_where_less_than_half_live() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", ["", "actor.generate -> reference.infer { stream = 5 }", "actor.generate -> actor.infer { balance = tokens }"]
+    "more",
+    ["", "actor.generate -> reference.infer { stream = 5 }", "actor.generate -> actor.infer { balance = tokens }"],
 )
 @pytest.mark.parametrize("batches", ["", "mini_batch = 8", "mini_batch = 16, epochs = 3"])
 def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
@@ -248,9 +274,9 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
         done[node.name] = Done(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
     lengths = {"prompt": simulator.draws.tokens("prompt", 0), "response": simulator.draws.tokens("response", 0)}
     for node in plan.graph.nodes[1:]:
-        weights = simulator.states[node.name].weights(lengths) if node.name in simulator.states else None
+        weights = simulator.model_nodes[node.name].weights(lengths) if node.name in simulator.model_nodes else None
         counted = Counter(u for b in flow.batches(node, 0, done, weights) for part in b.parts for u in part)
-        assert set(counted.values()) == {int(node.number("epochs", 1))}
+        assert set(counted.values()) == {Update.of(node).epochs}
         assert len(counted) == flow.units(node)
 
 
@@ -258,7 +284,9 @@ DOCKS = {
     "whole": small(),
     "streamed": small("actor.generate -> actor.infer { stream = 5 }\nactor.generate -> host.reward { stream = 3 }"),
     "balanced": small("actor.generate -> actor.infer { stream = 7, balance = tokens }", group=3, prompts=16),
-    "mini-batches": page(("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6)\n    mini_batch = 64, epochs = 2")),
+    "mini-batches": page(
+        ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6)\n    mini_batch = 64, epochs = 2")
+    ),
 }
 
 
@@ -266,7 +294,8 @@ DOCKS = {
 @given(st.integers(0, 2**32), st.integers(0, 5))
 @settings(max_examples=10, phases=(Phase.generate,))  # a smaller seed says nothing
 def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
-    """Rows come to a run's controllers one by one, in the order in which the simulation has them, all in one warehouse."""
+    """Rows come to a run's controllers one by one, in the order in which the simulation has them, all in one
+    warehouse."""
     plan, random = DOCKS[name], Random(seed)
     flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
     prompts, responses = plan.graph.rows
@@ -276,19 +305,26 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
             level = plan.graph.row_level(plan.graph.node(edge.src))
             times = list(map(float, random.sample(range(10**6), flow.rows(level))))
             done[edge.src] = Done(level, times, max(times))
-        for column, level, writer in reader.reads:
+        for r in reader.reads:
             # What comes by another edge than its writer's is there already.
-            times = done[writer].times if writer in done else [-1.0] * flow.rows(level)
-            arrivals += [(t, column, row) for row, t in enumerate(times)]
-        tokens = {c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))] for c in ("prompt", "response")}
+            times = done[r.writer].times if r.writer in done else [-1.0] * flow.rows(r.rows)
+            arrivals += [(t, r.column, row) for row, t in enumerate(times)]
+        tokens = {
+            c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))]
+            for c in ("prompt", "response")
+        }
         controller, rounds = Controller(reader), list[Round]()
         task = Task("train", iteration, prompts)
         controller.open(task)
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
-            rounds += controller.heard(task.key, column, np.array([row]), np.array([size]), 0)
+            rounds += controller.heard(task.key, [News(column, np.array([row]), np.array([size]), 0)])
         fan = responses // prompts
-        weight = [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)] if reader.balance else None
+        weight = (
+            [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)]
+            if reader.balance
+            else None
+        )
         found = flow.batches(node, iteration, done, weight)
         assert [b.parts for b in found] == [[p.units.tolist() for p in r.parts] for r in rounds]
         assert found
@@ -300,7 +336,9 @@ def test_keys_are_those_of_a_run() -> None:
 
 
 @given(st.lists(st.lists(st.integers(1, 20), min_size=2, max_size=2), min_size=30, max_size=30), st.integers(1, 9))
-def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(tokens: list[list[int]], most: int) -> None:
+def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
+    tokens: list[list[int]], most: int
+) -> None:
     rollout = Rollout(3, 2, most, lambda prompt: (5, tokens[prompt]))
     written, taken = Counter[tuple[int, int]](), list[int]()
     for version in range(4):
@@ -322,8 +360,12 @@ def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
 
 
 def test_balance_shortens_what_waits_for_the_longest_share() -> None:
-    edges = "\n".join(f"{a} {{ balance = tokens }}" for a in ("actor.generate -> actor.infer", "actor.infer -> actor.update"))
-    plain, balanced = (simulate(small(f"{ALONE}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges))
+    edges = "\n".join(
+        f"{a} {{ balance = tokens }}" for a in ("actor.generate -> actor.infer", "actor.infer -> actor.update")
+    )
+    plain, balanced = (
+        simulate(small(f"{ALONE}\n{more}"), iterations=4, lengths="lognormal(100, 1)") for more in ("", edges)
+    )
     assert balanced.seconds < plain.seconds
 
 
@@ -342,7 +384,10 @@ def stale(staleness: int, parts: int) -> Plan:
 
 
 def test_staleness_and_partial_rollout_shorten_a_long_tail() -> None:
-    runs = {(k, n): simulate(stale(k, n), iterations=8, lengths="lognormal(1200, 1)") for k, n in ((0, 1), (1, 1), (0, 4), (2, 4))}
+    runs = {
+        (k, n): simulate(stale(k, n), iterations=8, lengths="lognormal(1200, 1)")
+        for k, n in ((0, 1), (1, 1), (0, 4), (2, 4))
+    }
     assert runs[1, 1].seconds < runs[0, 1].seconds
     assert runs[0, 4].seconds < runs[0, 1].seconds
     assert runs[2, 4].seconds < runs[0, 4].seconds
@@ -362,7 +407,8 @@ def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
         last = [s for s in turns.spans if s.iteration == 5]
         generation, other = ([s for s in last if s.pool == p.name] for p in turns.plan.pools)
         seconds = [
-            max(s.end for s in some) - min(s.begin for s in some) for some in (generation, [s for s in other if s.name != "reshard"])
+            max(s.end for s in some) - min(s.begin for s in some)
+            for some in (generation, [s for s in other if s.name != "reshard"])
         ]
         assert beside.iterations[-1].seconds == pytest.approx(max(seconds), rel=1e-6)
 
@@ -372,7 +418,9 @@ def test_what_is_never_cut_takes_what_it_takes_whole() -> None:
     assert [i.seconds for i in whole.iterations] == pytest.approx([i.seconds for i in parts.iterations])
     # Of rows that are all cut n - 1 times, n rounds make an iteration.
     cut = simulate(stale(0, 4), iterations=3, lengths="fixed(8192)")
-    assert {len([s for s in cut.spans if s.iteration == i and s.name == "actor.generate" and s.lane == 0]) for i in range(3)} == {4}
+    assert {
+        len([s for s in cut.spans if s.iteration == i and s.name == "actor.generate" and s.lane == 0]) for i in range(3)
+    } == {4}
     assert cut.lengths == simulate(stale(0, 1), iterations=3, lengths="fixed(8192)").lengths
 
 
@@ -385,7 +433,9 @@ def test_no_row_is_older_than_the_edge_allows(staleness: int) -> None:
 
 
 def test_warehouses_keep_rows_of_all_iterations_under_way() -> None:
-    rows = [next(m.items["rows"] for m in stale(k, 1).memory if (m.place, m.phase) == ("host", "update")) for k in (0, 3)]
+    rows = [
+        next(m.items["rows"] for m in stale(k, 1).memory if (m.place, m.phase) == ("host", "update")) for k in (0, 3)
+    ]
     assert rows[1] == pytest.approx(4 * rows[0], rel=1e-6)
 
 
@@ -448,16 +498,31 @@ def test_metrics_of_a_run_give_means(tmp_path: Path) -> None:
 
 
 NO_SHARE = "is not a share of the devices and how many times slower they are; write `1% x3`"
-NO_FILE = "cannot be read: no such file or directory; name a file, or a distribution: fixed, uniform, normal, lognormal, geometric"
+NO_FILE = (
+    "cannot be read: no such file or directory; name a file, or a distribution: fixed, uniform, normal, "
+    "lognormal, geometric"
+)
 
 
 @pytest.mark.parametrize(
     ("option", "value", "told"),
     [
-        ("lengths", "lognorm(6, 1)", "`--lengths lognorm(6, 1)`: no distribution is called `lognorm`; did you mean `lognormal`?"),
+        (
+            "lengths",
+            "lognorm(6, 1)",
+            "`--lengths lognorm(6, 1)`: no distribution is called `lognorm`; did you mean `lognormal`?",
+        ),
         ("lengths", "normal(600)", "`--lengths normal(600)`: `normal` takes mean and std; write `normal(mean, std)`"),
-        ("lengths", "uniform(9, 3)", "`--lengths uniform(9, 3)`: the least is above the most; write `uniform(least, most)`"),
-        ("lengths", "resp=fixed(6)", "`--lengths resp=fixed(6)`: no column of tokens is called `resp`; did you mean `response`?"),
+        (
+            "lengths",
+            "uniform(9, 3)",
+            "`--lengths uniform(9, 3)`: the least is above the most; write `uniform(least, most)`",
+        ),
+        (
+            "lengths",
+            "resp=fixed(6)",
+            "`--lengths resp=fixed(6)`: no column of tokens is called `resp`; did you mean `response`?",
+        ),
         ("lengths", "nowhere.jsonl", f"the lengths nowhere.jsonl {NO_FILE}"),
         ("stragglers", "some", f"`--stragglers some` {NO_SHARE}"),
         ("stragglers", "1% x0.5", f"`--stragglers 1% x0.5` {NO_SHARE}"),
@@ -469,7 +534,10 @@ NO_FILE = "cannot be read: no such file or directory; name a file, or a distribu
         (
             "function_seconds",
             {"host.reward": "fast"},
-            "`--function host.reward=fast` is no number of seconds a row; write `host.reward=0.05`, or a distribution of seconds",
+            (
+                "`--function host.reward=fast` is no number of seconds a row; write `host.reward=0.05`, or a "
+                "distribution of seconds"
+            ),
         ),
     ],
 )
@@ -533,7 +601,9 @@ def test_the_same_bytes_in_any_process(tmp_path: Path, capsys: pytest.CaptureFix
     assert compile_main([*arguments, str(tmp_path / "a.json")]) == 0
     own = capsys.readouterr().out
     command = [sys.executable, "-m", "msrl_graph.cli", *arguments, str(tmp_path / "b.json")]
-    other = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=120)
+    other = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}, timeout=120
+    )
     assert other.stdout == own
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     trace = json.loads((tmp_path / "a.json").read_text())["traceEvents"]

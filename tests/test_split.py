@@ -39,7 +39,9 @@ def update(term, judge):
     graph = planned(text, judge=judge).graph
     if name == "critic.update":
         return graph, graph.node(name)
-    graph = planned(text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call), judge=judge).graph
+    graph = planned(
+        text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call), judge=judge
+    ).graph
     return graph, graph.node(name)
 
 
@@ -60,7 +62,9 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
     """What is found of a term with this body."""
     path = tmp_path / "mine.py"
     body = (
-        source if "def " in source else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
+        source
+        if "def " in source
+        else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
     )
     path.write_text(body)
     return split.found(planned(ROLLOUT, (LOSS, f'"{path}:term"'), judge=judge))
@@ -73,7 +77,10 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
         "return -r * advantage / (advantage.std() + 1e-6)",
         "return -r * advantage / len(logp)",
         "return torch.where(advantage >= advantage.quantile(0.999), logp, -r * advantage)",
-        "k = int(0.0002 * len(logp)); return -r * advantage * torch.ones_like(logp).index_fill(0, advantage.topk(k).indices, 0)",
+        (
+            "k = int(0.0002 * len(logp)); return -r * advantage * torch.ones_like(logp).index_fill(0, "
+            "advantage.topk(k).indices, 0)"
+        ),
         "return -r * advantage * (torch.rand(len(logp)) < 0.5)",
         "return -r * advantage.roll(1)",
         "return -r.detach() * advantage + logp.mean() - logp.mean().detach()",  # the same numbers, other slopes
@@ -94,8 +101,12 @@ def test_what_remembers_is_found(tmp_path, judge):
 @pytest.mark.parametrize("term", ["kl_cov", "clip_cov"])
 def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, judge, term):
     source = inspect.getsource(inspect.getmodule(algorithms.load("loss", term))).replace('(scope="mini_batch")', "")
-    source = source.replace("from .registry", "from msrl_graph.algorithms.registry").replace("rng: np.random.Generator,", "")
-    source = source.replace("rng.", "np.random.default_rng(0).").replace("import torch\n", "import numpy as np; import torch\n")
+    source = source.replace("from .registry", "from msrl_graph.algorithms.registry").replace(
+        "rng: np.random.Generator,", ""
+    )
+    source = source.replace("rng.", "np.random.default_rng(0).").replace(
+        "import torch\n", "import numpy as np; import torch\n"
+    )
     (found,) = own(tmp_path, judge, source.replace(f"def {term}(", "def term("))
     assert found.severity == "error"
 
@@ -105,8 +116,16 @@ def test_the_package_s_statistics_are_found_without_their_mark(tmp_path, judge, 
     [
         ("return -r * advantage", "logp, old_logp, advantage", ""),
         # A statistic of the row alone.
-        ("return torch.cat([x - x.mean() for x in (-r * advantage).split(lengths.tolist())])", "logp, old_logp, advantage, lengths", ""),
-        ("return torch.stack([x.sum() for x in (-r).split(lengths.tolist())])", "logp, old_logp, lengths", ' -> "Rows"'),
+        (
+            "return torch.cat([x - x.mean() for x in (-r * advantage).split(lengths.tolist())])",
+            "logp, old_logp, advantage, lengths",
+            "",
+        ),
+        (
+            "return torch.stack([x.sum() for x in (-r).split(lengths.tolist())])",
+            "logp, old_logp, lengths",
+            ' -> "Rows"',
+        ),
         ("return -r * advantage.clamp(max=0).sqrt()", "logp, old_logp, advantage", ""),  # nan everywhere but at 0
     ],
 )
@@ -122,7 +141,9 @@ def test_what_cannot_be_run_is_told(tmp_path, judge):
 def test_what_is_no_number_a_token_is_an_error_at_the_term(tmp_path, judge):
     (found,) = own(tmp_path, judge, "return -(r * advantage).mean()")
     assert (found.code, found.severity) == ("bad-value", "error")
-    assert found.message.startswith("on made-up rows `term` returned a tensor of the shape (), where one of the shape (")
+    assert found.message.startswith(
+        "on made-up rows `term` returned a tensor of the shape (), where one of the shape ("
+    )
     assert found.span.line > 0 and "`reduce`" in found.help and "`-> Rows`" in found.help
 
 

@@ -1,5 +1,5 @@
-"""Epochs of uneven mini-batches, with schedules, decay and clipping of gradients, by each optimizer: weights and norms are those of torch
-alone, in float64, and rates those of transformers."""
+"""Epochs of uneven mini-batches, with schedules, decay and clipping of gradients, by each optimizer: weights and norms
+are those of torch alone, in float64, and rates those of transformers."""
 
 import warnings
 
@@ -14,19 +14,24 @@ from tiny import ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 from transformers import get_scheduler
 
-from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.weights import checkpoint
 
 ROUNDS = [[0, 4, 7], [1, 2, 6], [3, 5], [2, 3, 7], [0, 1, 5], [4, 6]]  # two epochs of eight rows
-LOSS = ("loss = clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)", "loss = clip(0.2) + 0.1 * kl(mse)")
+LOSS = (
+    "loss = clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)",
+    "loss = clip(0.2) + 0.1 * kl(mse)",
+)
 STATED = {
     "adamw": "adamw(lr = 1e-3, warmup = 4, weight_decay = 0.1, betas = [0.8, 0.95], eps = 1e-3)",
     "sgd": "sgd(lr = linear(0.05, warmup = 2, steps = 6), momentum = 0.9, nesterov = true, weight_decay = 0.01)",
     "muon": "muon(lr = cosine(1e-3, warmup = 2, min = 1e-4, steps = 6), eps = 1e-3)",
 }
 LAYOUTS = ("dp = 2, zero = 0", "dp = 2, zero = 1", "dp = 2, zero = 2", "dp = 2, zero = 3", "tp = 2")
-pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # columns that the shorter loss leaves
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::msrl_graph.diagnostics.ProgramWarning"
+)  # columns that the shorter loss leaves
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,11 @@ def alone(name, stage, columns):
     model, norms, rates = net(stage, "actor"), [], []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     made = optimizers(name, model)
-    plans = {"adamw": ("constant_with_warmup", 4, None), "sgd": ("linear", 2, None), "muon": ("cosine_with_min_lr", 2, {"min_lr": 1e-4})}
+    plans = {
+        "adamw": ("constant_with_warmup", 4, None),
+        "sgd": ("linear", 2, None),
+        "muon": ("cosine_with_min_lr", 2, {"min_lr": 1e-4}),
+    }
     kind, warmup, more = plans[name]
     schedules = [get_scheduler(kind, o, warmup, len(ROUNDS), scheduler_specific_kwargs=more) for o in made]
     for rows in ROUNDS:
@@ -89,13 +98,16 @@ def loss(model, columns, row):
     where = torch.from_numpy(columns["mask"][row])
     whole, tokens = (x[where] for x in token_logps(model, columns, row, "response", 0.8))
     logp = whole.gather(1, tokens)[:, 0]
-    old, ref, advantage = (torch.from_numpy(columns[c][row]).double()[where] for c in ("old_logp", "ref_logp", "advantage"))
+    old, ref, advantage = (
+        torch.from_numpy(columns[c][row]).double()[where] for c in ("old_logp", "ref_logp", "advantage")
+    )
     r = (logp - old).exp()
     return torch.maximum(-advantage * r, -advantage * r.clamp(0.8, 1.2)) + 0.1 * (logp - ref) ** 2 / 2
 
 
 def learn(rank, _, layout, judge, columns, micro, out):
-    """The same steps by a rank of a plan, whose first group has most of each mini-batch, by one optimizer after another."""
+    """The same steps by a rank of a plan, whose first group has most of each mini-batch, by one optimizer after
+    another."""
     for name in STATED:
         steps(rank, name, layout, judge, columns, micro, out)
 
@@ -109,7 +121,9 @@ def steps(rank, name, layout, judge, columns, micro, out):
     for number, rows in enumerate(ROUNDS):
         if number == 3:  # what a checkpoint would hold
             trainer = stage.trainers["actor"]
-            trainer.restore({kind: {s.name: s.tensor.clone() for s in of} for kind, of in trainer.moments().items()}, number)
+            trainer.restore(
+                {kind: {s.name: s.tensor.clone() for s in of} for kind, of in trainer.moments().items()}, number
+            )
         parts, report = [rows[1:], rows[:1]] if placement.layout.dp == 2 else [rows], Report("")
         mine = np.array(parts[placement.layout.coordinates(rank).dp])
         elements = {c: int(columns[c].lengths[rows].sum()) for c in node.reads}
@@ -147,7 +161,10 @@ def test_a_run_that_goes_on_takes_the_same_steps(learnt, name, tmp_path):
         stage.act("actor.update", columns)
     partial = checkpoint.begin(tmp_path, 1)
     files, counts, _ = stage.checkpoint(str(partial), {})
-    again.resume(str(checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, counts, {}, tuple(files)), 2)), counts)
+    again.resume(
+        str(checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, counts, {}, tuple(files)), 2)),
+        counts,
+    )
     rates = []
     for one in (stage, again):
         one.told = Report("rank")

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import torch
 from test_engines import PROMPTS, model, sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from msrl_graph.backends import hf, transformer
+from msrl_graph.backends import transformer
 from msrl_graph.backends.stops import Stops
-from msrl_graph.sharding.layout import Layout
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 TEXT = ["the naïve 日本語 text </tool> of 🙂🙃 and </toolbox> ends\n\nhere", "日本 </too </tool>日 \n🙂🙃🙃 the end"]
@@ -20,7 +20,7 @@ STOPS = [("</tool>",), ("🙃",), ("\n\n", "日本語"), (" the e",), ("e", "<|e
 @pytest.fixture(scope="module")
 def generator():
     torch.set_num_threads(1)
-    engine = hf.Engine(model(), Layout(), 0, None, 0)
+    engine = engines.generator(model())
     transformer.fill(model(), engine.allocate())
     return engine
 
@@ -31,18 +31,28 @@ def of_bytes(folder):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(TEXT[:1], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        TEXT[:1], trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
 
 def with_blanks(folder):
     """One whose decoder takes off the first blank, and which knows other characters by their bytes."""
-    words = [f"<0x{b:02X}>" for b in range(256)] + sorted({*"".join(TEXT).replace(" ", "▁")} - {*"🙂🙃日本語"}) + ["<unk>", "<|end|>"]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True))
+    words = (
+        [f"<0x{b:02X}>" for b in range(256)]
+        + sorted({*"".join(TEXT).replace(" ", "▁")} - {*"🙂🙃日本語"})
+        + ["<unk>", "<|end|>"]
+    )
+    tokenizer = Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.add_special_tokens(["<|end|>"])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer
 
@@ -85,7 +95,9 @@ def test_a_response_ends_with_its_stop_string(generator):
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     rows, whole = np.arange(60), sampling(samples=20, max_tokens=8, temperature=2.0)
     tokens, logps = generator.generate(PROMPTS, rows, whole)
-    stopped = generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
+    stopped = generator.generate(
+        PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "="))
+    )
     ends = [naive(tokenizer, row.tolist(), ("3", "11", "=")) for row in tokens]
     assert 5 < sum(e is not None for e in ends) < 55
     for row, logp, short, its, end in zip(tokens, logps, *stopped, ends, strict=True):

@@ -1,4 +1,5 @@
-"""Warnings of a run that goes wrong: sequences of metrics in, words out. And how far rewards differ, whoever had which rows."""
+"""Warnings of a run that goes wrong: sequences of metrics in, words out. And how far rewards differ, whoever had which
+rows."""
 
 from pathlib import Path
 
@@ -30,7 +31,10 @@ def stated(text):
 def test_a_reward_without_spread():
     flat = {"reward/flat": 1.0}
     found = told([flat] * 7 + [{"reward/flat": 0.5}] + [flat] * 6)
-    words = "`reward` has been the same for all responses to a prompt for 5 iterations: nothing is learnt from it, in iteration {}"
+    words = (
+        "`reward` has been the same for all responses to a prompt for 5 iterations: nothing is learnt from it, "
+        "in iteration {}"
+    )
     assert found == {i: [f"warning: {words.format(i)} ({WHERE['reward']}): {PAGE}"] for i in (5, 13)}
     assert told([flat] * 3, stated("warn_flat = 2")).keys() == {2} and told([flat] * 20, stated("warn_flat = 0")) == {}
     # An iteration that tells nothing of it, as one without rows, begins anew.
@@ -39,21 +43,30 @@ def test_a_reward_without_spread():
 
 def test_responses_that_are_cut():
     found = told([{"truncated": x} for x in (0.5, 0.51, 0.9, 0.2, 0.625)])
-    assert found[2] == [f"warning: 51% of the responses were cut at their bound in iteration 2 ({WHERE['generate']}): {PAGE}"]
+    assert found[2] == [
+        f"warning: 51% of the responses were cut at their bound in iteration 2 ({WHERE['generate']}): {PAGE}"
+    ]
     assert found.keys() == {2, 5} and told([{"truncated": 1.0}], stated("warn_truncated = 1")) == {}
 
 
 def test_an_entropy_that_collapses():
     found = told([{"entropy": x} for x in (2.0, 1.0, 0.21, 0.19, 0.1, 0.3, 0.1)])
-    assert found[4] == [f"warning: the entropy has fallen from 2 to 0.19 nats a token in iteration 4 ({WHERE['update']}): {PAGE}"]
+    assert found[4] == [
+        f"warning: the entropy has fallen from 2 to 0.19 nats a token in iteration 4 ({WHERE['update']}): {PAGE}"
+    ]
     assert found.keys() == {4, 7} and told([{"entropy": 2.0}, {"entropy": 0.0}], stated("warn_entropy = 0")) == {}
 
 
 def test_a_divergence_past_its_bound():
     found = told([{"loss/kl": 0.9, "clip/kl": 0.1}, {"loss/kl": 1.25, "clip/kl": 3}, {"loss/kl": 1.5, "clip/kl": 0.1}])
     text = "warning: `{}` is {} nats a token, over 1, in iteration 2 ({}): {}"
-    assert found == {2: [text.format("loss/kl", "1.25", WHERE["update"], PAGE), text.format("clip/kl", "3", WHERE["update"], PAGE)]}
-    assert told([{"loss/kl": 9.0}], stated("warn_kl = 0")) == {} and told([{"loss/kl": 9.0}], stated("warn_kl = 9.5")) == {}
+    assert found == {
+        2: [text.format("loss/kl", "1.25", WHERE["update"], PAGE), text.format("clip/kl", "3", WHERE["update"], PAGE)]
+    }
+    assert (
+        told([{"loss/kl": 9.0}], stated("warn_kl = 0")) == {}
+        and told([{"loss/kl": 9.0}], stated("warn_kl = 9.5")) == {}
+    )
 
 
 def test_a_run_that_goes_on_does_not_tell_again():
@@ -66,7 +79,9 @@ def test_a_run_that_goes_on_does_not_tell_again():
 
 def test_the_page_of_warnings_is_there():
     page, _, anchor = PAGE.partition("#")
-    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
+    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (Path(__file__).parent.parent / page).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_what_advantages_are_made_of():
@@ -97,6 +112,9 @@ def test_what_is_not_finite_has_no_spread():
     plan, report = compile("grpo", model="tiny", sets={"prompts": "2", "group": "2"}), Report("")
     means, node = Means(plan), plan.graph.node("host.reward")
     means.count(report, node, Task("train", 0, 2), "reward", np.arange(4), np.array([1.0, np.nan, 2.0, 4.0]))
-    assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (7.0, 3)
+    assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (
+        7.0,
+        3,
+    )
     means.count(report, node, Task("held_out", 0, 2), "reward", np.arange(2), np.ones(2))
     assert spreads([report])["reward/flat"] == 0.0  # of training alone

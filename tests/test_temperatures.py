@@ -1,4 +1,5 @@
-"""Temperatures: greedy generations beside drawn ones, and a temperature of each row, which all that scores the row goes by."""
+"""Temperatures: greedy generations beside drawn ones, and a temperature of each row, which all that scores the row goes
+by."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_an_evaluation_that_states_no_temperature_draws_each_generation_as_train
 
 
 def test_each_row_is_drawn_and_scored_at_its_own_temperature() -> None:
-    """What the generator draws with, `infer` and `update` compute again; and it is what transformers computes at these temperatures."""
+    """What the generator draws with, `infer` and `update` compute again; and it is what transformers computes at these
+    temperatures."""
     stage = Stage(one_rank(*TEMP))
     assert stage.plan.graph.node("actor.infer").reads[-1] == stage.plan.graph.node("actor.update").reads[-1] == "temp"
     rows = np.repeat(np.arange(4), 2)
@@ -96,5 +98,7 @@ def test_a_row_without_a_temperature_ends_the_run() -> None:
         heat = Column(np.array([1, 1, value, 1], np.float32))
         with pytest.raises(RunError) as error:
             stage.act("actor.generate", {"prompt": prompts, "temp": heat})
-        assert str(error.value).startswith("`actor.generate` (line 24 of grpo.rlg) on row 2 of iteration 3: the temperature `temp` is ")
+        assert str(error.value).startswith(
+            "`actor.generate` (line 24 of grpo.rlg) on row 2 of iteration 3: the temperature `temp` is "
+        )
         assert wanted in str(error.value)

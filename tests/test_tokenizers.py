@@ -42,7 +42,9 @@ def larger(content: dict[str, Any]) -> None:
 
 def listed(content: dict[str, Any]) -> None:
     """As a Unigram model writes its vocabulary."""
-    content["model"]["vocab"] = [[text, 0.0] for text, _ in sorted(content["model"]["vocab"].items(), key=lambda item: item[1])]
+    content["model"]["vocab"] = [
+        [text, 0.0] for text, _ in sorted(content["model"]["vocab"].items(), key=lambda item: item[1])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,9 @@ def listed(content: dict[str, Any]) -> None:
     ],
     ids=["same", "renumbered", "larger", "listed", "unreadable"],
 )
-def test_the_reader_has_the_writers_tokens(change: Callable[[dict[str, Any]], None], policy: bool, judge: bool, tmp_path: Path) -> None:
+def test_the_reader_has_the_writers_tokens(
+    change: Callable[[dict[str, Any]], None], policy: bool, judge: bool, tmp_path: Path
+) -> None:
     (tmp_path / "train.jsonl").write_bytes((TESTS / "corpus" / "train.jsonl").read_bytes())
     for name in ("ours", "theirs"):
         (tmp_path / name).mkdir()

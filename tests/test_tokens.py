@@ -1,4 +1,5 @@
-"""Text and messages as tokens: by the template of the model that reads them, with nothing added twice; and from tokens back to text."""
+"""Text and messages as tokens: by the template of the model that reads them, with nothing added twice; and from tokens
+back to text."""
 
 import json
 import subprocess
@@ -27,7 +28,13 @@ def tokens(request, tmp_path_factory):
 
 def test_a_text_column_is_read_as_it_is_and_messages_by_the_template(tokens):
     column = tokens.read(texts(["one plus", json.dumps([USER]), "", '[{"role": 3}]', "[one"]))
-    assert tokens.decode((column[i] for i in range(5)), special=True) == ["one plus", ASKED, "", '[{"role": 3}]', "[one"]
+    assert tokens.decode((column[i] for i in range(5)), special=True) == [
+        "one plus",
+        ASKED,
+        "",
+        '[{"role": 3}]',
+        "[one",
+    ]
     assert tokens.decode([column[1]]) == ["user\nwhat is one plus two\nassistant\n"]
     assert column.values.dtype == "int32" and column.lengths[1] > 4  # neither cut nor padded, whatever the file says
 
@@ -39,7 +46,9 @@ def test_any_text_is_itself_again(tokens, text):
     assert column is None or tokens.decode([column[0]], special=True) == [text]
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '[{"role": ' * 100_000, "[1]", "[]", '[{"role": "user"}]', "{}", '[{"content": "a"}]'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '[{"role": ' * 100_000, "[1]", "[]", '[{"role": "user"}]', "{}", '[{"content": "a"}]']
+)
 def test_what_are_no_messages(text):
     assert messages(text) is None
 
@@ -59,13 +68,22 @@ def test_a_template_that_cannot_be_used_is_told(tmp_path, tokens):
     thinks = chat.TEMPLATE.replace('assistant\n" }}{% endif', 'assistant\n<think>" }}{% endif')
     with pytest.raises(BadMessages, match=r"writes 'three.* with the response where the prompt alone has '<think>'"):
         Tokens(str(chat.model(tmp_path / "thinks", thinks))).response([USER], [SAYS])
-    with pytest.raises(BadMessages, match=r"no chat template to render them: there is no chat_template\.jinja, and no `chat_template` in"):
+    with pytest.raises(
+        BadMessages,
+        match=r"no chat template to render them: there is no chat_template\.jinja, and no `chat_template` in",
+    ):
         Tokens(str(chat.model(tmp_path / "none", ""))).prompt([USER])
 
 
 @pytest.mark.parametrize(
     ("ends", "own", "found"),
-    [((0, 2), "<|stop|>", (2, 0)), ((0, 2), "<|end|>", (0, 2)), (0, "<|stop|>", (0,)), ([2], "<|end|>", (2,)), (None, "<|end|>", (1,))],
+    [
+        ((0, 2), "<|stop|>", (2, 0)),
+        ((0, 2), "<|end|>", (0, 2)),
+        (0, "<|stop|>", (0,)),
+        ([2], "<|end|>", (2,)),
+        (None, "<|end|>", (1,)),
+    ],
 )
 def test_the_tokens_that_end_a_response(tmp_path, ends, own, found):
     assert Tokens(str(chat.model(tmp_path / "model", ends=ends, own=own))).ends == found
@@ -111,9 +129,17 @@ def shown(data, name):
 def test_pairs_of_messages_or_text_end_with_the_end_token(pairs, parquet):
     two = {"role": "assistant", "content": "two"}
     data = pairs([{"prompt": [USER], "chosen": [SAYS], "rejected": [USER, two]}], parquet=parquet)
-    assert (shown(data, "prompt"), shown(data, "chosen"), shown(data, "rejected")) == ([ASKED], ["three<|stop|>"], ["two<|stop|>"])
+    assert (shown(data, "prompt"), shown(data, "chosen"), shown(data, "rejected")) == (
+        [ASKED],
+        ["three<|stop|>"],
+        ["two<|stop|>"],
+    )
     data = pairs([{"prompt": "one plus", "chosen": " three", "rejected": " two<|end|>"}], parquet=parquet)
-    assert (shown(data, "prompt"), shown(data, "chosen"), shown(data, "rejected")) == (["one plus"], [" three<|stop|>"], [" two<|end|>"])
+    assert (shown(data, "prompt"), shown(data, "chosen"), shown(data, "rejected")) == (
+        ["one plus"],
+        [" three<|stop|>"],
+        [" two<|end|>"],
+    )
     data = pairs([{"prompt": [5, 6], "chosen": [7, 2], "rejected": [8]}], parquet=parquet)
     assert [data.all()[c][0].tolist() for c in PAIRS] == [[5, 6], [7, 2], [8, 2]]
 
@@ -131,8 +157,12 @@ def test_what_does_not_fit_together_in_a_pair(pairs):
     assert told(prompt=[USER], chosen=[USER], rejected="two").startswith(
         "line 2 of FILE has messages in `chosen`, and the chat template of"
     )
-    assert told(prompt=[1, 400], chosen="two", rejected="two").startswith("line 2 of FILE has the token 400 in `prompt`, outside the vo")
-    assert told(prompt=[-1], chosen="two", rejected="two").startswith("line 2 of FILE has the token -1 in `prompt`, outside the vo")
+    assert told(prompt=[1, 400], chosen="two", rejected="two").startswith(
+        "line 2 of FILE has the token 400 in `prompt`, outside the vo"
+    )
+    assert told(prompt=[-1], chosen="two", rejected="two").startswith(
+        "line 2 of FILE has the token -1 in `prompt`, outside the vo"
+    )
 
 
 def test_rows_that_are_left_out_are_counted_by_column(pairs):
@@ -154,7 +184,15 @@ def test_rows_that_are_left_out_are_counted_by_column(pairs):
     assert fault.value.diagnostics[0].help == "`prompt` of 1 is empty or longer than 40"
 
 
-MIXED = {"prompt": "i32[<= 40]", "level": "i32", "hard": "bool", "weight": "f32", "shape": "f32[3]", "note": "text", "task": "json"}
+MIXED = {
+    "prompt": "i32[<= 40]",
+    "level": "i32",
+    "hard": "bool",
+    "weight": "f32",
+    "shape": "f32[3]",
+    "note": "text",
+    "task": "json",
+}
 PROMPTS = "node actor.generate(prompt) -> out\n source -> actor.generate"
 
 
@@ -170,7 +208,15 @@ def test_fields_of_all_types_travel_as_columns(pairs, parquet):
         "task": {"goal": [1, 2], "say": "é"},
     }
     columns = pairs([row, row], {**MIXED, "out": "i32[<= 9]"}, PROMPTS, parquet).rows(3, 2)
-    kinds = {"level": "int32", "hard": "bool", "weight": "float32", "shape": "float32", "note": "uint8", "task": "uint8", "prompt": "int32"}
+    kinds = {
+        "level": "int32",
+        "hard": "bool",
+        "weight": "float32",
+        "shape": "float32",
+        "note": "uint8",
+        "task": "uint8",
+        "prompt": "int32",
+    }
     assert {n: str(c.values.dtype) for n, c in columns.items()} == kinds
     assert [columns[n][1].tolist() for n in ("level", "hard", "weight", "shape")] == [3, True, 0.5, [1, 2, 3.5]]
     assert all((columns[n].offsets is None) == (n in ("level", "hard", "weight")) for n in columns)
@@ -197,10 +243,16 @@ def test_a_column_as_long_as_another_is_held_against_it(pairs):
 def test_a_text_that_a_model_reads_is_held_against_its_bound_in_tokens(pairs):
     columns = {"prompt": "i32[<= 40]", "question": "text[<= 12]", "out": "i32[<= 9]", "out_two": "i32[<= 9]"}
     nodes = PROMPTS + "\n node judge.generate(question) -> out_two\n source -> judge.generate"
-    rows = [{"prompt": "one", "question": q} for q in ("one plus two", "one two " * 9, "", [{"role": "user", "content": "one"}], [USER])]
+    rows = [
+        {"prompt": "one", "question": q}
+        for q in ("one plus two", "one two " * 9, "", [{"role": "user", "content": "one"}], [USER])
+    ]
     data = pairs(rows, columns, nodes)
     assert data.left_out == {"question": 3}
-    assert [data.all()["question"].text(i) for i in range(2)] == ["one plus two", '[{"role": "user", "content": "one"}]']
+    assert [data.all()["question"].text(i) for i in range(2)] == [
+        "one plus two",
+        '[{"role": "user", "content": "one"}]',
+    ]
     with pytest.raises(Fault) as fault:
         pairs([{"prompt": "one", "question": [{"role": "nobody", "content": ""}]}], columns, nodes)
     assert "has messages in `question`, and the chat template of" in fault.value.diagnostics[0].message

@@ -15,12 +15,12 @@ from torch.nn.functional import logsigmoid
 from msrl_graph import compile
 from msrl_graph.checks.weights import lacking
 from msrl_graph.diagnostics import Fault
+from msrl_graph.ir.attributes import Update
 from msrl_graph.runtime.data.columns import Column, ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.training import due
 from msrl_graph.runtime.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -71,7 +71,9 @@ def values(model, columns, i):
 
 
 def close(got, expected, **more):
-    return np.allclose(got, np.concatenate([e.detach().numpy() for e in expected]), **{"rtol": 1e-5, "atol": 1e-5, **more})
+    return np.allclose(
+        got, np.concatenate([e.detach().numpy() for e in expected]), **{"rtol": 1e-5, "atol": 1e-5, **more}
+    )
 
 
 def test_what_a_policy_infers(rolled):
@@ -101,8 +103,16 @@ def test_a_prompt_of_text_is_the_tokens_that_it_makes(rolled, judge):
     found = []
     for prompt, changes in ((columns["prompt"], []), (words, [("prompt    : i32[<= 6]", "prompt    : text")])):
         stage = staged(ROLLOUT, *changes, judge=judge)
-        made = [stage.act(name, columns | {"prompt": prompt}) for name in ("teacher.infer", "critic.infer", "judge.infer", "actor.update")]
-        found.append([*(c.values for some in made for c in some.values()), *(s.tensor.numpy() for s in stage.trainers["actor"].shards())])
+        made = [
+            stage.act(name, columns | {"prompt": prompt})
+            for name in ("teacher.infer", "critic.infer", "judge.infer", "actor.update")
+        ]
+        found.append(
+            [
+                *(c.values for some in made for c in some.values()),
+                *(s.tensor.numpy() for s in stage.trainers["actor"].shards()),
+            ]
+        )
     assert all(map(np.array_equal, *found)) and len(found[0]) > 5
 
 
@@ -156,7 +166,8 @@ def test_a_critic_that_is_begun_from_a_policy_predicts_nothing(judge):
 
 
 def policy_loss(stage, columns, kept):
-    """clip(0.2, ratio = sequence) + 0.1 kl() - 0.01 entropy() + 0.1 distil(reverse) of each token that is kept, row by row."""
+    """clip(0.2, ratio = sequence) + 0.1 kl() - 0.01 entropy() + 0.1 distil(reverse) of each token that is kept, row by
+    row."""
     model, found = net(stage, "actor"), []
     for i in range(8):
         where = torch.from_numpy(kept[i])
@@ -165,7 +176,8 @@ def policy_loss(stage, columns, kept):
         old, ref, advantage, top = (
             torch.from_numpy(columns[c][i]).double()[where] for c in ("old_logp", "ref_logp", "advantage", "top_logp")
         )
-        # Several advantages a row: each token has the row's ratio, and the gradient of its own (arXiv:2507.18071, eq. 14).
+        # Several advantages a row: each token has the row's ratio, and the gradient of its own (arXiv:2507.18071, eq.
+        # 14).
         ratio = (logp - old).mean().detach().exp() * (logp - logp.detach()).exp()
         surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
         d = ref - logp
@@ -253,10 +265,16 @@ def test_pairs_and_their_figures(micro):
     stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
     stage.act("actor.update", columns)
     told = {name: total / max(weight, 1) for name, (total, weight) in stage.told.sums.items()}
-    assert told["loss"] == pytest.approx(told["loss/dpo"]) == pytest.approx(float(torch.cat(rows).detach().mean()), rel=1e-5)
+    assert (
+        told["loss"]
+        == pytest.approx(told["loss/dpo"])
+        == pytest.approx(float(torch.cat(rows).detach().mean()), rel=1e-5)
+    )
     assert told["grad_norm"] == pytest.approx(norm(model), rel=1e-5)
     z = -10 * torch.log(torch.expm1(torch.cat(rows).detach()))  # from -log sigmoid(z / 10)
-    assert told["dpo/margin"] == pytest.approx(float(z.mean()), rel=1e-4) and told["dpo/accuracy"] == float((z > 0).double().mean())
+    assert told["dpo/margin"] == pytest.approx(float(z.mean()), rel=1e-4) and told["dpo/accuracy"] == float(
+        (z > 0).double().mean()
+    )
 
 
 @pytest.mark.parametrize("left", [0, 1])
@@ -356,7 +374,11 @@ LACKING = {
         "has the shape [2, 128], where `judge` takes [1, 128]",
         "AutoModelForSequenceClassification with num_labels = 1",
     ),
-    "a bias": (lambda t: t.update({"score.bias": torch.ones(1)}), "`score.bias` in", "AutoModelForSequenceClassification"),
+    "a bias": (
+        lambda t: t.update({"score.bias": torch.ones(1)}),
+        "`score.bias` in",
+        "AutoModelForSequenceClassification",
+    ),
     "no bias": (lambda t: t.update({"score.bias": torch.zeros(1)}), "", ""),
     "no layer": (
         lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
@@ -393,7 +415,10 @@ def test_weights_that_cannot_be_read_are_told(tmp_path):
 
 # Several updates.
 
-WARM = "node warm: actor.update(prompt, response) { loss = sft(), optimizer = adamw(lr = 2e-3, betas = [0.5, 0.9], warmup = 4) }"
+WARM = (
+    "node warm: actor.update(prompt, response) { loss = sft(), optimizer = adamw(lr = 2e-3, betas = [0.5, "
+    "0.9], warmup = 4) }"
+)
 SECOND = (
     ("  source(4)", f"  {WARM}\n  source(4)"),
     ("-> critic.update, actor.update\n", "-> critic.update, actor.update\n  actor.generate -> warm\n"),
@@ -425,7 +450,9 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
     for mine, theirs in zip(stage.trainers["actor"].shards(), reference.param_groups[0]["params"], strict=True):
         assert torch.allclose(mine.tensor, theirs, atol=1e-6), mine.name
     assert stage.told.sums["updates"] == (4, 0) and stage.told.sums["warm/updates"] == (2, 0)
-    assert stage.told.sums["loss"][0] == pytest.approx(stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0])
+    assert stage.told.sums["loss"][0] == pytest.approx(
+        stage.told.sums["warm/loss"][0] + stage.told.sums["actor.update/loss"][0]
+    )
     partial = checkpoint.begin(tmp_path, 1)
     files, steps, _ = stage.checkpoint(str(partial), {})
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, steps, {}, tuple(files)), 2)
@@ -439,16 +466,24 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
 
 def test_when_an_update_is_due(judge):
     stated = ("optimizer = adamw(lr = 1e-3)\n", "optimizer = adamw(lr = 1e-3)\n    after = 2\n    every = 3\n")
-    late, always = (planned(ROLLOUT, *changes, judge=judge).graph.node("actor.update") for changes in ([stated], []))
-    assert [i for i in range(12) if due(late, i)] == [2, 5, 8, 11] and all(due(always, i) for i in range(12))
+    late, always = (
+        Update.of(planned(ROLLOUT, *changes, judge=judge).graph.node("actor.update")) for changes in ([stated], [])
+    )
+    assert [i for i in range(12) if late.due(i)] == [2, 5, 8, 11] and all(always.due(i) for i in range(12))
 
 
 @pytest.mark.parametrize(("most", "cut"), [(2, 8), (3, 0)])  # the example's answers are two digits and the end token
 def test_what_is_told_of_responses_and_steps(most, cut):
     stage = Stage(
         one_rank(
-            ("adamw(lr = 2e-4, betas = [0.9, 0.99], weight_decay = 0, warmup = 20)", "adamw(lr = linear(4e-4, steps = 5))"),
-            ("{ samples = group, temperature = 1.0 }", f"{{ samples = group, temperature = 1.0, max_tokens = {most} }}"),
+            (
+                "adamw(lr = 2e-4, betas = [0.9, 0.99], weight_decay = 0, warmup = 20)",
+                "adamw(lr = linear(4e-4, steps = 5))",
+            ),
+            (
+                "{ samples = group, temperature = 1.0 }",
+                f"{{ samples = group, temperature = 1.0, max_tokens = {most} }}",
+            ),
         )
     )
     columns = stage.sampled()
@@ -482,7 +517,9 @@ def test_a_state_is_a_factor_of_a_term(of, per):
     columns = stage.sampled()
     old = stage.act("actor.infer", columns)["old_logp"]
     ref = Column(old.values - 0.25, old.offsets)
-    stage.act("actor.update", columns | {"old_logp": old, "ref_logp": ref, "beta": Column(np.full(8, 0.75, np.float32))})
+    stage.act(
+        "actor.update", columns | {"old_logp": old, "ref_logp": ref, "beta": Column(np.full(8, 0.75, np.float32))}
+    )
     loss, clip, kl = (stage.told.sums[name] for name in ("loss", "loss/clip", "loss/kl"))
     assert kl[0] / kl[1] == pytest.approx(0.25, abs=1e-5)
     assert loss[0] == pytest.approx(clip[0] / clip[1] + 2 * 0.75 * 0.25, abs=1e-5)

@@ -1,4 +1,5 @@
-"""Neither micro-batches nor how rows and weights fall on ranks change what infers and updates of any kind give: on real ranks."""
+"""Neither micro-batches nor how rows and weights fall on ranks change what infers and updates of any kind give: on real
+ranks."""
 
 from functools import cache
 
@@ -12,7 +13,7 @@ from stage import share
 from tiny import PAIRS, ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 
-from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
@@ -20,7 +21,8 @@ ROWS = 8
 TASK = Task("train", 3, 4, 2)
 STILL = ("adamw(lr = 1e-3)", "adamw(lr = 0)")  # so that every case meets the same weights
 BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
-# Terms of the whole mini-batch, beside others: one token has the largest covariance, and of several that may one is drawn.
+# Terms of the whole mini-batch, beside others: one token has the largest covariance, and of several that may one is
+# drawn.
 WHOLE = ("clip(0.2, ratio = sequence)", "kl_cov(0.05) + clip_cov(share = 0.1, least = 0)")
 PROGRAMS = {
     "rollout": (ROLLOUT, STILL),
@@ -56,8 +58,8 @@ def working(rank, judge):
             here.plan.placement(node.name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
             found = getattr(here, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
-            for name, (rows, column) in found.items():
-                written |= {(name, int(row)): np.asarray(column[i]) for i, row in enumerate(rows)}
+            for name, made in found.items():
+                written |= {(name, int(row)): np.asarray(made.column[i]) for i, row in enumerate(made.rows)}
         return written, report.sums
 
     return act
@@ -95,13 +97,15 @@ def check(alone, answers, program, shares, micro):
         assert np.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
     totals = {name: sum(told[name][0] for _, told in answers if name in told) for name in sums}
     for name, (value, weight) in sums.items():
-        # Rows whose gradients nearly cancel leave what rounding makes of gradients that are thousands of times larger; of a sum over tokens
-        # the mean is what is told.
+        # Rows whose gradients nearly cancel leave what rounding makes of gradients that are thousands of times larger;
+        # of a sum over tokens the mean is what is told.
         assert totals[name] == pytest.approx(value, rel=1e-5, abs=1e-5 * max(1, weight)), name
 
 
 # Which data-parallel group gets each row; None: another mini-batch has it.
-PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(lambda places: any(p is not None for p in places))
+PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).filter(
+    lambda places: any(p is not None for p in places)
+)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -1,4 +1,5 @@
-"""Programs beyond one policy, from text to trained weights: pairs from data alone, and a critic with a teacher and a reward model."""
+"""Programs beyond one policy, from text to trained weights: pairs from data alone, and a critic with a teacher and a
+reward model."""
 
 import json
 
@@ -63,20 +64,30 @@ def test_a_critic_and_a_reward_model(place):
     """A critic that is begun from the policy; what it learnt is in the checkpoint that the second run goes on with."""
     scoring(place.folder / "judge")
     text = ROLLOUT.replace("    mask      : bool[response]\n", "").replace("response, mask", "response")
-    text = text.replace("value_clip(0.5), optimizer = adamw(lr = 1e-3)", "value_clip(5), optimizer = adamw(lr = 1e-3), epochs = 4")
+    text = text.replace(
+        "value_clip(0.5), optimizer = adamw(lr = 1e-3)", "value_clip(5), optimizer = adamw(lr = 1e-3), epochs = 4"
+    )
     text = text.replace("    optimizer = adamw(lr = 1e-3)\n", "    optimizer = adamw(lr = 1e-5)\n    after = 1\n")
     (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "2"))
     ran(place, "--out", "one")
     (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "3"))
     ran(place, "--resume", "one", "--record")
     lines = metrics(place.folder / "one")
-    assert [line["updates"] for line in lines] == [4, 5, 5] and [line["critic.update/updates"] for line in lines] == [4, 4, 4]
-    assert "clip/ratio" not in lines[0] and lines[1]["clip/ratio"] == pytest.approx(1, abs=0.01) == lines[2]["clip/ratio"]
+    assert [line["updates"] for line in lines] == [4, 5, 5] and [line["critic.update/updates"] for line in lines] == [
+        4,
+        4,
+        4,
+    ]
+    assert (
+        "clip/ratio" not in lines[0] and lines[1]["clip/ratio"] == pytest.approx(1, abs=0.01) == lines[2]["clip/ratio"]
+    )
     # The scores lie far from zero, where the critic begins, and it comes nearer.
     assert abs(lines[2]["value_clip/error"]) < abs(lines[0]["value_clip/error"])
     assert lines[1]["loss/entropy"] > 0 and lines[1]["loss/distil"] == pytest.approx(0, abs=1e-4)
     assert all(line["logp_drift"] < 1e-4 for line in lines)
     table = rows_of(place.folder / "one", 2)
-    assert [[len(k) for k in row] for row in table["top_ids"].to_pylist()] == [[3] * len(r) for r in table["response"].to_pylist()]
+    assert [[len(k) for k in row] for row in table["top_ids"].to_pylist()] == [
+        [3] * len(r) for r in table["response"].to_pylist()
+    ]
     config = json.loads((place.folder / "one" / "weights" / "critic" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]

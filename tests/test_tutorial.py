@@ -1,9 +1,10 @@
-"""The tutorial is followed to the letter: its files are written, its commands run in order, and what they print is what the page shows.
+"""The tutorial is followed to the letter: its files are written, its commands run in order, and what they print is what
+the page shows.
 
-A block whose first line is `# NAME.rlg` or `# NAME.py` is a file; a line `$ COMMAND` in a ```text block is run by a shell, and the lines
-after it are what it prints, stderr too; `…` on a line of its own stands for lines that are left out. ```sh blocks need Ray or the network
-and are only read. `pytest --update` rewrites what is shown: between two `…` the first line is looked for, and as many lines taken as
-stand there.
+A block whose first line is `# NAME.rlg` or `# NAME.py` is a file; a line `$ COMMAND` in a ```text block is run by a
+shell, and the lines after it are what it prints, stderr too; `…` on a line of its own stands for lines that are left
+out. ```sh blocks need Ray or the network and are only read. `pytest --update` rewrites what is shown: between two `…`
+the first line is looked for, and as many lines taken as stand there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ def folder(tmp_path: Path) -> Path:
     commands.mkdir()
     for name in ("model", "train.jsonl", "test.jsonl", "grpo.rlg"):
         (work / name).symlink_to(EXAMPLE / name)
-    called = {name: f'-c "import sys; from {module} import {main}; sys.exit({main}())"' for name, (module, main) in COMMANDS.items()}
+    called = {
+        name: f'-c "import sys; from {module} import {main}; sys.exit({main}())"'
+        for name, (module, main) in COMMANDS.items()
+    }
     for name, arguments in {**called, "python": ""}.items():
         (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n', encoding="utf-8")
         (commands / name).chmod(0o755)
@@ -47,10 +51,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def printed(command: str, folder: Path) -> str:
-    paths = {"PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = {
+        "PATH": f"{folder.parent / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     environment = {**os.environ, **paths, "MSRL_HERE": "", "NO_COLOR": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, shell=True, cwd=folder, env=environment, text=True, timeout=120, check=False, **streams)
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, text=True, timeout=120, check=False, **streams
+    )
     return done.stdout.replace(f"{ROOT}/", "")
 
 
@@ -68,7 +78,9 @@ def agrees(shown: str, real: str) -> bool:
         return lines == pieces[0]
     for i, piece in enumerate(pieces):
         places = [p for p in range(at, len(lines) - len(piece) + 1) if lines[p : p + len(piece)] == piece]
-        wanted = [0] if i == 0 and piece else [len(lines) - len(piece)] if i == len(pieces) - 1 and piece else places[:1]
+        wanted = (
+            [0] if i == 0 and piece else [len(lines) - len(piece)] if i == len(pieces) - 1 and piece else places[:1]
+        )
         if not {*wanted} & {*places}:
             return False
         at = wanted[0] + len(piece)
@@ -85,13 +97,20 @@ def rewritten(shown: str, real: str) -> str:
         at = lines.index(first[0], at) if first else at
         new.append(lines[at : at + len(piece)])
         at += len(piece)
-    return f"\n{LEFT_OUT}\n".join("\n".join(piece) for piece in new).removeprefix("\n").removesuffix("\n") + "\n" if new else real
+    return (
+        f"\n{LEFT_OUT}\n".join("\n".join(piece) for piece in new).removeprefix("\n").removesuffix("\n") + "\n"
+        if new
+        else real
+    )
 
 
 def test_a_text_agrees_in_its_parts() -> None:
     real = "a\nb\nc\nd\n"
     assert all(agrees(s, real) for s in (real, "a\n…\nd\n", "…\nb\nc\n…\n", "a\n…\n", "…\nd\n", "…\nb\n…\nd\n"))
-    assert not any(agrees(s, real) for s in ("a\nb\nc\n", "b\n…\nd\n", "a\n…\nc\n", "…\nc\n…\nb\n…\n", "…\nb\nd\n…\n", "a\n…\nd\ne\n"))
+    assert not any(
+        agrees(s, real)
+        for s in ("a\nb\nc\n", "b\n…\nd\n", "a\n…\nc\n", "…\nc\n…\nb\n…\n", "…\nb\nd\n…\n", "a\n…\nd\ne\n")
+    )
     assert rewritten("aa\n…\ncold\n…\n", "aa\nb\ncolt\nd\n") == "aa\n…\ncolt\n…\n"
     assert agrees(rewritten("…\ncold\n", real + "cord\n"), real + "cord\n")
 
@@ -125,7 +144,12 @@ def test_the_page_is_true(folder: Path, update: bool) -> None:
 
 
 def test_commands_that_are_only_read_have_flags_that_exist(folder: Path) -> None:
-    found = [line for kind, body in BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind == "sh" for line in body.splitlines()]
+    found = [
+        line
+        for kind, body in BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+        if kind == "sh"
+        for line in body.splitlines()
+    ]
     known = printed("msrl-run --help", folder)
     flags = [flag for line in found if line.startswith("msrl-run") for flag in re.findall(r"--\w[\w-]*", line)]
     assert flags

@@ -58,7 +58,8 @@ STATEMENTS = """
 def test_each_statement_changes_what_it_is_of() -> None:
     """Engines and edges state by state, `evaluate`, `dock` and `run` by attribute, `place` and `apart` as one."""
     base = HEAD.replace(
-        "  run {", STATEMENTS.replace("actor.generate, actor.update = OTHER", "actor.infer, actor.update = fsdp") + "  run {"
+        "  run {",
+        STATEMENTS.replace("actor.generate, actor.update = OTHER", "actor.infer, actor.update = fsdp") + "  run {",
     )
     own = """deploy b extends base {
   evaluate test { samples = 1, label = "held out" }
@@ -76,8 +77,12 @@ def test_each_statement_changes_what_it_is_of() -> None:
     assert (deploy.dock.deadline, deploy.dock.replicas) == (300, 3)
     assert {n: c.options["micro_batch"] for n, c in deploy.engines.items()} == {"actor.infer": 2, "actor.update": 4}
     assert [pool.nodes for pool in deploy.pools] == [("actor.generate",)]
-    assert {*edges["actor.generate", "actor.infer"]} == {"balance"} and {*edges["actor.generate", "reference.infer"]} == {"stream"}
-    dropped = lowered(base + "deploy b extends base { drop apart drop actor.generate -> actor.infer }\n", context(deploy="b"))
+    assert {*edges["actor.generate", "actor.infer"]} == {"balance"} and {
+        *edges["actor.generate", "reference.infer"]
+    } == {"stream"}
+    dropped = lowered(
+        base + "deploy b extends base { drop apart drop actor.generate -> actor.infer }\n", context(deploy="b")
+    )
     assert dropped.deploy is not None and not dropped.deploy.pools
     assert "stream" not in {(e.src, e.dst): e.attributes for e in dropped.graph.edges}["actor.generate", "actor.infer"]
 
@@ -112,10 +117,17 @@ def test_the_same_is_said_in_python() -> None:
     last = Deploy(extends=other, name="last")
     last.layout("actor.update", tp=4)
     plan = compile(last)
-    assert (plan.deploy.name, plan.cluster.devices, plan.deploy.run.iterations, plan.deploy.run.seed) == ("last", 4, 9, 4)
+    assert (plan.deploy.name, plan.cluster.devices, plan.deploy.run.iterations, plan.deploy.run.seed) == (
+        "last",
+        4,
+        9,
+        4,
+    )
     assert plan.graph.params["prompts"] == 256 and plan.deploy.layouts["actor.update"].tp == 4
     assert same(last.tree(), parse(to_rlg(last), "p.rlg"))
-    assert "deploy last extends other {" in to_rlg(last) and "  drop layout actor.update\n  drop set prompts\n" in to_rlg(last)
+    assert "deploy last extends other {" in to_rlg(
+        last
+    ) and "  drop layout actor.update\n  drop set prompts\n" in to_rlg(last)
     assert compile(base).deploy.name == "base"
 
 

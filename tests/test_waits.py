@@ -1,4 +1,8 @@
-"""Processes that wait for an answer of the dock's controllers, on Ray: however many there are, and whoever was answered before."""
+"""Processes that wait for an answer of the dock's controllers, on Ray: however many there are, and whoever was answered
+before."""
+
+import sys
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -6,6 +10,8 @@ from test_dock import reader
 
 from msrl_graph.ir.rowsets import Sieve
 from msrl_graph.runtime.dock.actors import ControllerHost, DockTimeout
+from msrl_graph.runtime.dock.controller import Again, Question
+from msrl_graph.runtime.dock.wire import News
 from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow
@@ -21,29 +27,61 @@ def ray():
     ray.shutdown()
 
 
-def board(ray, deadline):
+def controllers(ray, deadline):
     """The controllers of a host: of a filter that may ask three times for two more prompts with four responses each."""
-    made = ControllerHost.remote([reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)], deadline, "near", [])
+    made = ControllerHost.remote(
+        [reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)], deadline, "near", []
+    )
     ray.get(made.open.remote(TASK))
     return made
 
 
+@dataclass(frozen=True)
+class Rows(Question[int]):
+    """How many rows of a column have come, once there are so many: what a controller was never asked before."""
+
+    column: str
+    least: int
+
+    def answer(self, controller):
+        count = int((controller.books[self.key].where[self.column].get(np.arange(16)) >= 0).sum())
+        return count if count >= self.least else None
+
+
 def verdicts(made, round, times):
     rows = np.arange(8 * round, 8 * round + 8)
-    return made.heard.remote(TASK.key, 0, {"filter.times": (rows, np.full(8, times))})
+    return made.heard.remote(TASK.key, [News("filter.times", rows, np.full(8, times), 0, verdicts=True)])
+
+
+def responses(made, prompt):
+    """News by which nothing is decided."""
+    rows = np.arange(4 * prompt, 4 * prompt + 4)
+    return made.heard.remote(TASK.key, [News("response", rows, np.ones(4, int), 0)])
 
 
 def test_news_get_past_more_waits_than_a_cluster_has_processes(ray):
-    made = board(ray, 60.0)
-    asked = [made.again.remote("filter", TASK.key, 1) for _ in range(3000)]
+    made = controllers(ray, 60.0)
+    asked = [made.ask.remote(Again("filter", TASK.key, 1)) for _ in range(3000)]
     ray.get(verdicts(made, 0, 0), timeout=30)
     assert all(ray.get(asked, timeout=30))
 
 
 def test_a_wait_is_told_though_another_process_was_answered_about_an_earlier_round(ray):
-    made = board(ray, 3.0)
-    late = made.again.remote("filter", TASK.key, 2)
+    made = controllers(ray, 3.0)
+    late = made.ask.remote(Again("filter", TASK.key, 2))
     ray.get(verdicts(made, 0, 0))
-    assert ray.get(made.again.remote("filter", TASK.key, 1))
+    assert ray.get(made.ask.remote(Again("filter", TASK.key, 1)))
     with pytest.raises(DockTimeout, match=r"`filter` has waited \d s in train/0 for .*and for 3 s no row has moved"):
         ray.get(late)
+
+
+def test_a_question_of_ones_own_is_passed_on_and_waits_like_those_that_there_are(ray):
+    """Whoever adds one writes its class, and asks it."""
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    made = controllers(ray, 60.0)
+    asked = made.ask.remote(Rows("filter", TASK.key, "response", 5))
+    ray.get(responses(made, 0))
+    status = ray.get(made.status.remote())
+    assert [w.who for w in status.waits] == ["`filter`"] and status.moves == 1
+    ray.get(responses(made, 1))
+    assert ray.get(asked, timeout=30) == 8

@@ -41,7 +41,18 @@ def test_operators_take_parentheses_where_they_must() -> None:
 
 
 def test_numbers_and_strings_stay_what_they_are() -> None:
-    values = ["1e-6", "1e+22", "0.1", "5.0", "18446", "1e+22 GB", "1.5 TFLOP/s", "300 MB/s", '"a \\"b\\" \\\\ \\n \\t é"', "true"]
+    values = [
+        "1e-6",
+        "1e+22",
+        "0.1",
+        "5.0",
+        "18446",
+        "1e+22 GB",
+        "1.5 TFLOP/s",
+        "300 MB/s",
+        '"a \\"b\\" \\\\ \\n \\t é"',
+        "true",
+    ]
     program = "cluster p {\n" + "".join(f"  k{i} = {v}\n" for i, v in enumerate(values)) + "}\n"
     assert write(parse(program, "p.rlg")) == program
 

@@ -1,4 +1,5 @@
-"""Wrong numbers: each is noticed where it is made, told with node, line and row, and ends the run or leaves out its step on all ranks."""
+"""Wrong numbers: each is noticed where it is made, told with node, line and row, and ends the run or leaves out its
+step on all ranks."""
 
 import json
 import math
@@ -6,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import ranks
@@ -13,19 +15,18 @@ import torch
 from place import ONE_RANK, SMALL, metrics
 from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, Stage, one_rank, same
-from test_ranks import mesh, model
+from test_ranks import model
 
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import fsdp
 from msrl_graph.backends.spec import Asked
 from msrl_graph.runtime.data import wrong
 from msrl_graph.runtime.data.columns import Column, ragged
 from msrl_graph.runtime.data.dataset import LOOKED
-from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.readers import Read, readers
 from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.packing import pack
+from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -50,10 +51,19 @@ DECLARED = (
 def test_an_infer_of_the_generators_weights_compares_else_the_update():
     plan = one_rank()
     assert wrong.comparison(plan) == wrong.Comparison("actor.infer", "response.logp", "response", 1e-3)
-    reads = {r.node: [c for c, _, _ in r.reads] for r in readers(plan)}
-    assert reads["actor.infer"] == ["prompt", "response", "response.logp"] and reads["reference.infer"] == ["prompt", "response"]
-    assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == ("response.logp", 1, "actor.generate")
-    text = (EXAMPLE / "grpo.rlg").read_text().replace("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update")
+    reads = {r.node: [c.column for c in r.reads] for r in readers(plan)}
+    assert reads["actor.infer"] == ["prompt", "response", "response.logp"] and reads["reference.infer"] == [
+        "prompt",
+        "response",
+    ]
+    assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == Read(
+        "response.logp", 1, "actor.generate"
+    )
+    text = (
+        (EXAMPLE / "grpo.rlg")
+        .read_text()
+        .replace("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update")
+    )
     apart = compile(EXAMPLE / "grpo.rlg", text=text.replace("  layout actor.generate { tp = 2 }\n", ""))
     assert len(apart.pools) == 2 and wrong.comparison(apart) == wrong.comparison(plan)
     assert wrong.comparison(one_rank(*NO_INFER)).node == "actor.update"
@@ -64,7 +74,7 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
 def test_declared_log_probabilities_as_sampled_are_a_column():
     plan = one_rank(*DECLARED, ("old_logp, ref_logp, advantage) {", "old_logp, ref_logp, advantage, drawn) {"))
     assert wrong.comparison(plan).column == "drawn"
-    assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [("drawn", 1, "actor.generate")]
+    assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [Read("drawn", 1, "actor.generate")]
     stage = Stage(plan)
     columns = stage.sampled()
     assert list(columns["drawn"].lengths) == list(columns["response"].lengths)
@@ -93,7 +103,8 @@ def test_log_probabilities_as_sampled_may_stand_for_the_old_ones():
 
 def infer_alone(stage, columns):
     with torch.no_grad():
-        return stage.trainers["actor"].forward(pack([columns["prompt"]], [columns["response"]], np.arange(8)), Asked()).logp.numpy()
+        packed = pack([columns["prompt"]], [columns["response"]], np.arange(8))
+        return stage.trainers["actor"].score([packed], Asked())[0].logp.numpy()
 
 
 # The numbers, one by one.
@@ -121,18 +132,27 @@ def test_weights_that_did_not_arrive_whole_are_seen_as_drift():
     with pytest.raises(RunError) as error:
         stage.act("actor.infer", stage.sampled())
     told = str(error.value)
-    assert told.startswith("`actor.infer` (line 24 of grpo.rlg) on ") and "where rounding makes at most 0.001" in told, told
-    assert " of iteration 3: the log-probabilities of `response` are not those that `actor.generate` (line 23 of grpo.rlg) drew it" in told
+    assert (
+        told.startswith("`actor.infer` (line 24 of grpo.rlg) on ") and "where rounding makes at most 0.001" in told
+    ), told
+    assert (
+        " of iteration 3: the log-probabilities of `response` are not those that `actor.generate` (line 23 of "
+        "grpo.rlg) drew it"
+    ) in told
     assert " with: off by " in told
 
 
 def test_temperatures_below_1_stretch_what_rounding_makes():
     stage = Stage(one_rank(("temperature = 1.0", "temperature = 0.25")))
     columns = stage.sampled()
-    columns["response.logp"] = Column(columns["response.logp"].values + np.float32(3e-3), columns["response.logp"].offsets)
+    columns["response.logp"] = Column(
+        columns["response.logp"].values + np.float32(3e-3), columns["response.logp"].offsets
+    )
     stage.act("actor.infer", columns)
     assert not stage.told.remarks
-    columns["response.logp"] = Column(columns["response.logp"].values + np.float32(2e-3), columns["response.logp"].offsets)
+    columns["response.logp"] = Column(
+        columns["response.logp"].values + np.float32(2e-3), columns["response.logp"].offsets
+    )
     with pytest.raises(RunError, match=r"where rounding makes at most 0\.004$"):
         stage.act("actor.infer", columns)
 
@@ -152,7 +172,10 @@ def test_under_skip_the_step_with_drift_is_left_out(changes):
     assert same(before, stage.whole())
     assert stage.told.sums["skipped"] == (1.0, 0) and stage.told.sums["updates"] == (1.0, 0)
     assert stage.told.sums["wrong/drift"][0] >= 1
-    lines = [f"`{n}` ({stage.plan.graph.node(n).span.place})" for n in ("actor.update" if changes else "actor.infer", "actor.update")]
+    lines = [
+        f"`{n}` ({stage.plan.graph.node(n).span.place})"
+        for n in ("actor.update" if changes else "actor.infer", "actor.update")
+    ]
     assert [r.split(" on ")[0] for r in stage.told.remarks] == lines
 
 
@@ -164,14 +187,19 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
     what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
     with pytest.raises(RunError, match=what):
         stage.watch.response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
-    when = r"^`actor.generate` \(line 23 of grpo.rlg\) on row 12 of the evaluation of held_out after 40 iterations: the response is empty$"
+    when = (
+        r"^`actor.generate` \(line 23 of grpo.rlg\) on row 12 of the evaluation of held_out after 40 iterations: "
+        r"the response is empty$"
+    )
     with pytest.raises(RunError, match=when):
         stage.watch.response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
     logp.values[-1] = logp.values[0] = math.nan
     wrong.Watch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
     assert {k: v for k, (v, _) in report.sums.items()} == {"wrong/token": 2, "wrong/empty": 1, "wrong/logp": 1}
-    assert report.remarks[-1].endswith("on row 10 of iteration 0: it drew a token with the log-probability nan")  # 13 was told already
+    assert report.remarks[-1].endswith(
+        "on row 10 of iteration 0: it drew a token with the log-probability nan"
+    )  # 13 was told already
 
 
 def test_under_skip_a_row_with_an_unknown_token_is_fed_to_nobody_and_its_step_is_left_out():
@@ -187,7 +215,8 @@ def test_under_skip_a_row_with_an_unknown_token_is_fed_to_nobody_and_its_step_is
     stage.act("actor.update", columns | {"response": bad, "old_logp": expected, "ref_logp": expected})
     assert same(before, stage.whole()) and stage.told.sums["skipped"] == (1.0, 0)
     assert stage.told.remarks == [
-        "`actor.update` (line 28 of grpo.rlg) on 8 rows (0, 1, 2, 3, 4, ...) of iteration 3: the gradient of their mini-batch of 8 rows "
+        "`actor.update` (line 28 of grpo.rlg) on 8 rows (0, 1, 2, 3, 4, ...) of iteration 3: the gradient of "
+        "their mini-batch of 8 rows "
         "has the norm nan; the step is left out"
     ]
 
@@ -199,7 +228,9 @@ def test_of_several_mini_batches_only_the_bad_one_is_left_out():
         stage = Stage(one_rank(SKIP))
         columns = stage.sampled()
         columns |= {c: stage.act("actor.infer", columns)["old_logp"] for c in ("old_logp", "ref_logp")}
-        first, second = ({c: column.take(rows) for c, column in columns.items()} for rows in (np.arange(4), np.arange(4, 8)))
+        first, second = (
+            {c: column.take(rows) for c, column in columns.items()} for rows in (np.arange(4), np.arange(4, 8))
+        )
         if bad:
             wrong_one = replace(first["advantage"], values=first["advantage"].values.copy())
             wrong_one.values[2] = math.inf
@@ -247,7 +278,9 @@ def test_a_loss_that_is_not_finite_is_told_with_its_row():
     far = replace(old, values=old.values.copy())
     far.values[far.offsets[5]] = -200.0  # finite, but the ratio overflows
     columns["advantage"].values[:] = -1.0
-    with pytest.raises(RunError, match=r"^`actor.update` \(line 28 of grpo.rlg\) on row 5 of iteration 3: a token's loss is inf$"):
+    with pytest.raises(
+        RunError, match=r"^`actor.update` \(line 28 of grpo.rlg\) on row 5 of iteration 3: a token's loss is inf$"
+    ):
         stage.act("actor.update", columns | {"old_logp": far, "ref_logp": old})
 
 
@@ -255,20 +288,21 @@ def test_a_loss_that_is_not_finite_is_told_with_its_row():
 
 
 def skip_on_all(rank, folder, cases):
-    """One rank finds its part not sound, or its loss is nan: no rank moves, and the next step is as if nothing had been."""
+    """One rank finds its part not sound, or its loss is nan: no rank moves, and the next step is as if nothing had
+    been."""
     draw = np.random.default_rng(0)
     prompts = ragged([draw.integers(3, 13, 5) for _ in range(4)], np.int32)
     responses = ragged([draw.integers(3, 13, 3) for _ in range(4)], np.int32)
     for layout in cases:
         found = []
         for attempt in ("plain", "unsound", "nan", "no rows"):
-            engine = fsdp.Engine(model(), layout, rank, mesh(layout), False, adamw(lr=0.0, weight_decay=0.01))
+            engine = engines.trainer(model(), layout, rank, engines.mesh(layout), adamw(lr=0.0, weight_decay=0.01))
             group = layout.coordinates(rank).dp
             rows = np.array_split(np.arange(4), layout.dp)[group]
 
             def step(factor=1.0, sound=True, rows=rows, engine=engine):
-                logp = engine.forward(pack([prompts], [responses], rows), Asked(1.0)).logp
-                engine.backward(logp.sum() * factor / 12)
+                packed = pack([prompts], [responses], rows)
+                engines.train(engine, packed, lambda made: made.logp.sum() * factor / 12, Asked(1.0))
                 return engine.step(1e-3, 1.0, sound)
 
             def whole(engine=engine):
@@ -323,7 +357,10 @@ def test_a_run_ends_at_the_first_wrong_number(place):
     told = f"error[run-failed]: {where}: BadResult: it returned nan for `reward`"
     first, *rows, log = err.splitlines()
     assert first == told + "; the files of the run so far are in a"
-    assert [line.split(":")[0] for line in rows] == ["  response", "  answer"] and log == "  all of it is in logs/functions-of-host-0.log"
+    assert [line.split(":")[0] for line in rows] == [
+        "  response",
+        "  answer",
+    ] and log == "  all of it is in logs/functions-of-host-0.log"
     assert metrics(place.folder / "a") == []
     place.assert_clean()
 
@@ -336,11 +373,24 @@ def test_a_run_goes_on_without_the_step_and_says_so(place):
     assert code == 0, err
     for i, line in enumerate(metrics(place.folder / "a")):
         assert line["skipped"] == 1 and line["updates"] == 0 and line["wrong/result"] == 1
-        assert "loss" not in line and "grad_norm" not in line and not [k for k in line if k.startswith("wrong/") and k != "wrong/result"]
+        assert (
+            "loss" not in line
+            and "grad_norm" not in line
+            and not [k for k in line if k.startswith("wrong/") and k != "wrong/result"]
+        )
         assert line["reward"] == pytest.approx((0.375 * 32 - 0.25) / 31)  # row 5 does not count
-        assert err.count(f"`host.reward` (line 26 of p.rlg) on row 5 of iteration {i}: it returned nan for `reward`") == 1
-        assert err.count(f"of iteration {i}: the gradient of their mini-batch of 32 rows has the norm nan; the step is left out") == 1
-    after, before = (load_file(f / "model.safetensors") for f in (place.folder / "a" / "weights" / "actor", EXAMPLE / "model"))
+        assert (
+            err.count(f"`host.reward` (line 26 of p.rlg) on row 5 of iteration {i}: it returned nan for `reward`") == 1
+        )
+        assert (
+            err.count(
+                f"of iteration {i}: the gradient of their mini-batch of 32 rows has the norm nan; the step is left out"
+            )
+            == 1
+        )
+    after, before = (
+        load_file(f / "model.safetensors") for f in (place.folder / "a" / "weights" / "actor", EXAMPLE / "model")
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (place.folder / "a" / "curve.png").exists()
     place.assert_clean()
@@ -355,7 +405,10 @@ def test_weights_that_hold_a_nan_are_told_by_the_first_state_that_computes_with_
     place.write(*ONE_RANK)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 3
-    told = "error[run-failed]: `actor.generate` (line 23 of p.rlg) on 500 rows (0, 1, 2, 3, 4, ...) of the evaluation of held_out "
+    told = (
+        "error[run-failed]: `actor.generate` (line 23 of p.rlg) on 500 rows (0, 1, 2, 3, 4, ...) of the "
+        "evaluation of held_out "
+    )
     told += "after 0 iterations: it drew a token with the log-probability nan"
     assert err == told + "; the files of the run so far are in a\n"
     place.assert_clean()

@@ -1,8 +1,8 @@
 """Write train.jsonl (9,500 rows) and test.jsonl (500 rows) beside this file: addition of two numbers in 0..99.
 
 Guarantees: each of the 10,000 ordered pairs (a, b) occurs once, in one of the two files; no pair is in both; a row is
-{"prompt": "37+48=", "answer": "85"}, without zero padding; the split and the order depend on SEED only, so that a second run
-writes the same bytes. (The pairs are ordered: 48+37 may be in train.jsonl while 37+48 is in test.jsonl.)
+{"prompt": "37+48=", "answer": "85"}, without zero padding; the split and the order depend on SEED only, so that a
+second run writes the same bytes. (The pairs are ordered: 48+37 may be in train.jsonl while 37+48 is in test.jsonl.)
 """
 
 import json
@@ -23,7 +23,9 @@ def main():
     here = Path(__file__).parent
     data = rows()
     for name, part in (("test", data[:HELD_OUT]), ("train", data[HELD_OUT:])):
-        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8", newline="\n")
+        (here / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8", newline="\n"
+        )
         print(f"{name}.jsonl: {len(part)} rows")
 
 

@@ -1,12 +1,13 @@
-"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.9 million parameters that half knows addition.
+"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.9 million parameters that half knows
+addition.
 
-It is trained from nothing on the worked examples of train.jsonl ("37+48=85<eos>", loss on the response only), and training stops
-at the first check at which at least TARGET of test.jsonl is right under greedy decoding. So reinforcement learning has room to
-improve it, and finds both right and wrong answers in most groups of samples.
+It is trained from nothing on the worked examples of train.jsonl ("37+48=85<eos>", loss on the response only), and
+training stops at the first check at which at least TARGET of test.jsonl is right under greedy decoding. So
+reinforcement learning has room to improve it, and finds both right and wrong answers in most groups of samples.
 
-Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others may differ
-in rounding, hence in the number of steps); the greedy accuracy lies in ACCEPT, or nothing is written; the tokenizer has one id
-per character, adds no special tokens, and has one entry for each of the model's ids.
+Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others
+may differ in rounding, hence in the number of steps); the greedy accuracy lies in ACCEPT, or nothing is written; the
+tokenizer has one id per character, adds no special tokens, and has one entry for each of the model's ids.
 
 Run make_data.py first. Needs torch, transformers, tokenizers, safetensors.
 """
@@ -23,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 0
-# A wider start and a higher rate than usual. With 0.02 and 5e-4 the same accuracy is reached, but from there the policy gradient
-# has a norm of about 10 instead of 1, and GRPO with a learning rate of 3e-4 destroyed the model.
+# A wider start and a higher rate than usual. With 0.02 and 5e-4 the same accuracy is reached, but from there the policy
+# gradient has a norm of about 10 instead of 1, and GRPO with a learning rate of 3e-4 destroyed the model.
 INIT = 0.1
 TARGET = 0.42
 ACCEPT = (0.30, 0.55)
@@ -40,9 +41,9 @@ HERE = Path(__file__).parent
 def make_tokenizer():
     """Byte-pair encoding without merges: one id per character.
 
-    For a Qwen2 model, transformers' AutoTokenizer builds a Qwen2Tokenizer from the vocabulary and the merges in the file, whatever
-    class is named beside it. It agrees with tokenizer.json on all text made of the characters in VOCAB; a character that is not
-    there it drops, where tokenizer.json gives <unk>.
+    For a Qwen2 model, transformers' AutoTokenizer builds a Qwen2Tokenizer from the vocabulary and the merges in the
+    file, whatever class is named beside it. It agrees with tokenizer.json on all text made of the characters in VOCAB;
+    a character that is not there it drops, where tokenizer.json gives <unk>.
     """
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
@@ -98,7 +99,9 @@ def accuracy(model, tokenizer, rows, sample=False):
     """The share of rows whose decoded response is exactly the answer."""
     batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
-    out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS, **how)
+    out = model.generate(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS, **how
+    )
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return sum(text == row["answer"] for text, row in zip(texts, rows, strict=False)) / len(rows)
 

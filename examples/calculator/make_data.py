@@ -1,7 +1,8 @@
 """Write train.jsonl (4,000 rows) and test.jsonl (250 rows) beside this file: additions of three numbers in 0..99.
 
-Guarantees: each row is {"prompt": "37+48+5-", "answer": "90"}, the prompts are distinct, and they and their order depend on SEED only, so
-that a second run writes the same bytes. (The minus sign stands for "what is it?": the tokenizer has no other sign to spare.)
+Guarantees: each row is {"prompt": "37+48+5-", "answer": "90"}, the prompts are distinct, and they and their order
+depend on SEED only, so that a second run writes the same bytes. (The minus sign stands for "what is it?": the tokenizer
+has no other sign to spare.)
 """
 
 import json
@@ -22,7 +23,9 @@ def main():
     here = Path(__file__).parent
     data = rows()
     for name, part in (("test", data[:HELD_OUT]), ("train", data[HELD_OUT:])):
-        (here / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8", newline="\n")
+        (here / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8", newline="\n"
+        )
         print(f"{name}.jsonl: {len(part)} rows")
 
 

@@ -1,13 +1,14 @@
-"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.1 million parameters that knows how to use the calculator,
-and does not often do it.
+"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.1 million parameters that knows how to use
+the calculator, and does not often do it.
 
-It is trained from nothing on train.jsonl: one time in four on an episode with the calculator ("12+34=", told 46, "46+56=", told 102,
-"102<eos>"), else on the answer alone, which so small a model does not learn to find. The loss is on what the policy writes. Training stops
-at the first check at which, with the calculator, it would be right in most cases, and samples of whole episodes are right in a share that
-lies in ACCEPT, or nothing is written. So reinforcement learning finds right and wrong answers, and what makes the difference.
+It is trained from nothing on train.jsonl: one time in four on an episode with the calculator ("12+34=", told 46,
+"46+56=", told 102, "102<eos>"), else on the answer alone, which so small a model does not learn to find. The loss is on
+what the policy writes. Training stops at the first check at which, with the calculator, it would be right in most
+cases, and samples of whole episodes are right in a share that lies in ACCEPT, or nothing is written. So reinforcement
+learning finds right and wrong answers, and what makes the difference.
 
-Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights. The tokenizer is that of
-../arithmetic. Run make_data.py first. Needs torch, transformers, tokenizers, safetensors.
+Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights. The
+tokenizer is that of ../arithmetic. Run make_data.py first. Needs torch, transformers, tokenizers, safetensors.
 """
 
 import json
@@ -114,7 +115,10 @@ def played(model, rows, begin=""):
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    draw, read = random.Random(SEED), lambda name: [json.loads(x) for x in (HERE / name).read_text(encoding="utf-8").splitlines()]
+    draw, read = (
+        random.Random(SEED),
+        lambda name: [json.loads(x) for x in (HERE / name).read_text(encoding="utf-8").splitlines()],
+    )
     train, test = read("train.jsonl"), read("test.jsonl")
     model = Qwen2ForCausalLM(config())
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -133,7 +137,10 @@ def main():
         if step % CHECK_EVERY == 0:
             share, copies = played(model, test), played(model, test, begin="tool")
             spent = time.time() - start
-            print(f"step {step}  loss {loss.item():.3f}  sampled {share:.3f}, with the tool {copies:.3f}  {spent:.0f} s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.3f}  sampled {share:.3f}, with the tool {copies:.3f}  {spent:.0f} s",
+                flush=True,
+            )
             if copies >= COPIES:
                 break
     if not ACCEPT[0] <= share <= ACCEPT[1]:

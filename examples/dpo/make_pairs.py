@@ -1,11 +1,13 @@
-"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs) beside this file: right sums, and wrong ones that the start model wrote.
+"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs) beside this file: right sums, and wrong ones that the
+start model wrote.
 
-Each row is {"prompt": "37+48=", "chosen": "85", "rejected": "75"}: the right answer, and a response that ../arithmetic/model drew at
-temperature 1 and that is wrong. Prompts of train.jsonl are of ../arithmetic/train.jsonl, those of test.jsonl of ../arithmetic/test.jsonl,
-each at most once, in their order; a prompt whose first TRIES samples are all right has no pair.
+Each row is {"prompt": "37+48=", "chosen": "85", "rejected": "75"}: the right answer, and a response that
+../arithmetic/model drew at temperature 1 and that is wrong. Prompts of train.jsonl are of ../arithmetic/train.jsonl,
+those of test.jsonl of ../arithmetic/test.jsonl, each at most once, in their order; a prompt whose first TRIES samples
+are all right has no pair.
 
-Guarantees: no prompt is in both files; no rejected response is the right one or empty; all end, within the bound of the example. One
-thread and one seed, so that the same machine with the same library versions writes the same bytes.
+Guarantees: no prompt is in both files; no rejected response is the right one or empty; all end, within the bound of the
+example. One thread and one seed, so that the same machine with the same library versions writes the same bytes.
 
 Needs ../arithmetic/model and its data, torch, transformers. Half a minute.
 """
@@ -29,8 +31,16 @@ ARITHMETIC = HERE.parent / "arithmetic"
 def samples(model, tokenizer, rows):
     """For each row TRIES responses as text, None for one that did not end."""
     batch = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "num_return_sequences": TRIES, "max_new_tokens": NEW_TOKENS}
-    out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **how)[:, batch["input_ids"].shape[1] :]
+    how = {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "num_return_sequences": TRIES,
+        "max_new_tokens": NEW_TOKENS,
+    }
+    out = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], **how)[
+        :, batch["input_ids"].shape[1] :
+    ]
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
     ended = (out == tokenizer.eos_token_id).any(1).tolist()
     found = [text if end else None for text, end in zip(texts, ended, strict=True)]
@@ -59,7 +69,9 @@ def main():
         rows = [json.loads(line) for line in (ARITHMETIC / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         made[name] = pairs(model, tokenizer, rows, count)
     for name, some in made.items():
-        (HERE / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8", newline="\n")
+        (HERE / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8", newline="\n"
+        )
         print(f"{name}.jsonl: {len(some)} pairs")
 
 

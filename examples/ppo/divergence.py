@@ -4,5 +4,6 @@ import numpy as np
 
 
 def kl(old_logp, ref_logp):
-    """The mean of old_logp - ref_logp over a response's tokens, in nats a token: the estimate that `adaptive_kl` takes."""
+    """The mean of old_logp - ref_logp over a response's tokens, in nats a token: the estimate that `adaptive_kl`
+    takes."""
     return float(np.mean(old_logp - ref_logp)) if len(old_logp) else 0.0

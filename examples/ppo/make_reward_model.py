@@ -1,19 +1,21 @@
 """Make the reward model of the examples, reward_model/ beside this file: it scores a right sum above a wrong one.
 
-It begins as ../arithmetic/model with a head of one number beside its logits, and learns preference pairs of train.jsonl by the loss of
-Bradley and Terry, -log sigmoid(chosen - rejected) (arXiv:2009.01325, eq. 1). The chosen response is the right answer; the rejected one
-is a wrong sample of the start model, or the right answer with a digit changed, dropped or added, or without its end. Three terms beside
-make so small a model learn it in minutes: the same loss on the scores of every token from the first on in which the two differ, the
-log-likelihood of the chosen response (arXiv:2406.10216), and a small one that keeps the scores of a pair around zero. Training stops at
-the first check at which at least TARGET of the pairs of test.jsonl are in order: a reward model that is good and not perfect, as they
-are. Then its scores are divided by their standard deviation over these pairs, so that rewards are of the order of 1.
+It begins as ../arithmetic/model with a head of one number beside its logits, and learns preference pairs of train.jsonl
+by the loss of Bradley and Terry, -log sigmoid(chosen - rejected) (arXiv:2009.01325, eq. 1). The chosen response is the
+right answer; the rejected one is a wrong sample of the start model, or the right answer with a digit changed, dropped
+or added, or without its end. Three terms beside make so small a model learn it in minutes: the same loss on the scores
+of every token from the first on in which the two differ, the log-likelihood of the chosen response (arXiv:2406.10216),
+and a small one that keeps the scores of a pair around zero. Training stops at the first check at which at least TARGET
+of the pairs of test.jsonl are in order: a reward model that is good and not perfect, as they are. Then its scores are
+divided by their standard deviation over these pairs, so that rewards are of the order of 1.
 
-Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others may differ
-in rounding, hence in the number of steps); the accuracy on held-out pairs, whose rejected responses are all samples of the start
-model, lies in ACCEPT, or nothing is written; a response's score is that of its last token, the end token included; the tokenizer is the
-policy's.
+Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others
+may differ in rounding, hence in the number of steps); the accuracy on held-out pairs, whose rejected responses are all
+samples of the start model, lies in ACCEPT, or nothing is written; a response's score is that of its last token, the end
+token included; the tokenizer is the policy's.
 
-Needs ../arithmetic/model, its train.jsonl and test.jsonl, and torch, transformers, tokenizers, safetensors. Some minutes.
+Needs ../arithmetic/model, its train.jsonl and test.jsonl, and torch, transformers, tokenizers, safetensors. Some
+minutes.
 """
 
 import json
@@ -57,7 +59,10 @@ def samples(policy, tokenizer, rows):
         top_k=0,
         num_return_sequences=SAMPLES,
     )
-    drawn = [[t for t in response if t != tokenizer.pad_token_id] for response in out[:, batch["input_ids"].shape[1] :].tolist()]
+    drawn = [
+        [t for t in response if t != tokenizer.pad_token_id]
+        for response in out[:, batch["input_ids"].shape[1] :].tolist()
+    ]
     return [drawn[i : i + SAMPLES] for i in range(0, len(drawn), SAMPLES)]
 
 
@@ -75,7 +80,8 @@ def spoilt(right, draw, digits):
 
 
 def pairs(policy, tokenizer, rows, draw=None):
-    """(prompt, chosen, rejected) in token ids: every wrong sample of the policy; with `draw` as many spoilt answers besides."""
+    """(prompt, chosen, rejected) in token ids: every wrong sample of the policy; with `draw` as many spoilt answers
+    besides."""
     digits, found = tokenizer.convert_tokens_to_ids(list("0123456789")), []
     for row, drawn in zip(rows, samples(policy, tokenizer, rows), strict=True):
         prompt, right = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
@@ -93,7 +99,8 @@ def padded(sequences):
 
 
 def scores(model, head, some):
-    """The score of every token, chosen sequences first, then rejected ones; the hidden states; where each sequence ends."""
+    """The score of every token, chosen sequences first, then rejected ones; the hidden states; where each sequence
+    ends."""
     sequences = [p + c for p, c, _ in some] + [p + r for p, _, r in some]
     # What stands behind a sequence's end is not seen by what stands before it.
     hidden = model(input_ids=padded(sequences)).last_hidden_state
@@ -118,12 +125,16 @@ def objective(policy, head, some):
         differ[i, len(prompt) + first : len(prompt) + both] = True
         written[i, len(prompt) : len(prompt) + len(right)] = torch.tensor(right)
     preference = F.softplus(rejected - chosen).mean() + F.softplus(every[n:] - every[:n])[differ].mean()
-    language = F.cross_entropy(policy.lm_head(hidden[:n, :-1]).flatten(0, 1), written[:, 1:].flatten(), ignore_index=-100)
+    language = F.cross_entropy(
+        policy.lm_head(hidden[:n, :-1]).flatten(0, 1), written[:, 1:].flatten(), ignore_index=-100
+    )
     return preference + language + CENTRE * (chosen + rejected).square().mean()
 
 
 def train(policy, head, there, held_out):
-    optimizer = torch.optim.AdamW([*policy.parameters(), *head.parameters()], lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        [*policy.parameters(), *head.parameters()], lr=LR, betas=(0.9, 0.95), weight_decay=0.01
+    )
     order, start, reached = [], time.time(), 0.0
     for step in range(1, MAX_STEPS + 1):
         if len(order) < BATCH:
@@ -140,7 +151,9 @@ def train(policy, head, there, held_out):
             with torch.no_grad():
                 chosen, rejected = of_pairs(policy.model, head, held_out)
             reached = (chosen > rejected).float().mean().item()
-            print(f"step {step}  loss {loss.item():.3f}  held out {reached:.3f}  {time.time() - start:.0f} s", flush=True)
+            print(
+                f"step {step}  loss {loss.item():.3f}  held out {reached:.3f}  {time.time() - start:.0f} s", flush=True
+            )
             if reached >= TARGET:
                 break
     return reached
@@ -156,14 +169,22 @@ def main():
     model = Qwen2ForSequenceClassification(Qwen2Config.from_pretrained(ARITHMETIC / "model", num_labels=1))
     model.model = policy.model
     torch.nn.init.zeros_(model.score.weight)
-    print(f"{len(there):,} pairs, {len(held_out):,} held out; {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    print(
+        f"{len(there):,} pairs, {len(held_out):,} held out; {sum(p.numel() for p in model.parameters()):,} parameters",
+        flush=True,
+    )
     reached = train(policy, model.score, there, held_out)
     if not ACCEPT[0] <= reached <= ACCEPT[1]:
-        sys.exit(f"accuracy on held-out pairs {reached:.3f} is outside {ACCEPT}: nothing was written; choose another SEED")
+        sys.exit(
+            f"accuracy on held-out pairs {reached:.3f} is outside {ACCEPT}: nothing was written; choose another SEED"
+        )
     with torch.no_grad():
         model.score.weight /= torch.cat(of_pairs(model.model, model.score, held_out)).std()
         chosen, rejected = of_pairs(model.model, model.score, held_out)
-    print(f"held out: right answers {chosen.mean():.2f}, wrong ones {rejected.mean():.2f}, {reached:.3f} of the pairs in order")
+    print(
+        f"held out: right answers {chosen.mean():.2f}, wrong ones {rejected.mean():.2f}, {reached:.3f} of the "
+        "pairs in order"
+    )
     out = HERE / "reward_model"
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)

@@ -1,7 +1,7 @@
 """The algorithms of the package (`*.rlg`) and the functions that programs name.
 
-Invariant: one function with a mark of registry.py, in one of MODULES, is one new name in the language. The compiler reads the
-sources only; the runtime imports the module of the function that it calls.
+Invariant: one function with a mark of registry.py, in one of MODULES, is one new name in the language. The compiler
+reads the sources only; the runtime imports the module of the function that it calls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Expr
-from ..ir.signatures import Kind, Signature, signatures
+from ..ir.signatures import CallKind, Signature, signatures
 from ..ir.stepping import Optimizer
 
 FOLDER = Path(__file__).parent
@@ -21,7 +21,7 @@ MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states",
 
 
 @cache
-def library() -> dict[tuple[Kind, str], tuple[Signature, str]]:
+def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
     """The signature and the module of every name of the package, by kind and name."""
     found = {}
     for module in MODULES:
@@ -31,7 +31,7 @@ def library() -> dict[tuple[Kind, str], tuple[Signature, str]]:
     return found
 
 
-def load(kind: Kind, name: str) -> Callable[..., Any]:
+def load(kind: CallKind, name: str) -> Callable[..., Any]:
     """The function itself; KeyError where there is none."""
     function: Callable[..., Any] = getattr(import_module(f".{library()[kind, name][1]}", __name__), name)
     return function
@@ -40,12 +40,16 @@ def load(kind: Kind, name: str) -> Callable[..., Any]:
 def scheduled(call: Expr) -> None:
     """Calls a schedule for the first step of a run; ValueError where its options do not go together."""
     filled = {"step": 1, "last": 1}
-    load("schedule", str(call.value))(**{name: filled[name] for name in library()["schedule", str(call.value)][0].fills}, **call.options())
+    load("schedule", str(call.value))(
+        **{name: filled[name] for name in library()["schedule", str(call.value)][0].fills}, **call.options()
+    )
 
 
 @lru_cache(maxsize=1 << 10)
 def optimizer(call: Expr) -> Optimizer:
-    """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its options do not go
-    together."""
-    made: Optimizer = load("optimizer", str(call.value))(lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"})
+    """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its
+    options do not go together."""
+    made: Optimizer = load("optimizer", str(call.value))(
+        lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"}
+    )
     return made

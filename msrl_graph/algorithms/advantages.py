@@ -1,8 +1,9 @@
 """Advantage estimators: what a reward is worth beside its peers.
 
-Each gives float64 arrays, one a row and as long as its response; a row that holds a nan or an infinite number gives one to all that it is
-compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp - ref_logp, in nats. Where a `mask` is
-read, the tokens that it leaves out, an environment's, are nobody's actions: what is estimated is as if they were not there, and 0 at them.
+Each gives float64 arrays, one a row and as long as its response; a row that holds a nan or an infinite number gives one
+to all that it is compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp -
+ref_logp, in nats. Where a `mask` is read, the tokens that it leaves out, an environment's, are nobody's actions: what
+is estimated is as if they were not there, and 0 at them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
-    """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses, given to every token (arXiv:2402.03300, section 4.1.2).
+    """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses, given to every token (arXiv:2402.03300,
+    section 4.1.2).
 
-    `response` holds one array of token ids a row, `reward` one number a row. The standard deviation is the unbiased one; `std = false`
-    leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0; one with a nan gets nan. Gives one array a row,
-    as long as its response.
+    `response` holds one array of token ids a row, `reward` one number a row. The standard deviation is the unbiased
+    one; `std = false` leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0; one with a
+    nan gets nan. Gives one array a row, as long as its response.
     """
     centred = _centred(reward)
     if std and centred.any():
@@ -36,10 +38,11 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
 
 @function(scope="group")
 def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """RLOO's advantage, s minus the mean of the others' s among a prompt's responses, given to every token (arXiv:2402.14740).
+    """RLOO's advantage, s minus the mean of the others' s among a prompt's responses, given to every token
+    (arXiv:2402.14740).
 
-    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0; one with a nan
-    gets nan. Gives one array a row, as long as its response.
+    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0;
+    one with a nan gets nan. Gives one array a row, as long as its response.
     """
     n = len(reward)
     return _each_token(response, _centred(reward) * (n / (n - 1) if n > 1 else 0.0))  # s - (sum - s) / (n - 1)
@@ -47,10 +50,11 @@ def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.floa
 
 @function(scope="group")
 def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """OPO's advantage, s minus the mean of a prompt's s weighted by their responses' lengths, given to every token (arXiv:2505.23585).
+    """OPO's advantage, s minus the mean of a prompt's s weighted by their responses' lengths, given to every token
+    (arXiv:2505.23585).
 
-    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0; one with a nan
-    gets nan. Gives one array a row, as long as its response.
+    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0;
+    one with a nan gets nan. Gives one array a row, as long as its response.
     """
     import numpy as np
 
@@ -69,12 +73,12 @@ def over_baseline(
     *,
     kl: NotNegative = 0.0,
 ) -> Array:
-    """ReMax's advantage: what a token's rewards from there on add up to, minus the reward of the prompt's greedy response
-    (arXiv:2310.10505, algorithm 2).
+    """ReMax's advantage: what a token's rewards from there on add up to, minus the reward of the prompt's greedy
+    response (arXiv:2310.10505, algorithm 2).
 
-    A token's reward is -kl (old_logp - ref_logp), and on the last token of the response its `reward` besides; `baseline` is the greedy
-    response's. Without log-probabilities there is no penalty. `mask` leaves out tokens of an environment. Gives an array as long as the
-    response.
+    A token's reward is -kl (old_logp - ref_logp), and on the last token of the response its `reward` besides;
+    `baseline` is the greedy response's. Without log-probabilities there is no penalty. `mask` leaves out tokens of an
+    environment. Gives an array as long as the response.
     """
     (rewards,) = _token_rewards(
         [response],
@@ -98,12 +102,13 @@ def discounted(
     kl: NotNegative = 0.0,
     gamma: Share = 1.0,
 ) -> list[Array]:
-    """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch (arXiv:2501.03262).
+    """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch
+    (arXiv:2501.03262).
 
-    A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides; `gamma` discounts
-    by token. Without log-probabilities there is no penalty. Whitened: (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch,
-    the variance unbiased; 0 where there is no spread. `mask` leaves out tokens of an environment. Gives one array a row, as long as its
-    response, empty for an empty one.
+    A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides;
+    `gamma` discounts by token. Without log-probabilities there is no penalty. Whitened: (A - mean) / sqrt(variance +
+    1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. `mask` leaves out tokens of
+    an environment. Gives one array a row, as long as its response, empty for an empty one.
     """
     rewards = _token_rewards(response, reward, old_logp, ref_logp, kl, mask)
     return _laid(_whitened([_returns(r, gamma) for r in rewards]), mask)
@@ -123,13 +128,15 @@ def gae(
     lam: Share = 0.95,
     whiten: bool = True,
 ) -> tuple[list[Array], list[Array]]:
-    """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593).
+    """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the
+    reward: arXiv:1909.08593).
 
-    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score` besides; without
-    log-probabilities there is no penalty. `value` is the value of the state before each token is written, 0 past the end:
-    d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns are A + V. `whiten` then makes A into
-    (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. `mask` leaves out
-    tokens of an environment. Gives advantages and returns, one array a row each, as long as its response, empty for an empty one.
+    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score`
+    besides; without log-probabilities there is no penalty. `value` is the value of the state before each token is
+    written, 0 past the end: d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns are A + V. `whiten`
+    then makes A into (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where
+    there is no spread. `mask` leaves out tokens of an environment. Gives advantages and returns, one array a row each,
+    as long as its response, empty for an empty one.
     """
     import numpy as np
 
@@ -147,7 +154,8 @@ def _centred(scores: NDArray[np.float32]) -> Array:
 
     exact = np.asarray(scores, np.float64)
     centred = exact - exact.mean()
-    # Of the largest score: the rounding of a mean is 1e-15 of it for any number of them, a real spread of float32 scores 1e-8 at least.
+    # Of the largest score: the rounding of a mean is 1e-15 of it for any number of them, a real spread of float32
+    # scores 1e-8 at least.
     return np.zeros_like(centred) if np.all(np.abs(centred) <= 1e-12 * np.abs(exact).max(initial=0)) else centred
 
 

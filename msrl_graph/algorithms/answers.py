@@ -1,7 +1,8 @@
 """The answer that a text gives, and whether two answers are the same number or the same words.
 
-Invariant: what is said here is exact or not said: None leaves a pair to computer algebra (judge.py). Every pattern takes time linear in
-the text, since responses are long and whoever writes them is being trained on what this file makes of them.
+Invariant: what is said here is exact or not said: None leaves a pair to computer algebra (judge.py). Every pattern
+takes time linear in the text, since responses are long and whoever writes them is being trained on what this file makes
+of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _HASHES = re.compile(r"####[ \t]*((?:(?!####)[^\n])*)")
 _THOUGHT = "</think>"
 _SAID = re.compile(r"\banswer(?:\s+\w+){0,6}?[\s*]*(?:\bis\b|\bare\b|[:=])[\s:*]*", re.IGNORECASE)
 # "I hope this answer is correct" tells of no answer what it is.
-_REMARKS = frozenset(("correct", "incorrect", "right", "wrong", "reasonable", "valid", "consistent", "plausible", "final"))
+_REMARKS = frozenset(
+    ("correct", "incorrect", "right", "wrong", "reasonable", "valid", "consistent", "plausible", "final")
+)
 _PROSE = re.compile(r"(?<![\\\w])[^\W\d_]{2,}\s+[^\W\d_]{2,}")
 _SENTENCE = re.compile(r"[.;](?:\s|$)")
 # Of several, math-verify would take one.
@@ -50,7 +53,30 @@ _UNIT = re.compile(
     r"(?P<words>[^\W\d_]*(?:[\s/.'-]+[^\W\d_]+)*)(?:(?<=[^\W\d_])\s*(?:\^?\s*\{?[23]\}?|[²³]))?[\s.]*"
 )
 # Units of two letters, which could be two variables otherwise.
-_SHORT = frozenset(("km", "cm", "mm", "nm", "kg", "mg", "ml", "mL", "ft", "lb", "oz", "hr", "mi", "yd", "MB", "GB", "TB", "Hz", "am", "pm"))
+_SHORT = frozenset(
+    (
+        "km",
+        "cm",
+        "mm",
+        "nm",
+        "kg",
+        "mg",
+        "ml",
+        "mL",
+        "ft",
+        "lb",
+        "oz",
+        "hr",
+        "mi",
+        "yd",
+        "MB",
+        "GB",
+        "TB",
+        "Hz",
+        "am",
+        "pm",
+    )
+)
 # What joins two answers, is a number itself or names a function: no unit.
 _NO_UNITS = frozenset(
     (
@@ -93,8 +119,9 @@ def gold(text: str) -> Answer:
 
 
 def given(text: str) -> Answer:
-    """The answer of a response: what it marks last, else what stands behind the last "answer is", else all of it. Where something stands
-    behind the last `</think>`, what stands before that counts only if it is marked, and nothing behind says an answer."""
+    """The answer of a response: what it marks last, else what stands behind the last "answer is", else all of it. Where
+    something stands behind the last `</think>`, what stands before that counts only if it is marked, and nothing behind
+    says an answer."""
     behind = text.rpartition(_THOUGHT)[2]
     behind = behind if behind.strip() else text
     return _in_marks(behind) or _said(behind) or _in_marks(text) or _anywhere(behind)
@@ -136,19 +163,29 @@ def number(text: str) -> Number | None:
     if words and words[0].lower() in _SCALES:
         value *= 10 ** _SCALES[words.pop(0).lower()]
     apart = text[end : end + 1] in " -/°"
-    if not all(w.lower() not in _NO_UNITS and (w in _SHORT or (len(w) > 2 and apart)) for w in words[:1]) or {*words} & _NO_UNITS:
+    if (
+        not all(w.lower() not in _NO_UNITS and (w in _SHORT or (len(w) > 2 and apart)) for w in words[:1])
+        or {*words} & _NO_UNITS
+    ):
         return None
     return Number(-value if parts.get("sign") == "-" else value, bool(percent), "." in found[0])
 
 
 def tidy(text: str) -> str:
-    """A text as mathematics, without what only sets it: dollar signs and other currencies, stars, a point at the end, digits apart."""
-    return _BETWEEN.sub("", _CURRENCY.sub("", text.translate(_CHARACTERS))).strip().lstrip("*: ").rstrip("*.,;: ").removesuffix("\\")
+    """A text as mathematics, without what only sets it: dollar signs and other currencies, stars, a point at the end,
+    digits apart."""
+    return (
+        _BETWEEN.sub("", _CURRENCY.sub("", text.translate(_CHARACTERS)))
+        .strip()
+        .lstrip("*: ")
+        .rstrip("*.,;: ")
+        .removesuffix("\\")
+    )
 
 
 def _in_marks(text: str) -> Answer | None:
-    """The answer in the last whole box, between the last `<answer>` and `</answer>` or behind the last four hashes, whichever comes last;
-    marks may stand in marks. Tags may hold sentences."""
+    """The answer in the last whole box, between the last `<answer>` and `</answer>` or behind the last four hashes,
+    whichever comes last; marks may stand in marks. Tags may hold sentences."""
     inner, tags = None, False
     for _ in range(NESTED):
         boxed, tagged = _last(_BRACES.finditer(text)), _last(_TAGS.finditer(text))
@@ -168,7 +205,8 @@ def _in_marks(text: str) -> Answer | None:
 
 
 def _last(tokens: Iterable[re.Match[str]]) -> tuple[int, int] | None:
-    """What the last mark holds that is closed, by tokens that open something, a mark or not, or close what was opened last."""
+    """What the last mark holds that is closed, by tokens that open something, a mark or not, or close what was opened
+    last."""
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
     for found in tokens:
@@ -215,13 +253,18 @@ def _words(text: str) -> str:
     plain = " ".join(_TEXT.sub(r" \1 ", tidy(text)).split()) if len(text) <= LONGEST else ""
     if letter := _LETTER.fullmatch(plain):
         return letter[1]
-    if not _WORDS.fullmatch(plain) or {*plain.lower().split()} & _NO_UNITS or not any(len(w) > 2 for w in plain.split()):
+    if (
+        not _WORDS.fullmatch(plain)
+        or {*plain.lower().split()} & _NO_UNITS
+        or not any(len(w) > 2 for w in plain.split())
+    ):
         return ""
     return plain.lower()
 
 
 def _equal(a: Number, b: Number) -> bool:
-    """Percent may be left out, or taken as hundredths; a rounded number is equal to what it may have been rounded from."""
+    """Percent may be left out, or taken as hundredths; a rounded number is equal to what it may have been rounded
+    from."""
     pairs = [(a.value, b.value)]
     if a.percent != b.percent:
         pairs.append((a.value / 100, b.value) if a.percent else (a.value, b.value / 100))

@@ -1,9 +1,9 @@
 """Filters: which rows go on.
 
-A `keep` gives one truth value a row; a `select` the positions, from 0, of the rows that go on among those that it was given, in the order
-in which they go on, where one may stand several times. Each refuses scores that are no finite numbers (ValueError): they have no order.
-Scores that differ by less than 1e-5 of the largest count as equal: a reward model rounds otherwise on another layout, and of responses that
-are the same each must choose the same one.
+A `keep` gives one truth value a row; a `select` the positions, from 0, of the rows that go on among those that it was
+given, in the order in which they go on, where one may stand several times. Each refuses scores that are no finite
+numbers (ValueError): they have no order. Scores that differ by less than 1e-5 of the largest count as equal: a reward
+model rounds otherwise on another layout, and of responses that are the same each must choose the same one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
-    """A `keep`: the whole group if some of its responses are correct and some are not, else nothing (arXiv:2503.14476, eq. 11).
+    """A `keep`: the whole group if some of its responses are correct and some are not, else nothing (arXiv:2503.14476,
+    eq. 11).
 
     Correct is a `score` over `above`. A group of one is never mixed.
     """
@@ -63,12 +64,16 @@ def best_worst(score: NDArray[np.float32]) -> list[int]:
 
 @function(scope="batch")
 def resample(
-    score: NDArray[np.float32], rng: np.random.Generator, *, weights: Literal["max_min", "max_random"] | Weights = "max_min"
+    score: NDArray[np.float32],
+    rng: np.random.Generator,
+    *,
+    weights: Literal["max_min", "max_random"] | Weights = "max_min",
 ) -> list[int]:
-    """A `select`: as many rows as there are, drawn with replacement by weights of their scores, in their order (arXiv:2409.06957).
+    """A `select`: as many rows as there are, drawn with replacement by weights of their scores, in their order
+    (arXiv:2409.06957).
 
-    `pow(k)` weighs by |score|^k; `max_min` by 1 at the batch's highest and lowest score and 0 elsewhere; `max_random` by 0.4 at the
-    highest and 0.1 elsewhere. Weights that are all 0, as those of scores that are, count as equal.
+    `pow(k)` weighs by |score|^k; `max_min` by 1 at the batch's highest and lowest score and 0 elsewhere; `max_random`
+    by 0.4 at the highest and 0.1 elsewhere. Weights that are all 0, as those of scores that are, count as equal.
     """
     import numpy as np
 
@@ -117,5 +122,8 @@ def _finite(score: NDArray[np.float32]) -> NDArray[np.float64]:
     scores = np.asarray(score, np.float64)
     wrong = np.flatnonzero(~np.isfinite(scores))
     if len(wrong):
-        raise ValueError(f"of {len(scores)} rows, row {wrong[0]} (from 0) has the score {scores[wrong[0]]}, which is no finite number")
+        raise ValueError(
+            f"of {len(scores)} rows, row {wrong[0]} (from 0) has the score {scores[wrong[0]]}, which is no "
+            "finite number"
+        )
     return scores

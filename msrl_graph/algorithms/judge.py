@@ -1,10 +1,11 @@
 """The program that asks the library math-verify whether two answers are equal: a question a line, a verdict a line.
 
-Invariant: a question takes at most its limit of processor time, ten times `timeout` by the clock and MEMORY bytes of address space,
-whatever the answers are: sympy may compute for days without coming back to Python, so the system's timers end the process. It is a child
-of one that has loaded the library and used it, and forks the next in milliseconds. What would make numbers of more than BITS bits is
-refused before it is computed, the same on every machine. A judge ends with its caller, even a killed one: it reads the end of its pipe,
-at the latest when its time is over. This file is run as its program, so it imports nothing of the package.
+Invariant: a question takes at most its limit of processor time, ten times `timeout` by the clock and MEMORY bytes of
+address space, whatever the answers are: sympy may compute for days without coming back to Python, so the system's
+timers end the process. It is a child of one that has loaded the library and used it, and forks the next in
+milliseconds. What would make numbers of more than BITS bits is refused before it is computed, the same on every
+machine. A judge ends with its caller, even a killed one: it reads the end of its pipe, at the latest when its time is
+over. This file is run as its program, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ SPENT = 3  # exit status of a judge that has answered and wants a fresh one in i
 REFUSED = {
     b"time": "math-verify took more than {limit:.3g} s",
     b"memory": "math-verify took too much memory",
-    b"size": f"it makes a number of more than {BITS:,} bits, is longer than {LONG:,} characters, or brackets stand more than {DEEP} deep",
+    b"size": (
+        f"it makes a number of more than {BITS:,} bits, is longer than {LONG:,} characters, or brackets stand "
+        f"more than {DEEP} deep"
+    ),
     b"died": "math-verify died of it",
 }
 
@@ -99,7 +103,9 @@ def serve(memory: int) -> None:
             elif -status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
                 verdicts.write(b"died\n")
             elif status != SPENT:
-                os._exit(status if status >= 0 else 1)  # the end of the file, or somebody has killed it: the caller asks another one
+                os._exit(
+                    status if status >= 0 else 1
+                )  # the end of the file, or somebody has killed it: the caller asks another one
 
 
 def _answer(verdicts: Any, memory: int) -> None:
@@ -121,7 +127,9 @@ def _answer(verdicts: Any, memory: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         spent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory // 2
-        verdicts.write((b"memory" if spent and verdict == b"0" else verdict) + b"\n")  # the library takes a MemoryError for no answer
+        verdicts.write(
+            (b"memory" if spent and verdict == b"0" else verdict) + b"\n"
+        )  # the library takes a MemoryError for no answer
         if spent or verdict == b"memory":
             os._exit(SPENT)
 
@@ -147,8 +155,8 @@ def _equal(response: str, marked: bool, answer: str) -> bool:
 def _same_number(gold: list[Any], given: list[Any]) -> bool | None:
     """Whether two constants are the same; None where they are none, or may be.
 
-    That constants differ is seen here in a tenth of the time. With decimals it is all decided here: to six places as by math-verify, which
-    finds all numbers below 1e-6 the same, so of small ones to five digits.
+    That constants differ is seen here in a tenth of the time. With decimals it is all decided here: to six places as by
+    math-verify, which finds all numbers below 1e-6 the same, so of small ones to five digits.
     """
     from sympy import Float, UnevaluatedExpr  # percent is the unevaluated hundredth
 
@@ -165,7 +173,8 @@ def _same_number(gold: list[Any], given: list[Any]) -> bool | None:
 
 
 def _bound() -> None:
-    """Has sympy refuse numbers that are too large before it computes them, and math-verify what is too large to be read."""
+    """Has sympy refuse numbers that are too large before it computes them, and math-verify what is too large to be
+    read."""
     from math_verify import parser
     from mpmath import libmp
     from sympy import Integer, Rational, binomial, factorial, factorial2, gamma, subfactorial
@@ -188,7 +197,11 @@ def _bound() -> None:
 
     def product(largest: Any, count: Any) -> bool:
         """Of so many factors up to the largest."""
-        return isinstance(count, Integer) and isinstance(largest, Integer) and abs(count.p) * abs(largest.p).bit_length() > BITS
+        return (
+            isinstance(count, Integer)
+            and isinstance(largest, Integer)
+            and abs(count.p) * abs(largest.p).bit_length() > BITS
+        )
 
     for number in (Integer, Rational):
         refuse(number, "_eval_power", power)

@@ -1,8 +1,8 @@
 """Judges, processes that compare answers (judge.py), and how much of them the answers of a batch may take.
 
-Invariant: an answer's verdict does not depend on the answers beside it, unless these take so much that the budget is spent: answers that
-cost more than their limit are cut off, and take what is left of the budget in even shares, so that the quick ones are judged first,
-whatever their order is. Any thread may ask.
+Invariant: an answer's verdict does not depend on the answers beside it, unless these take so much that the budget is
+spent: answers that cost more than their limit are cut off, and take what is left of the budget in even shares, so that
+the quick ones are judged first, whatever their order is. Any thread may ask.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Judge:
         # Sets are ordered by hashes, and sympy goes by their order.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-P", str(Path(judge.__file__)), str(memory)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
+        )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._stdin, self._stdout = self.process.stdin, self.process.stdout
         _living.append(self)
@@ -98,14 +100,17 @@ _idle: list[Judge] = []
 def equal(questions: Sequence[Question], *, timeout: float, budget: float) -> list[Verdict]:
     """What math-verify finds of each question, in at most `timeout` seconds of a processor.
 
-    `budget` are the seconds that those may take together which come to no verdict, but any of them LEAST. RuntimeError where no judge
-    starts.
+    `budget` are the seconds that those may take together which come to no verdict, but any of them LEAST. RuntimeError
+    where no judge starts.
     """
     found = {
-        q: Verdict(False, judge.REFUSED[b"size"]) for q in questions if judge.beyond(q.answer) or (q.marked and judge.beyond(q.response))
+        q: Verdict(False, judge.REFUSED[b"size"])
+        for q in questions
+        if judge.beyond(q.answer) or (q.marked and judge.beyond(q.response))
     }
     left, limit = [q for q in dict.fromkeys(questions) if q not in found], 0.0
-    # Limits are counted, not what was measured: who is asked again is the same on every machine, but for what comes close to a limit.
+    # Limits are counted, not what was measured: who is asked again is the same on every machine, but for what comes
+    # close to a limit.
     while left and (share := min(timeout, max(LEAST, budget / len(left)))) > limit:
         limit = share
         found |= zip(left, _asked(left, limit, timeout), strict=True)
@@ -129,7 +134,9 @@ def _asked(questions: Sequence[Question], limit: float, timeout: float) -> list[
 
 def _ask(question: Question, limit: float, timeout: float) -> Verdict:
     status = 0
-    for left in range(1 + len(_idle), -1, -1):  # a judge that someone else killed has not judged, and those that wait may all be dead
+    for left in range(
+        1 + len(_idle), -1, -1
+    ):  # a judge that someone else killed has not judged, and those that wait may all be dead
         try:
             one = _taken()
         except Killed:

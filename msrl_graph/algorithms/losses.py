@@ -1,10 +1,11 @@
 """Terms of a loss.
 
-Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives such a tensor
-back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives one value a row. What it gives for a
-row depends on that row alone, unless its mark says `scope="mini_batch"`: then it is called once with all rows of the mini-batch, and may
-draw by `rng`. What the update fills is described in signatures.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths`
-are whole numbers. A term may give figures beside its loss, (loss, {name: values}), whose means are metrics.
+Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives
+such a tensor back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives
+one value a row. What it gives for a row depends on that row alone, unless its mark says `scope="mini_batch"`: then it
+is called once with all rows of the mini-batch, and may draw by `rng`. What the update fills is described in
+signatures.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers. A term may
+give figures beside its loss, (loss, {name: values}), whose means are metrics.
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ def clip(
     dual: Positive | None = None,
     ratio: Literal["token", "sequence"] = "token",
 ) -> tuple[Tokens, Figures]:
-    """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp) (arXiv:1707.06347, eq. 7).
+    """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp)
+    (arXiv:1707.06347, eq. 7).
 
-    `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a batch. `dual` bounds
-    the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
-    row) for each token of the row; its gradient is r times that of the token's `logp`, so that one advantage for the row gives GSPO's
-    (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's (eq. 14). ValueError where it has no `lengths`. Tells the `ratio` of each
-    token, whether it is `clipped`, so that it has no gradient, and `kl`, r - 1 - log r of its own r, in nats: an estimate of
-    KL(old, new), how far the policy has gone from the one that drew (k3, http://joschu.net/blog/kl-approx.html).
+    `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a
+    batch. `dual` bounds the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r =
+    exp(mean of logp - old_logp over the row) for each token of the row; its gradient is r times that of the token's
+    `logp`, so that one advantage for the row gives GSPO's (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's
+    (eq. 14). ValueError where it has no `lengths`. Tells the `ratio` of each token, whether it is `clipped`, so that it
+    has no gradient, and `kl`, r - 1 - log r of its own r, in nats: an estimate of KL(old, new), how far the policy has
+    gone from the one that drew (k3, http://joschu.net/blog/kl-approx.html).
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     kl = _kl(log_ratio)
@@ -66,10 +69,11 @@ def clip(
 def cispo(
     logp: Tokens, old_logp: Tokens, advantage: Tokens, *, low: Share | None = None, high: NotNegative = 4.0
 ) -> tuple[Tokens, Figures]:
-    """CISPO: -clip(r, 1 - low, 1 + high) A logp, the ratio r = exp(logp - old_logp) without gradient (arXiv:2506.13585, eq. 4 and 5).
+    """CISPO: -clip(r, 1 - low, 1 + high) A logp, the ratio r = exp(logp - old_logp) without gradient (arXiv:2506.13585,
+    eq. 4 and 5).
 
-    Every token keeps its gradient, and that of a token whose ratio is large is bounded. Without `low` there is no bound below, as in the
-    paper; ratios up to 5 are arXiv:2510.13786's. Tells what `clip` tells.
+    Every token keeps its gradient, and that of a token whose ratio is large is bounded. Without `low` there is no bound
+    below, as in the paper; ratios up to 5 are arXiv:2510.13786's. Tells what `clip` tells.
     """
     log_ratio = logp.detach() - old_logp
     r = log_ratio.clamp(max=60).exp()  # finite, or a large ratio of an advantage of 0 is nan
@@ -78,12 +82,15 @@ def cispo(
 
 
 @loss_term(scope="mini_batch")
-def kl_cov(logp: Tokens, old_logp: Tokens, advantage: Tokens, *, share: Share = 0.002, coef: NotNegative = 1.0) -> tuple[Tokens, Figures]:
+def kl_cov(
+    logp: Tokens, old_logp: Tokens, advantage: Tokens, *, share: Share = 0.002, coef: NotNegative = 1.0
+) -> tuple[Tokens, Figures]:
     """KL-Cov: -A r, and for the tokens of the mini-batch that make its entropy fall most coef |logp - old_logp| besides
     (arXiv:2505.22617, section 4.2).
 
-    These are the `share` of all tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means over the
-    mini-batch; of equals the first. r = exp(logp - old_logp). Tells the `ratio` of each token, whether it is `chosen`, and `kl` as `clip`.
+    These are the `share` of all tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means
+    over the mini-batch; of equals the first. r = exp(logp - old_logp). Tells the `ratio` of each token, whether it is
+    `chosen`, and `kl` as `clip`.
     """
     import torch
 
@@ -111,9 +118,9 @@ def clip_cov(
     """Clip-Cov: `clip`, and some tokens of the mini-batch that would make its entropy fall have no gradient
     (arXiv:2505.22617, section 4.2).
 
-    They are drawn, as many as the `share` of all tokens, one at least, from those that are not clipped and whose covariance
-    (logp - mean)(A - mean), the means over the mini-batch, lies between `least` and `most`; their loss is 0. Tells the `ratio` of each
-    token, whether it is `clipped` either way or `chosen` so, and `kl`, as `clip`.
+    They are drawn, as many as the `share` of all tokens, one at least, from those that are not clipped and whose
+    covariance (logp - mean)(A - mean), the means over the mini-batch, lies between `least` and `most`; their loss is 0.
+    Tells the `ratio` of each token, whether it is `clipped` either way or `chosen` so, and `kl`, as `clip`.
     """
     import torch
 
@@ -130,8 +137,8 @@ def clip_cov(
 def kl(logp: Tokens, ref_logp: Tokens, *, form: Literal["k1", "abs", "mse", "low_var"] = "low_var") -> Tokens:
     """An estimate of the KL divergence of the policy from the reference, in nats a token.
 
-    k1 = logp - ref; abs; mse = (logp - ref)^2 / 2; low_var (k3) = exp(d) - d - 1 with d = ref - logp clamped to +-20 and the result
-    to +-10 (arXiv:2402.03300, eq. 4).
+    k1 = logp - ref; abs; mse = (logp - ref)^2 / 2; low_var (k3) = exp(d) - d - 1 with d = ref - logp clamped to +-20
+    and the result to +-10 (arXiv:2402.03300, eq. 4).
     """
     d = ref_logp - logp
     if form == "k1":
@@ -146,7 +153,8 @@ def kl(logp: Tokens, ref_logp: Tokens, *, form: Literal["k1", "abs", "mse", "low
 
 @loss_term
 def entropy(entropy: Tokens) -> Tokens:
-    """The entropy of the policy at each response token, in nats. A bonus for it has a minus: `loss = clip() - 0.001 * entropy()`."""
+    """The entropy of the policy at each response token, in nats. A bonus for it has a minus: `loss = clip() - 0.001 *
+    entropy()`."""
     return entropy
 
 
@@ -158,9 +166,11 @@ def sft(logp: Tokens) -> Tokens:
 
 @loss_term
 def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: Positive = 2.0) -> Tokens:
-    """A truncated importance weight, min(exp(old_logp - gen_logp), most), without gradient (as in V-trace, arXiv:1802.01561).
+    """A truncated importance weight, min(exp(old_logp - gen_logp), most), without gradient (as in V-trace,
+    arXiv:1802.01561).
 
-    A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another engine.
+    A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another
+    engine.
     """
     return (old_logp - gen_logp).exp().clamp(max=most).detach()
 
@@ -169,9 +179,9 @@ def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: Positive = 2.0) -> To
 def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> tuple[Tokens, Figures]:
     """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
 
-    v are the predictions of the weights being updated (`values`), V those that the advantages were computed from (`value`), R the
-    returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Tells the `error` v - R of each token, and whether
-    it is `clipped`, so that it has no gradient.
+    v are the predictions of the weights being updated (`values`), V those that the advantages were computed from
+    (`value`), R the returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Tells the
+    `error` v - R of each token, and whether it is `clipped`, so that it has no gradient.
     """
     clipped = values.clamp(value - range, value + range)  # to the last bit `values` where it is inside
     error = values - returns
@@ -192,12 +202,13 @@ def dpo(
     form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
     smoothing: Share = 0.0,
 ) -> tuple[Rows, Figures]:
-    """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq. 7).
+    """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq.
+    7).
 
-    z = (chosen - rejected) - (ref_chosen - ref_rejected), the log-probabilities of all of a response's tokens added up, of the weights
-    being updated and of the reference. f(z) is -log sigmoid(beta z); with `hinge` max(0, 1 - beta z) (arXiv:2305.10425); with `ipo`
-    (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0. Tells the
-    `margin` z of each pair, and whether it is above 0 (`accuracy`).
+    z = (chosen - rejected) - (ref_chosen - ref_rejected), the log-probabilities of all of a response's tokens added up,
+    of the weights being updated and of the reference. f(z) is -log sigmoid(beta z); with `hinge` max(0, 1 - beta z)
+    (arXiv:2305.10425); with `ipo` (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq.
+    17). An empty response counts as 0. Tells the `margin` z of each pair, and whether it is above 0 (`accuracy`).
     """
     from torch.nn.functional import softplus
 
@@ -217,12 +228,13 @@ def dpo(
 
 @loss_term
 def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
-    """The KL divergence between a teacher and the policy at each response token, in nats, over the teacher's k best tokens.
+    """The KL divergence between a teacher and the policy at each response token, in nats, over the teacher's k best
+    tokens.
 
-    `top_logp` are the teacher's log-probabilities of its k best, one row of k a response token, and `top_ids`, which binds the column of
-    their ids, receives the policy's of the same. Both are made distributions over the k, so that the divergence is 0 where they agree
-    and never below. `forward` is KL(teacher, policy), which covers what the teacher may say; `reverse` KL(policy, teacher), which seeks
-    what it says most (arXiv:2306.13649).
+    `top_logp` are the teacher's log-probabilities of its k best, one row of k a response token, and `top_ids`, which
+    binds the column of their ids, receives the policy's of the same. Both are made distributions over the k, so that
+    the divergence is 0 where they agree and never below. `forward` is KL(teacher, policy), which covers what the
+    teacher may say; `reverse` KL(policy, teacher), which seeks what it says most (arXiv:2306.13649).
     """
     teacher, policy = top_logp.log_softmax(-1), top_ids.log_softmax(-1)
     p, q = (teacher, policy) if form == "forward" else (policy, teacher)

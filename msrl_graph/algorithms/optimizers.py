@@ -1,8 +1,9 @@
 """Optimizers, and schedules of their learning rate.
 
-An optimizer's options go to a class of torch.optim, which is named here and never loaded: what is told is by which rule which weights
-step, and the bytes that are kept of each (stepping.py). Each has `lr` and `warmup`, which the update applies. A schedule gives the learning
-rate of an optimizer step: what the update fills is described in ir/signatures.py.
+An optimizer's options go to a class of torch.optim, which is named here and never loaded: what is told is by which rule
+which weights step, and the bytes that are kept of each (stepping.py). Each has `lr` and `warmup`, which the update
+applies. A schedule gives the learning rate of an optimizer step: what the update fills is described in
+ir/signatures.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def adamw(
 ) -> Optimizer:
     """AdamW, as torch.optim.AdamW (arXiv:1711.05101).
 
-    `betas` are how fast the two moments forget, `eps` is what the divisor is at least, `weight_decay` how much of a weight goes in a step,
-    times the rate. Keeps two float32 moments of each weight.
+    `betas` are how fast the two moments forget, `eps` is what the divisor is at least, `weight_decay` how much of a
+    weight goes in a step, times the rate. Keeps two float32 moments of each weight.
     """
     options = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True}
     return Optimizer(Rule("AdamW", options, {"exp_avg": 4, "exp_avg_sq": 4}))
@@ -43,8 +44,9 @@ def sgd(
 ) -> Optimizer:
     """Stochastic gradient descent, as torch.optim.SGD.
 
-    Keeps one float32 buffer of each weight where there is `momentum`, b = momentum b + g, and nothing without. The step is lr b, with
-    `nesterov`, which needs momentum, lr (g + momentum b). `weight_decay` times the weight is added to the gradient g.
+    Keeps one float32 buffer of each weight where there is `momentum`, b = momentum b + g, and nothing without. The step
+    is lr b, with `nesterov`, which needs momentum, lr (g + momentum b). `weight_decay` times the weight is added to the
+    gradient g.
     """
     if nesterov and not momentum:
         raise ValueError("`nesterov` needs `momentum` above 0")
@@ -64,13 +66,14 @@ def muon(
     eps: Positive = 1e-8,
     warmup: Count = 1,
 ) -> Optimizer:
-    """Muon, as torch.optim.Muon, for the matrices of the layers, and AdamW for all else: embedding, head, norms, biases (arXiv:2502.16982).
+    """Muon, as torch.optim.Muon, for the matrices of the layers, and AdamW for all else: embedding, head, norms, biases
+    (arXiv:2502.16982).
 
-    A matrix steps by its momentum made orthogonal: five Newton-Schulz iterations, for which each rank gathers the whole matrix. They are
-    in float32, where torch has bf16: so the result is the same on every layout.
-    `adjust` scales this step by the matrix's shape, A x B: `match_rms_adamw` by 0.2 sqrt(max(A, B)), so that rate and decay are those of
-    AdamW; `original` by sqrt(max(1, A / B)). `betas` and `eps` are AdamW's, the other options are for both. Keeps one float32 buffer of
-    each matrix, two moments of the rest.
+    A matrix steps by its momentum made orthogonal: five Newton-Schulz iterations, for which each rank gathers the whole
+    matrix. They are in float32, where torch has bf16: so the result is the same on every layout. `adjust` scales this
+    step by the matrix's shape, A x B: `match_rms_adamw` by 0.2 sqrt(max(A, B)), so that rate and decay are those of
+    AdamW; `original` by sqrt(max(1, A / B)). `betas` and `eps` are AdamW's, the other options are for both. Keeps one
+    float32 buffer of each matrix, two moments of the rest.
     """
     matrices = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "adjust": adjust}
     others = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -88,8 +91,8 @@ def adamw_8bit(
 ) -> Optimizer:
     """AdamW whose moments are kept in 8 bits, by blocks of 256 with a float32 scale each (arXiv:2110.02861).
 
-    Its memory is planned. It does not run in this version: blocks are cut from what a rank holds, so that another layout would round
-    otherwise and give other weights.
+    Its memory is planned. It does not run in this version: blocks are cut from what a rank holds, so that another
+    layout would round otherwise and give other weights.
     """
     each = 1 + 4 / 256
     why = "its blocks are cut from what a rank holds, so that a result would depend on the layout"
@@ -103,21 +106,26 @@ def constant(step: int, *, peak: NotNegative, warmup: Count = 1) -> float:
 
 
 @schedule
-def linear(step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: NotNegative = 0.0, steps: Count | None = None) -> float:
+def linear(
+    step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: NotNegative = 0.0, steps: Count | None = None
+) -> float:
     """Rises to `peak` in equal parts over `warmup` steps, then falls to `min` in a straight line.
 
-    It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters, which may leave
-    fewer.
+    It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters,
+    which may leave fewer.
     """
     return _falling(1 - _after(step, warmup, last, steps), step, peak, warmup, min)
 
 
 @schedule
-def cosine(step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: NotNegative = 0.0, steps: Count | None = None) -> float:
-    """Rises to `peak` in equal parts over `warmup` steps, then falls to `min` along half a wave of a cosine (arXiv:1608.03983, eq. 5).
+def cosine(
+    step: int, last: int, *, peak: NotNegative, warmup: Count = 1, min: NotNegative = 0.0, steps: Count | None = None
+) -> float:
+    """Rises to `peak` in equal parts over `warmup` steps, then falls to `min` along half a wave of a cosine
+    (arXiv:1608.03983, eq. 5).
 
-    It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters, which may leave
-    fewer.
+    It gets there at step `steps`, and stays; if not stated, that is the last step of the run, counted without filters,
+    which may leave fewer.
     """
     return _falling((1 + math.cos(math.pi * _after(step, warmup, last, steps))) / 2, step, peak, warmup, min)
 

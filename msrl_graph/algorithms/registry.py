@@ -1,5 +1,5 @@
-"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss, `@optimizer` and
-`@schedule` for an optimizer and its learning rate, `@option` for what an option takes as its value."""
+"""The marks of functions that programs may call: `@function()` for function nodes, `@loss_term` for a term of a loss,
+`@optimizer` and `@schedule` for an optimizer and its learning rate, `@option` for what an option takes as its value."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def function(
-    *, scope: Literal["row", "group", "batch"] = "row", together: tuple[str, ...] = (), many: Callable[..., list[Any]] | None = None
+    *,
+    scope: Literal["row", "group", "batch"] = "row",
+    together: tuple[str, ...] = (),
+    many: Callable[..., list[Any]] | None = None,
 ) -> Callable[[F], F]:
-    """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of the batch; of the
-    parameters named in `together` a call gives all or none. `many` does for many rows what the function does for one, where that is
-    quicker: it takes a list for each column, the same options, and returns a list."""
+    """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of
+    the batch; of the parameters named in `together` a call gives all or none. `many` does for many rows what the
+    function does for one, where that is quicker: it takes a list for each column, the same options, and returns a
+    list."""
 
     def mark(f: F) -> F:
         f.many = many  # type: ignore[attr-defined]
@@ -35,7 +39,8 @@ _figures: dict[str, float] = {}
 
 
 def tell(name: str, amount: float) -> None:
-    """Adds to a figure of the run's metrics, from within a function: what its rows told is summed up over the iteration."""
+    """Adds to a figure of the run's metrics, from within a function: what its rows told is summed up over the
+    iteration."""
     _figures[name] = _figures.get(name, 0) + amount
 
 
@@ -55,8 +60,9 @@ def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
 
 
 def loss_term(f: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
-    """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py). `scope` is what it must see at once:
-    any row, so that it may be handed the rows of any micro-batch, or all rows of the mini-batch."""
+    """Marks a term of a loss: columns and what the update knows as tensors, a tensor back (losses.py). `scope` is what
+    it must see at once: any row, so that it may be handed the rows of any micro-batch, or all rows of the
+    mini-batch."""
 
     def mark(f: F) -> F:
         return f
@@ -70,7 +76,8 @@ def optimizer(f: F) -> F:
 
 
 def schedule(f: F) -> F:
-    """Marks a learning rate that depends on the step: what the update knows, and options, to a number (optimizers.py)."""
+    """Marks a learning rate that depends on the step: what the update knows, and options, to a number
+    (optimizers.py)."""
     return f
 
 

@@ -30,7 +30,9 @@ def exact_match(response: str, answer: str, prompt: str = "") -> float:
     return _matched([response], [answer])[0]
 
 
-def _verified(response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float) -> list[float]:
+def _verified(
+    response: Sequence[str], answer: Sequence[str], prompt: Sequence[str] = (), *, timeout: float, budget: float
+) -> list[float]:
     """`math_verify` of many rows."""
     from . import answers, judges
 
@@ -42,7 +44,9 @@ def _verified(response: Sequence[str], answer: Sequence[str], prompt: Sequence[s
     cut_off = [(q, v.cut_off) for q, v in zip(questions, verdicts, strict=True) if v.cut_off]
     tell("verify/cut_off", len(cut_off))
     for q, why in cut_off[:TOLD]:
-        print(f"math_verify: {why}, which counts 0, on {q.response[-100:]!r} against {q.answer[:100]!r}", file=sys.stderr)
+        print(
+            f"math_verify: {why}, which counts 0, on {q.response[-100:]!r} against {q.answer[:100]!r}", file=sys.stderr
+        )
     if len(cut_off) > TOLD:
         print(f"math_verify: so for {len(cut_off) - TOLD} other answers of {len(rows)}", file=sys.stderr)
     known = dict(zip(asked, verdicts, strict=True))
@@ -50,19 +54,22 @@ def _verified(response: Sequence[str], answer: Sequence[str], prompt: Sequence[s
 
 
 @function(many=_verified)
-def math_verify(response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0, budget: Positive = 60.0) -> float:
+def math_verify(
+    response: str, answer: str, prompt: str = "", *, timeout: Positive = 5.0, budget: Positive = 60.0
+) -> float:
     r"""1 if the response's answer is mathematically equal to `answer`, else 0.
 
-    The response's answer is what stands in its last `\boxed{}` or `<answer>…</answer>` or behind its last `####`, else behind its last
-    "answer is", else the last expression of its last 4,000 characters. What stands behind `</think>` goes before. `answer` is LaTeX or
-    plain, or a whole solution that marks its answer so, as GSM8K's. Numbers and words are compared here, all else by the library
-    math-verify, in processes of a gibibyte at most, one for each processor. Units and currencies are not compared; 50% equals 50 and 0.5;
-    decimals are equal to six places, as 1/3 and 0.333333.
+    The response's answer is what stands in its last `\boxed{}` or `<answer>…</answer>` or behind its last `####`, else
+    behind its last "answer is", else the last expression of its last 4,000 characters. What stands behind `</think>`
+    goes before. `answer` is LaTeX or plain, or a whole solution that marks its answer so, as GSM8K's. Numbers and words
+    are compared here, all else by the library math-verify, in processes of a gibibyte at most, one for each processor.
+    Units and currencies are not compared; 50% equals 50 and 0.5; decimals are equal to six places, as 1/3 and 0.333333.
 
-    Cut off, and so 0, is an answer on which math-verify takes more than `timeout` seconds of a processor or too much memory, or that is
-    too large to be asked about: longer than 1,000 characters, brackets more than 16 deep, whole numbers of more than 32,768 bits. Answers
-    that come to no verdict take at most `budget` seconds of a batch together, or 0.05 each. The metric `verify/cut_off` counts what was
-    cut off, the run's log has some of it. RuntimeError where the library cannot be started.
+    Cut off, and so 0, is an answer on which math-verify takes more than `timeout` seconds of a processor or too much
+    memory, or that is too large to be asked about: longer than 1,000 characters, brackets more than 16 deep, whole
+    numbers of more than 32,768 bits. Answers that come to no verdict take at most `budget` seconds of a batch together,
+    or 0.05 each. The metric `verify/cut_off` counts what was cut off, the run's log has some of it. RuntimeError where
+    the library cannot be started.
     """
     return _verified([response], [answer], timeout=timeout, budget=budget)[0]
 
@@ -79,10 +86,11 @@ def contains(response: str, answer: str, prompt: str = "") -> float:
 
 @function()
 def f1(response: str, answer: str, prompt: str = "") -> float:
-    """How far the words of response and answer are the same, from 0 to 1: the F1 score of SQuAD (arXiv:1606.05250, section 6.1).
+    """How far the words of response and answer are the same, from 0 to 1: the F1 score of SQuAD (arXiv:1606.05250,
+    section 6.1).
 
-    2 c / (n + m) for n and m words of which c are common, each as often as it stands in both. Words are in lower case, without
-    punctuation and the articles a, an and the. 1 where neither has a word.
+    2 c / (n + m) for n and m words of which c are common, each as often as it stands in both. Words are in lower case,
+    without punctuation and the articles a, an and the. 1 where neither has a word.
     """
     given, right = Counter(_words(response)), Counter(_words(answer))
     total = given.total() + right.total()
@@ -91,7 +99,8 @@ def f1(response: str, answer: str, prompt: str = "") -> float:
 
 @function()
 def matches(response: str, prompt: str = "", *, pattern: str) -> float:
-    r"""1 if the whole response matches a regular expression of Python, in which `.` stands for a line's end too, else 0.
+    r"""1 if the whole response matches a regular expression of Python, in which `.` stands for a line's end too, else
+    0.
 
     A program writes a backslash as two: `matches(pattern = "-?\\d+")`. ValueError where the pattern is none.
     """
@@ -104,10 +113,12 @@ def matches(response: str, prompt: str = "", *, pattern: str) -> float:
 
 @function()
 def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> float:
-    """1 if the response is `<think>…</think> <answer>…</answer>`, blanks between them aside, else 0 (arXiv:2501.12948, section 2.2.2).
+    """1 if the response is `<think>…</think> <answer>…</answer>`, blanks between them aside, else 0 (arXiv:2501.12948,
+    section 2.2.2).
 
-    `tags` are the names, in their order; each tag is opened once and closed once. ValueError where there is no name. Where the prompt
-    ends with an opening tag, as that of some chat templates does, the response lacks it: `matches` takes a pattern of such responses.
+    `tags` are the names, in their order; each tag is opened once and closed once. ValueError where there is no name.
+    Where the prompt ends with an opening tag, as that of some chat templates does, the response lacks it: `matches`
+    takes a pattern of such responses.
     """
     names = tags.split()
     if not names:
@@ -118,11 +129,15 @@ def tagged(response: str, prompt: str = "", *, tags: str = "think answer") -> fl
 
 
 @function(scope="group")
-def length_reward(response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0) -> NDArray[np.float64]:
-    """Kimi k1.5's length reward: among a prompt's responses, short ones gain and long ones lose (arXiv:2501.12599, section 2.3.3).
+def length_reward(
+    response: Sequence[NDArray[np.int32]], score: NDArray[np.float32], *, weight: NotNegative = 1.0
+) -> NDArray[np.float64]:
+    """Kimi k1.5's length reward: among a prompt's responses, short ones gain and long ones lose (arXiv:2501.12599,
+    section 2.3.3).
 
-    score + weight * l, l = 0.5 - (length - shortest) / (longest - shortest) of a correct response, min(l, 0) of another; 0 where all are
-    as long. Lengths in tokens. Correct is a `score` over 0. (The paper starts with a weight of 0 and raises it during training.)
+    score + weight * l, l = 0.5 - (length - shortest) / (longest - shortest) of a correct response, min(l, 0) of
+    another; 0 where all are as long. Lengths in tokens. Correct is a `score` over 0. (The paper starts with a weight of
+    0 and raises it during training.)
     """
     import numpy as np
 
@@ -139,8 +154,11 @@ def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.
 
 
 @function()
-def overlong(response: NDArray[np.int32], score: float, *, max: Count, buffer: Count, factor: NotNegative = 1.0) -> float:
-    """DAPO's soft punishment of long responses: score + min(-(length - (max - buffer)) / buffer * factor, 0) (arXiv:2503.14476, eq. 13).
+def overlong(
+    response: NDArray[np.int32], score: float, *, max: Count, buffer: Count, factor: NotNegative = 1.0
+) -> float:
+    """DAPO's soft punishment of long responses: score + min(-(length - (max - buffer)) / buffer * factor, 0)
+    (arXiv:2503.14476, eq. 13).
 
     Lengths in tokens: up to max - buffer costs nothing, `max` costs `factor`. ValueError where `buffer` is over `max`.
     """

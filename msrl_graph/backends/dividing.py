@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..ir.attributes import Update
 from ..ir.graph import Graph, Node
 from ..model.architecture import Model
 from ..sharding.layout import Layout
@@ -21,13 +22,19 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     if layout.vpp > 1 and layout.pp == 1:
         yield f"vpp = {layout.vpp} interleaves the stages of a pipeline, and pp is 1"
     elif stages > model.layers:
-        yield f"{'pp x vpp' if layout.vpp > 1 else 'pp'} = {stages} is more than the {model.layers} layers of `{model.name}`"
+        yield (
+            f"{'pp x vpp' if layout.vpp > 1 else 'pp'} = {stages} is more than the {model.layers} layers of "
+            f"`{model.name}`"
+        )
     elif layout.stages and sum(layout.stages) != model.layers:
         yield f"`stages` hold {sum(layout.stages)} layers, `{model.name}` has {model.layers}"
     elif 0 in layout.stages:
         yield "a stage of `stages` holds no layer"
     if layout.cp > 1 and layout.cp_kind == "ulysses" and model.heads % (layout.tp * layout.cp):
-        yield f"tp x cp = {layout.tp * layout.cp} does not divide the {model.heads} heads of `{model.name}`, as Ulysses attention must"
+        yield (
+            f"tp x cp = {layout.tp * layout.cp} does not divide the {model.heads} heads of `{model.name}`, as "
+            "Ulysses attention must"
+        )
     if experts is None:
         if layout.ep * layout.etp > 1:
             yield f"{'ep' if layout.ep > 1 else 'etp'} divides experts, and `{model.name}` has none"
@@ -35,19 +42,25 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     if experts.number % layout.ep:
         yield f"ep = {layout.ep} does not divide the {experts.number} experts of `{model.name}`"
     if experts.intermediate % layout.etp:
-        yield f"etp = {layout.etp} does not divide the intermediate size of {experts.intermediate:,} of the experts of `{model.name}`"
+        yield (
+            f"etp = {layout.etp} does not divide the intermediate size of {experts.intermediate:,} of the experts "
+            f"of `{model.name}`"
+        )
     if layout.stage_devices % (layout.ep * layout.etp):
         both = "ep x etp" if layout.etp > 1 else "ep"
-        yield f"{both} = {layout.ep * layout.etp} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)"
+        yield (
+            f"{both} = {layout.ep * layout.etp} does not divide the {layout.stage_devices} devices of a stage (tp x "
+            "cp x dp)"
+        )
 
 
 def rows_in_step(graph: Graph, node: Node) -> int | None:
-    """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is updated, or a filter
-    leaves a number of rows that nobody knows yet."""
-    stated = node.attributes.get("mini_batch")
-    if node.verb != "update" or (stated is None and any(n.filters for n in graph.nodes)):
+    """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is
+    updated, or a filter leaves a number of rows that nobody knows yet."""
+    said = Update.of(node)
+    if node.verb != "update" or (said.mini_batch is None and any(n.filters for n in graph.nodes)):
         return None
-    return int(node.number("mini_batch", graph.rows[graph.level(node)]))
+    return said.step_rows(graph.rows[graph.level(node)])
 
 
 def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
@@ -60,7 +73,14 @@ def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
         sizes.append((model.experts.shared, "shared experts' size"))
     if spec.vocabulary_multiple == 1:
         sizes.append((model.vocabulary, "vocabulary"))
-    return [f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}" for size, name in sizes if size % tp]
+    elif spec.pads_whole:
+        padded = -(-model.vocabulary // spec.vocabulary_multiple) * spec.vocabulary_multiple
+        sizes.append((padded, "padded vocabulary"))
+    return [
+        f"the {size:,} {name}" if name.endswith("heads") else f"the {name} of {size:,}"
+        for size, name in sizes
+        if size % tp
+    ]
 
 
 def _and(words: list[str]) -> str:

@@ -1,29 +1,35 @@
 """Training and inference by torch FSDP2 and DTensor tensor parallelism (torch.distributed), on any torch device.
 
-Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors (steps.py). ZeRO: 0
-replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the gathered weights after forward.
+Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
+(steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the gathered
+weights after forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
-from ..model.architecture import Model
 from ..sharding.layout import Layout, shard
 from . import peaks, prefixes, transformer
-from .spec import Act, Asked, Calls, EngineSpec, Lint, Outputs, Packed, Shard, Situation
+from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..ir.graph import Node
+    from ..ir.plan import Placement
+    from .devices import Devices
+
 
 def _lints(situation: Situation) -> Iterator[Lint]:
     if situation.verb == "update" and situation.layout.zero == 2 and situation.layout.dp > 1:
-        message = "zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for"
+        message = (
+            "zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for"
+        )
         yield Lint(message, "zero = 3 needs less memory still, zero = 1 less communication")
 
 
@@ -33,8 +39,9 @@ def _calls(act: Act, layout: Layout) -> Calls:
         if layout.dp == 1:
             return Calls(108, 35)
         return (Calls(150, 49), Calls(230, 73), Calls(122, 43), Calls(122, 43))[layout.zero]
-    # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred operators for a
-    # forward pass, and as many for each collective of a backward pass; an operator on a DTensor as long as three on tensors.
+    # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred
+    # operators for a forward pass, and as many for each collective of a backward pass; an operator on a DTensor as long
+    # as three on tensors.
     if act == "update":
         hooks = SPEC.divided(layout) * (300 if layout.zero >= 3 else 200)
         found = Calls(232 + hooks, 83 + hooks)
@@ -51,7 +58,8 @@ SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
     axes=("tp", "dp"),
-    options={"micro_batch": "int", "recompute": ("none", "full"), "dtype": ("f32", "bf16")},
+    build="msrl_graph.backends.fsdp:Engine",
+    options=("micro_batch", "recompute", "dtype"),
     zero=(0, 1, 2, 3),
     divided_from=2,
     lints=_lints,
@@ -59,22 +67,24 @@ SPEC = EngineSpec(
     shares_beginnings=True,
     sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
     peaks=peaks.trainer,
+    chosen=True,
 )
 
 
 class Engine:
-    """A model on this rank; `optimizer` is by what rules it steps, None where nothing is updated."""
+    """A model on this rank."""
 
-    def __init__(self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, recompute: bool, optimizer: Optimizer | None) -> None:
-        self.model, self.layout, self.mesh = model, layout, mesh
+    def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
+        model, layout, rank, optimizer = weights.model, placement.layout, devices.rank, weights.optimizer
+        self.model, self.layout, self.place = model, layout, devices.device.place
         self.divided = SPEC.divided(layout)
         module = transformer.empty(model)
-        if recompute:
+        if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
         module.requires_grad_(optimizer is not None)
         prefixes.prepare(module)
         if layout.tp > 1:
-            _divide_tensors(module, mesh["tp"], model.scores)
+            _divide_tensors(module, devices.axis("tp"), model.scores)
             self._tie(module)
         module.forward = lambda *args: _outputs(module, *args)
         if self.divided:
@@ -82,22 +92,24 @@ class Engine:
 
             again = layout.zero >= 3 or optimizer is None
             for layer in module.model.layers:
-                fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=again)
-            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=again)
+                fully_shard(layer, mesh=devices.axis("dp"), reshard_after_forward=again)
+            fully_shard(module, mesh=devices.axis("dp"), reshard_after_forward=again)
         # Buffers are real already: to_empty would lose them.
         buffers = dict(module.named_buffers())
-        module.to_empty(device="cpu")
+        module.to_empty(device=self.place)
         self._tie(module)
         for name, value in buffers.items():
             owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+            module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
-        weights = transformer.named_weights(module)
-        self._shards = [Shard(t.name, shard(t, SPEC.side(layout), rank), _local(weights[t.name])) for t in model.tensors]
+        named = transformer.named_weights(module)
+        self._shards = [Shard(t.name, shard(t, SPEC.side(layout), rank), _local(named[t.name])) for t in model.tensors]
         transformer.fill(model, self._shards)
-        self._parameters = [weights[t.name] for t in model.tensors]
+        self._parameters = [named[t.name] for t in model.tensors]
         self._rules = optimizer
-        self._optimizer = None if optimizer is None else Steps(optimizer, model.tensors, self._shards, layout, mesh, self.divided)
+        self._optimizer = None
+        if optimizer is not None:
+            self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided)
 
     def _tie(self, module: Any) -> None:
         """Makes head and embedding one parameter again, if they were: dividing and taking memory give each its own."""
@@ -107,21 +119,39 @@ class Engine:
     def shards(self) -> list[Shard]:
         return self._shards
 
-    def forward(self, packed: Packed, asked: Asked) -> Outputs:
+    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
         import torch
 
-        found: Outputs = self.module(prefixes.tree(packed), packed.token, asked)
+        with torch.no_grad():
+            return [self._forward(micro_batch, asked) for micro_batch in micro_batches]
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+        for i in range(len(micro_batches)):
+            total = loss(self._forward(micro_batches[i], asked), i)
+            # FSDP2 averages over dp, the loss's parts add up.
+            (total * self.layout.dp if self.divided else total).backward()  # type: ignore[no-untyped-call]
+            del total  # or the next micro-batch would have its graph beside its own
+
+    def _forward(self, micro_batch: MicroBatch, asked: Asked) -> Outputs:
+        import torch
+
+        tree, here = prefixes.tree(micro_batch).to(self.place), micro_batch.to(self.place, non_blocking=True)
+        heat = here.get("temperature", asked.temperature)
+        found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
             for part in (*self.module.model.layers, self.module):
                 part.reshard()
         return found
 
-    def backward(self, loss: torch.Tensor) -> None:
-        # FSDP2 averages over dp, the loss's parts add up.
-        (loss * self.layout.dp if self.divided else loss).backward()  # type: ignore[no-untyped-call]
-
-    def step(self, lr: float, clip_grad: float, sound: bool = True, optimizer: Optimizer | None = None) -> float:
+    def step(
+        self,
+        lr: float,
+        clip_grad: float,
+        sound: bool = True,
+        optimizer: Optimizer | None = None,
+        node: Node | None = None,
+    ) -> float:
         assert self._optimizer is not None and self._rules is not None
         gradients = []
         # From here on a gradient lives as long as it is in the list.
@@ -156,16 +186,23 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool) -> None:
     parallelize_module(module, mesh, ends)
 
 
-def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Asked) -> Outputs:
-    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are made only where a
-    token is asked for, and in float32."""
+def _outputs(
+    module: Any,
+    found: prefixes.Tree,
+    token: torch.Tensor,
+    given: torch.Tensor | None,
+    heat: float | torch.Tensor,
+    asked: Asked,
+) -> Outputs:
+    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are
+    made only where a token is asked for, and in float32."""
     import torch
 
     hidden = prefixes.states(module.model, found).index_select(0, found.before)
     if hasattr(module, "score"):
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # FSDP2's hooks would be lost on a view
-    logits = module.lm_head(hidden).float() / asked.temperature
-    if not asked.entropy and not asked.best and asked.given is None:
+    logits = module.lm_head(hidden).float() / heat
+    if not asked.entropy and not asked.best and given is None:
         entropy = _entropy(logits) if torch.is_grad_enabled() else None
         return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)
     told = _entropy(logits) if torch.is_grad_enabled() and not asked.entropy else None
@@ -176,21 +213,25 @@ def _outputs(module: Any, found: prefixes.Tree, token: torch.Tensor, asked: Aske
         logp=-torch.nn.functional.nll_loss(logps, token, reduction="none"),
         # A product of vectors keeps the two of them and makes no third.
         entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else told,
-        given=None if asked.given is None else logps.gather(1, asked.given),
+        given=None if given is None else logps.gather(1, given),
         best=best,
         ids=ids,
     )
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy of each token's distribution, apart from any graph. A few tokens at a time, so that at no moment as much is held as a
-    cross-entropy takes."""
+    """The entropy of each token's distribution, apart from any graph. A few tokens at a time, so that at no moment as
+    much is held as a cross-entropy takes."""
     import torch
 
     with torch.no_grad():
         each = max(1, min(len(logits) // 4, ENTROPY // logits.shape[-1]))
         parts = (part.log_softmax(-1) for part in torch.split(logits, each))
-        return torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in parts]) if len(logits) else logits.new_zeros(0)
+        return (
+            torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in parts])
+            if len(logits)
+            else logits.new_zeros(0)
+        )
 
 
 def _local(parameter: Any) -> torch.Tensor:

@@ -1,24 +1,27 @@
 """Generation by transformers, with tensor parallelism of its own over torch.distributed.
 
-Invariant: what is drawn for a row depends on its prompt, the weights and the key (seed, iteration, row, step) alone. The weights have
-memory only between `allocate` and `release`; their boxes are those of layout.shard.
+Invariant: what is drawn for a row depends on its prompt, the weights and the key (seed, iteration, row, step) alone.
+The weights have memory only between `allocate` and `release`; their boxes are those of layout.shard.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..model.architecture import Model
-from ..sharding.layout import Layout, elements, shard
+from ..sharding.layout import Layout, shard
 from . import peaks, transformer
-from .spec import Act, Calls, EngineSpec, Sampling, Shard
-from .stops import Stops
+from .devices import release, take
+from .draw import draw
+from .spec import Act, Calls, EngineSpec, Sampling, Shard, Weights
+from .stops import looks_for
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
-    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..ir.plan import Placement
+    from .devices import Devices
 
 
 def _calls(act: Act, layout: Layout) -> Calls:
@@ -30,51 +33,62 @@ SPEC = EngineSpec(
     name="hf",
     verbs=("generate",),
     axes=("tp", "dp"),
-    options={"micro_batch": "int", "dtype": ("f32", "bf16"), "memory": "share"},
+    build="msrl_graph.backends.hf:Engine",
+    options=("micro_batch", "dtype", "memory"),
     calls=_calls,
     shares_beginnings=True,
-    cache_passes=5,  # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
+    # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
+    cache_passes=5,
     peaks=peaks.generator,
+    chosen=True,
 )
 
 
 class Engine:
     """A generator on this rank; the responses to `micro_batch` prompts are generated at once (0: all)."""
 
-    def __init__(self, model: Model, layout: Layout, rank: int, mesh: DeviceMesh, micro_batch: int) -> None:
+    def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
 
-        self.model, self.layout, self.micro_batch = model, layout, micro_batch
+        model, layout, rank = weights.model, placement.layout, devices.rank
+        self.model, self.layout, self.place = model, layout, devices.device.place
+        self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
         self.module = transformer.empty(model).eval().requires_grad_(False)
-        weights = transformer.named_weights(self.module)
-        dtype = next(iter(weights.values())).dtype
+        named = transformer.named_weights(self.module)
+        dtype = next(iter(named.values())).dtype
         self._shards = []
         for tensor in model.tensors:
             box = shard(tensor, SPEC.side(layout), rank)
-            local = torch.empty([b - a for a, b in box], dtype=dtype)
-            local.untyped_storage().resize_(0)
+            local = torch.empty([b - a for a, b in box], dtype=dtype, device=self.place)
+            release(local)
             self._shards.append(Shard(tensor.name, box, local))
             owner, _, leaf = tensor.name.rpartition(".")
             parameter = torch.nn.Parameter(local, requires_grad=False)
             setattr(self.module.get_submodule(owner), leaf, parameter)
         if model.tied:
             self.module.lm_head.weight = self.module.model.embed_tokens.weight
-        self.group = mesh["tp"].get_group() if layout.tp > 1 else None
+        self.group = devices.axis("tp").get_group() if layout.tp > 1 else None
         if self.group is not None:
             _join(self.module, self.group, layout.coordinates(rank).tp)
-        self.stops: dict[tuple[str, ...], Stops] = {}
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:
-            piece.tensor.untyped_storage().resize_(elements(piece.box) * piece.tensor.element_size())
+            take(piece.tensor)
         return self._shards
+
+    def filled(self) -> None:
+        pass  # nothing outlives a call of `generate`
 
     def release(self) -> None:
         for piece in self._shards:
-            piece.tensor.untyped_storage().resize_(0)
+            release(piece.tensor)
 
     def generate(
-        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling, begun: NDArray[np.int64] | None = None
+        self,
+        prompts: list[NDArray[np.int32]],
+        rows: NDArray[np.int64],
+        sampling: Sampling,
+        begun: NDArray[np.int64] | None = None,
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
         import numpy as np
         import torch
@@ -95,8 +109,8 @@ class Engine:
     def _wave(
         self, given: list[NDArray[np.int32]], rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """Prefills each prompt once, left-padded, then decodes; rows that have drawn alike so far are one in the batch, and what has
-        finished leaves it when half has."""
+        """Prefills each prompt once, left-padded, then decodes; rows that have drawn alike so far are one in the batch,
+        and what has finished leaves it when half has."""
         import numpy as np
         import torch
         from transformers.cache_utils import DynamicCache
@@ -111,6 +125,7 @@ class Engine:
             ids[i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
             mask[i, width - len(prompt) :] = 1
         cache = DynamicCache(config=self.module.config)
+        ids, mask = ids.to(self.place, non_blocking=True), mask.to(self.place, non_blocking=True)
         logits = self._logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
         room = sampling.max_tokens - begun
         out = np.zeros((len(rows), room.max()), np.int32)
@@ -120,13 +135,14 @@ class Engine:
         # Where in the batch each running row is.
         place = np.repeat(np.searchsorted(first, [alike[p.tobytes()] for p in given]), len(rows) // len(given))
         for step in range(room.max()):
-            token, logp = self._draw(logits[torch.from_numpy(place)], rows[running], begun[running] + step, sampling.of(running))
+            drawn = logits[self._here(place)]
+            token, logp = self._draw(drawn, rows[running], begun[running] + step, sampling.of(running))
             out[running, step] = token
             logps[running, step] = logp
             lengths[running] = step + 1
             going = ~np.isin(token, sampling.ends) & (step + 1 < room[running])
             if sampling.stop:
-                going &= ~self._stops(sampling.stop)(out[running, : step + 1])
+                going &= ~looks_for(self.model.path, sampling.stop)(out[running, : step + 1])
             running, place, token = running[going], place[going], token[going]
             if not len(running):
                 break
@@ -139,25 +155,23 @@ class Engine:
                 fed[parent] = token
             else:
                 fed, place = token, which
-                cache.batch_select_indices(torch.from_numpy(parent))
-                mask = mask[torch.from_numpy(parent)]
+                chosen = self._here(parent)
+                cache.batch_select_indices(chosen)
+                mask = mask[chosen]
             mask = torch.cat([mask, mask.new_ones(len(fed), 1)], 1)
             position = mask.sum(1, keepdim=True) - 1
-            logits = self._logits(torch.from_numpy(fed)[:, None], mask, position, cache)
+            logits = self._logits(self._here(fed)[:, None], mask, position, cache)
         ends = list(enumerate(lengths))
         return [out[i, :n].copy() for i, n in ends], [logps[i, :n].copy() for i, n in ends]
-
-    def _stops(self, strings: tuple[str, ...]) -> Stops:
-        if strings not in self.stops:
-            self.stops[strings] = Stops(self.model.path, strings)
-        return self.stops[strings]
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
         import torch
         from torch import distributed as dist
 
         seen = None if bool(mask.all()) else mask
-        hidden = self.module.model(input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True)
+        hidden = self.module.model(
+            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
+        )
         logits: torch.Tensor = self.module.lm_head(hidden.last_hidden_state[:, -1]).float()
         if self.group is not None:
             parts = [torch.empty_like(logits) for _ in range(self.layout.tp)]
@@ -168,37 +182,13 @@ class Engine:
     def _draw(
         self, logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The next token of each row: the inverse of the cumulative distribution at the row's own number, in float64. And its
-        log-probability before any filter; at temperature 0 that of the only token there is, 0."""
+        token, logp = draw(logits, rows, steps, sampling, self.group)
+        return token.cpu().numpy(), logp.cpu().numpy()
+
+    def _here(self, given: NDArray[Any]) -> torch.Tensor:
         import torch
-        from torch import distributed as dist
 
-        from .. import noise
-
-        heat = torch.as_tensor(sampling.temperature, dtype=torch.float32).reshape(-1, 1)
-        cold = heat == 0
-        token = logits.argmax(-1)
-        if cold.all():
-            whole = (logits - logits.amax(-1, keepdim=True)).exp()
-        else:
-            if cold.any():  # of these rows one token is certain
-                certain = torch.full_like(logits, -torch.inf).scatter_(-1, token[:, None], 0.0)
-                logits, heat = logits.where(~cold, certain), heat.where(~cold, 1.0)
-            whole = share = (logits / heat).double().softmax(-1)
-            if sampling.top_k:
-                floor = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-                share = share.masked_fill(logits < floor, 0.0)
-            if sampling.top_p < 1:
-                ordered, index = share.sort(-1, descending=True)
-                ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
-                share = torch.zeros_like(share).scatter_(-1, index, ordered)
-            total = share.cumsum(-1)
-            u = torch.from_numpy(noise.uniform(sampling.seed, sampling.iteration, rows, steps))[:, None]
-            token = (total <= u * total[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
-        if self.group is not None:
-            # The ranks of a group must agree to the last bit: one draws for all.
-            dist.broadcast(token, group=self.group, group_src=0)
-        return token.numpy(), whole.gather(-1, token[:, None])[:, 0].log().float().numpy()
+        return torch.from_numpy(given).to(self.place, non_blocking=True)
 
 
 def _join(module: Any, group: Any, index: int) -> None:

@@ -1,38 +1,343 @@
-"""Training and inference by Megatron-Core (with MindSpeed on Ascend): planned for, not run yet.
+"""Training and inference by Megatron-Core in the rank's own process (with MindSpeed on Ascend).
 
-Invariant: the spec says what Megatron-Core 0.16 can divide; weights at rest are whole in each data-parallel replica, and its distributed
-optimizer divides the optimizer's states (zero 1). More ranks than key-value heads are left out: it then cuts within a group's heads.
+Invariant: layers, their tensor and pipeline parallelism and the schedule are Megatron's; embedding, head, loss and
+optimizer are the project's, so that a program's terms see what they see by any engine and weights step by the same
+rules (steps.py: ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in each
+data-parallel replica. More ranks than key-value heads are left out: Megatron then cuts within a group's heads.
+
+On cuda and npu it has never run: no such device was at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from .spec import EngineSpec, Lint, Situation
+from ..ir.stepping import Optimizer
+from ..model.architecture import HEAD
+from ..sharding.layout import shard
+from . import megatron_cpu, megatron_model, prefixes, transformer, vocabulary
+from .spec import Asked, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
+from .steps import Steps
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..ir.graph import Node
+    from ..ir.plan import Placement
+    from .devices import Devices
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
     layout, number = situation.layout, situation.micro_batches
     if layout.vpp > 1 and (number < layout.pp or number % layout.pp):
-        message = f"interleaved stages take micro-batches {layout.pp} at a time (pp), and an optimizer step has {number}"
-        yield Lint(message, "choose `micro_batch` or `mini_batch` so that pp divides their number, or vpp = 1", fatal=True)
+        message = (
+            f"interleaved stages take micro-batches {layout.pp} at a time (pp), and an optimizer step has {number}"
+        )
+        yield Lint(
+            message, "choose `micro_batch` or `mini_batch` so that pp divides their number, or vpp = 1", fatal=True
+        )
 
 
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
     axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
-    options={
-        "micro_batch": "int",
-        "recompute": ("none", "full"),
-        "dtype": ("f32", "bf16"),
-        "offload": ("none", "optimizer", "weights", "all"),
-    },
+    build="msrl_graph.backends.megatron:Engine",
+    options=("micro_batch", "recompute", "dtype", "offload"),
     zero=(0, 1),
     vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    runs=(),
+    planned=("cp", "ep", "etp", "offload", "qwen3", "qwen3_moe", "deepseek_v3"),
+    needs=("megatron-core",),
     lints=_lints,
-    gradient_bytes=4,  # gradients of micro-batches are summed in float32 (accumulate_allreduce_grads_in_fp32)
+    gradient_bytes=4,  # gradients of micro-batches are summed in float32
     divides_sequence=True,
+    chosen=True,
 )
+
+
+class Engine:
+    """A model on this rank: one chunk of its layers, or with interleaved stages several."""
+
+    def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
+        import torch
+
+        self.model, self.layout, self.devices = weights.model, placement.layout, devices
+        model, layout, self.place = self.model, self.layout, devices.device.place
+        at = layout.coordinates(devices.rank)
+        self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
+        stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
+        whole = transformer.empty(model)
+        epsilon, rotary = whole.config.rms_norm_eps, whole.model.rotary_emb
+        with self._megatron():
+            self.groups = _groups(devices, layout)
+            _prepare()
+            # What the schedule knows of the model: how many stages, and that they hand on what has any length. The
+            # layers of each it need not know.
+            self.config = _config(
+                model,
+                layout,
+                epsilon,
+                layout.pp * layout.vpp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                pipeline_dtype=getattr(torch, transformer.DTYPES[model.dtype]),
+                variable_seq_lengths=True,
+                moe_token_dispatcher_type="alltoall",  # which it asks for where lengths vary, experts or not
+            )
+            self.chunks = []
+            for i, layers in enumerate(stretches):
+                first, last = self.first and i == 0, self.last and i == len(stretches) - 1
+                config = _config(
+                    model, layout, epsilon, len(layers), placement.engine.options.get("recompute") == "full"
+                )
+                module = megatron_model.stage(model, config, rotary, layers, first, last, self.groups, self.place)
+                module.config, module.model_type = self.config, _kind()
+                module.vp_stage = i if layout.vpp > 1 else None
+                self.chunks.append(module)
+        boxes = {t.name: shard(t, SPEC.side(layout), devices.rank) for t in model.tensors}
+        pairs = list(zip(self.chunks, stretches, strict=True))
+        self._shards = list(megatron_model.views(pairs, boxes, self.first, self.last, model, self.place))
+        transformer.fill(model, self._shards)
+        self._rules, self._optimizer = weights.optimizer, None
+        self._pieces = _pieces(self.chunks, self._shards)
+        self._sums: dict[Any, torch.Tensor] = {}  # of gradients, by parameter, where weights are of another type
+        for parameter in (p for module in self.chunks for p in module.parameters()):
+            parameter.requires_grad_(weights.optimizer is not None)
+            if weights.optimizer is not None and parameter.dtype != torch.float32:
+                parameter.register_post_accumulate_grad_hook(self._add)
+        if weights.optimizer is not None:
+            self._optimizer = Steps(weights.optimizer, model.tensors, self._shards, layout, devices, False)
+
+    @contextmanager
+    def _megatron(self) -> Iterator[None]:
+        """Where Megatron's code runs."""
+        with ExitStack() as stack:
+            if self.devices.device.kind.is_host:
+                stack.enter_context(megatron_cpu.answering())
+                if self.layout.pp > 1:
+                    for patch in megatron_cpu.stages_apart():
+                        stack.enter_context(patch)
+            yield
+
+    def shards(self) -> list[Shard]:
+        return self._shards
+
+    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
+        import torch
+
+        with torch.no_grad():
+            return self._run(micro_batches, asked, None)
+
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+        self._run(micro_batches, asked, loss)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], asked: Asked, loss: Loss | None) -> list[Outputs]:
+        """Passes all micro-batches through, by Megatron's schedule."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+        number = len(micro_batches)
+        if not number:
+            return []
+
+        def forward(numbers: Iterator[int], module: Any) -> tuple[torch.Tensor, Any]:
+            i = next(numbers)
+            micro_batch = micro_batches[i]
+            hidden = module(self._tree(micro_batch).to(self.place))
+
+            def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
+                made = self._outputs(module, hidden, micro_batch, asked)
+                # Megatron divides by the number of micro-batches.
+                return made if loss is None else (loss(made, i) * number, {})
+
+            return hidden, finish
+
+        with self._megatron():
+            vpp = self.layout.vpp if self.layout.vpp > 1 else None
+            found: list[Outputs] = get_forward_backward_func(self.layout.pp, vpp)(
+                forward_step_func=forward,
+                data_iterator=[iter(range(number)) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=number,
+                seq_length=self.layout.tp,  # whatever a micro-batch has: lengths are told with each message
+                micro_batch_size=1,
+                forward_only=loss is None,
+                collect_non_loss_data=loss is None,
+                p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if self.layout.pp > 1 else None,
+                pg_collection=self.groups,
+            )
+        return found if loss is None and self.last else []
+
+    def _tree(self, micro_batch: MicroBatch) -> prefixes.Tree:
+        """Its nodes, as many as tensor-parallel ranks can share evenly."""
+        import torch
+
+        tree = prefixes.tree(micro_batch)
+        more = -len(tree.ids) % self.layout.tp
+        if not more:
+            return tree
+        nothing = torch.zeros(more, dtype=torch.long)
+        padded = {name: torch.cat([getattr(tree, name), nothing]) for name in ("ids", "depth", "place")}
+        return replace(tree, **padded)
+
+    def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: Asked) -> Outputs:
+        import torch
+
+        if self.model.scores:
+            return Outputs(values=torch.nn.functional.linear(hidden, module.head).float()[:, 0])
+        here = micro_batch.to(self.place, non_blocking=True)
+        stop = min(self.model.vocabulary, module.head_first + module.head.shape[0])
+        logits = torch.nn.functional.linear(hidden, module.head).float()[:, : max(0, stop - module.head_first)]
+        logits = logits / here.get("temperature", asked.temperature)
+        group = self.groups.tp if self.layout.tp > 1 else None
+        return vocabulary.outputs(logits, module.head_first, here["token"], here.get("given", None), asked, group)
+
+    def _add(self, parameter: Any) -> None:
+        """Adds what a micro-batch gave to the sum, in float32."""
+        import torch
+
+        if parameter not in self._sums:
+            self._sums[parameter] = torch.zeros(parameter.shape, device=self.place)
+        self._sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    def step(
+        self,
+        lr: float,
+        clip_grad: float,
+        sound: bool = True,
+        optimizer: Optimizer | None = None,
+        node: Node | None = None,
+    ) -> float:
+        assert self._optimizer is not None and self._rules is not None
+        gradients = [self._gradient(i) for i in range(len(self._shards))]
+        self._sums.clear()
+        for module in self.chunks:
+            module.zero_grad(set_to_none=True)
+        return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
+
+    def _gradient(self, i: int) -> torch.Tensor:
+        """Of the i-th shard; what several ranks have a part of is added up."""
+        import torch
+        from torch import distributed as dist
+
+        tensor, piece = self.model.tensors[i], self._shards[i]
+        parameter, where = self._pieces[i]
+        found = torch.zeros(piece.tensor.shape, device=self.place)
+        whole = None if parameter is None else self._sums.get(parameter, parameter.grad)
+        if whole is not None:
+            found.copy_(whole[where])
+        copied = tensor.tp_dim < 0 and tensor.name != HEAD
+        if self.layout.tp > 1 and copied and found.numel():  # a norm sees a part of the tokens
+            dist.all_reduce(found, group=self.groups.tp)
+        if tensor.tied and self.layout.pp > 1 and (self.first or self.last):
+            dist.all_reduce(found, group=self.groups.embd)
+        return found
+
+    def moments(self) -> dict[str, list[Shard]]:
+        return {} if self._optimizer is None else self._optimizer.moments()
+
+    def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
+        assert self._optimizer is not None
+        self._optimizer.restore(moments, steps)
+
+
+def _groups(devices: Devices, layout: Any) -> Any:
+    """The plan's groups as Megatron takes them."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from torch import distributed as dist
+
+    def of(ranks: list[int]) -> Any:
+        return dist.new_group(ranks, use_local_synchronization=True)
+
+    alone = of([dist.get_rank()])
+    groups = ProcessGroupCollection()
+    found = {name: devices.axis(name) for name in ("tp", "pp", "dp") if getattr(layout, name) > 1}
+    for name in ("tp", "cp", "pp", "dp"):
+        setattr(groups, name, found[name].get_group() if name in found else alone)
+    groups.dp_cp, groups.pos_embd, groups.embd = groups.dp, None, None
+    for name in ("ep", "expt_tp", "tp_ep", "expt_dp"):
+        setattr(groups, name, alone)
+    if layout.pp > 1:
+        stages = found["pp"].mesh.tolist()
+        groups.embd = of([stages[0], stages[-1]]) if dist.get_rank() in (stages[0], stages[-1]) else None
+    return groups
+
+
+def _config(model: Any, layout: Any, epsilon: float, layers: int, recompute: bool = False, **more: Any) -> Any:
+    """So many layers, as a model of their own."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = getattr(torch, transformer.DTYPES[model.dtype])
+    return TransformerConfig(
+        **more,
+        num_layers=layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.intermediate,
+        normalization="RMSNorm",
+        layernorm_epsilon=epsilon,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        qk_layernorm=model.family.startswith("qwen3"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        params_dtype=dtype,
+        bf16=model.dtype == "bf16",
+        use_cpu_initialization=False,
+        perform_initialization=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+
+
+def _prepare() -> None:
+    """What Megatron's layers find in the process: a buffer for what they gather, and the random states that they enter,
+    though nothing is drawn."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    tracker = get_cuda_rng_tracker()
+    if "model-parallel-rng" not in tracker.get_states():
+        tracker.add("model-parallel-rng", 0)
+
+
+def _kind() -> Any:
+    from megatron.core.enums import ModelType
+
+    return ModelType.encoder_or_decoder
+
+
+def _pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[Any, Any]]:
+    """Of each shard the parameter that it is a piece of, and which rows: by where both lie in memory."""
+    held = {p.untyped_storage().data_ptr(): p for module in chunks for p in module.parameters() if p.numel()}
+    found: list[tuple[Any, Any]] = []
+    for piece in shards:
+        parameter = held.get(piece.tensor.untyped_storage().data_ptr()) if piece.tensor.numel() else None
+        if parameter is None:
+            found.append((None, slice(0, 0)))
+            continue
+        row = parameter[0].numel() if parameter.ndim > 1 else 1
+        begin = piece.tensor.storage_offset() // row
+        found.append((parameter, slice(begin, begin + piece.tensor.shape[0])))
+    return found

@@ -1,8 +1,9 @@
 """What the light engines hold in a phase beside weights and optimizer states at rest, moment by moment.
 
-Invariant: each moment is what lives at one instant, so a phase needs its fullest moment and never a sum over moments. Counted are the
-storages of tensors, as transformers' Llama and Qwen2 and autograd make and keep them: a change of what an engine keeps is a change here,
-and bench/memory.py tells. Sizes are bytes of the busiest rank, at the columns' bounds.
+Invariant: each moment is what lives at one instant, so a phase needs its fullest moment and never a sum over moments.
+Counted are the storages of tensors, as transformers' Llama and Qwen2 and autograd make and keep them: a change of what
+an engine keeps is a change here, and bench/memory.py tells. Sizes are bytes of the busiest rank, at the columns'
+bounds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 
 from ..ir import stepping
 from ..ir.work import Work
-from ..sharding.layout import Kind, Side, Tensor, box_at, elements, held, kinds
+from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds
 from .spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs beside what it holds.
@@ -22,8 +23,8 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes of what a rank computes with: `item` of an element, of `tokens` a layer sees and of tokens `laid` out row by row for
-    attention, of one scored token."""
+    """Bytes of what a rank computes with: `item` of an element, of `tokens` a layer sees and of tokens `laid` out row
+    by row for attention, of one scored token."""
 
     work: Work
 
@@ -33,7 +34,8 @@ class _Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Distinct tokens that are fed: prompts once each, responses but for their last token, which predicts nothing."""
+        """Distinct tokens that are fed: prompts once each, responses but for their last token, which predicts
+        nothing."""
         w = self.work
         return max(1, w.prompts * w.prompt + w.rows * (w.response - 1))
 
@@ -85,9 +87,9 @@ class _Sizes:
 
     @cached_property
     def saved(self) -> int:
-        """What a layer keeps for its backward: input, normed and scaled input of both halves, query, keys, values and output of attention
-        as laid out, its output by token, its log-sum-exp, four products of the feed-forward network. In bf16 norms keep their input in
-        float32 instead of as it is."""
+        """What a layer keeps for its backward: input, normed and scaled input of both halves, query, keys, values and
+        output of attention as laid out, its output by token, its log-sum-exp, four products of the feed-forward
+        network. In bf16 norms keep their input in float32 instead of as it is."""
         norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
         scores = 4 * self.laid * self._split(self.work.model.heads) + 8 * self.tokens
         attention = self.laid * (2 * self.query + 2 * self.keys) + self.tokens * self.query
@@ -146,10 +148,12 @@ def trainer(verb: str, work: Work) -> Moments:
 
 
 def _infer(s: _Sizes) -> Moments:
-    """Forward alone. What is divided is gathered layer by layer: a flat buffer, out of which the weights are copied, lives until the next
-    layer's has been copied, too. ZeRO 2 of what is trained keeps the gathered weights to the end."""
+    """Forward alone. What is divided is gathered layer by layer: a flat buffer, out of which the weights are copied,
+    lives until the next layer's has been copied, too. ZeRO 2 of what is trained keeps the gathered weights to the
+    end."""
     work = s.work
-    # Beside a layer's input: its second half's input, normed, and products; or queries, keys and values, by token and laid out.
+    # Beside a layer's input: its second half's input, normed, and products; or queries, keys and values, by token and
+    # laid out.
     feed = 3 * s.hidden + 3 * s.wide
     attention = 2 * s.hidden + s.tokens * (2 * s.query + 2 * s.keys) + s.laid * (2 * s.query + 2 * s.keys)
     layer = s.angles + max(feed, attention)
@@ -161,15 +165,19 @@ def _infer(s: _Sizes) -> Moments:
         gathered = s.whole + s.layer if work.trained and work.layout.zero < 3 else s.ends + 2 * s.layer
     return {
         "the first layer is gathered": {"rows": s.rows, "gathered weights": first, "activations": s.hidden + s.angles},
-        "a layer is gathered": {"rows": s.rows, "gathered weights": gathered + s.layer if work.divided else 0, "activations": s.hidden},
+        "a layer is gathered": {
+            "rows": s.rows,
+            "gathered weights": gathered + s.layer if work.divided else 0,
+            "activations": s.hidden,
+        },
         "in a layer": {"rows": s.rows, "gathered weights": gathered, "activations": layer},
         "in the head": {"rows": s.rows, "gathered weights": kept + s.layer if work.divided else 0, "logits": head},
     }
 
 
 def _head(s: _Sizes) -> int:
-    """Logits at their most without gradients: divided by the temperature, and their log-softmax; where the vocabulary is divided, a
-    rank's part, all parts and their concatenation."""
+    """Logits at their most without gradients: divided by the temperature, and their log-softmax; where the vocabulary
+    is divided, a rank's part, all parts and their concatenation."""
     tp, stored = s.work.layout.tp, s.logit * s.item // 4
     joined = stored // tp + 2 * stored if tp > 1 else 0
     return max(2 * s.logit, joined)
@@ -188,16 +196,24 @@ def _update(s: _Sizes) -> Moments:
     spread = 0 if work.divided or work.model.tied else (work.layout.tp - 1) * s.table
     gradients = apart + spread
     rest = gradients if summed else 0
-    # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last layer's buffer.
+    # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last
+    # layer's buffer.
     zero3 = work.divided and work.layout.zero >= 3
     top = (s.ends + s.layer if zero3 else s.whole) if work.divided else 0
     forward = top + s.layer if work.divided and not zero3 else top
     below = (s.ends + 2 * s.layer if zero3 else s.whole) if work.divided else 0
-    # In backward, gradients of the ends stay whole until it is over; a layer's are reduced out of a flat buffer after it.
+    # In backward, gradients of the ends stay whole until it is over; a layer's are reduced out of a flat buffer after
+    # it.
     table = s.table if work.divided or work.model.tied or not summed else 0
     found = {
-        "the end of forward": {"gathered weights": forward, "gradients": rest, "activations": base + states, "logits": _head(s)},
-        # Log-softmax, its gradient and the logits'; of an entropy the probabilities and their gradient, of given ids one more gradient.
+        "the end of forward": {
+            "gathered weights": forward,
+            "gradients": rest,
+            "activations": base + states,
+            "logits": _head(s),
+        },
+        # Log-softmax, its gradient and the logits'; of an entropy the probabilities and their gradient, of given ids
+        # one more gradient.
         "backward in the head": {
             "gathered weights": top,
             "gradients": rest,
@@ -240,18 +256,28 @@ def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
     attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.keys) - freed
     divided = s.work.divided
     return {
-        "the feed-forward half": {"activations": feed, "gradients": s.matrix if divided or not s.work.batches > 1 else 0},
-        "the attention half": {"activations": attention, "gradients": 3 * s.matrix if divided or not s.work.batches > 1 else 0},
+        "the feed-forward half": {
+            "activations": feed,
+            "gradients": s.matrix if divided or not s.work.batches > 1 else 0,
+        },
+        "the attention half": {
+            "activations": attention,
+            "gradients": 3 * s.matrix if divided or not s.work.batches > 1 else 0,
+        },
     }
 
 
 def _step(s: _Sizes, gradients: int) -> Moments:
-    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then rule by rule on float32 gradients."""
+    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then rule by rule on float32
+    gradients."""
     work = s.work
     dp = work.layout.dp
     found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
     if dp > 1 and not work.divided:
-        found["the gradients' sum"] = {"gradients": gradients, "workspace": s.item * min(s.elements, max(s.largest, CHUNK))}
+        found["the gradients' sum"] = {
+            "gradients": gradients,
+            "workspace": s.item * min(s.elements, max(s.largest, CHUNK)),
+        }
     if work.optimizer is None:
         return found
     flat, left = dp > 1 and work.layout.zero == 1, s.elements * s.item
@@ -271,18 +297,21 @@ def _step(s: _Sizes, gradients: int) -> Moments:
         elif s.item == 2:
             found[f"float32 gradients{of}"] = {"gradients": 4 * own + left, "workspace": s.item * s.largest}
         if rule.whole:
-            found["a matrix is made orthogonal"] = {**stepping_by, "workspace": master + max(map(_orthogonal, own_kinds), default=0)}
+            found["a matrix is made orthogonal"] = {
+                **stepping_by,
+                "workspace": master + max(map(_orthogonal, own_kinds), default=0),
+            }
     return found
 
 
-def _orthogonal(kind: Kind) -> int:
+def _orthogonal(kind: TensorKind) -> int:
     """A matrix and its next value, and two squares of its shorter side."""
     return 8 * kind.tensor.elements + 8 * min(kind.tensor.shape) ** 2
 
 
 def generator(verb: str, work: Work) -> Moments:
-    """The moments of a generation by transformers (backends/hf.py): `rows` prompts at once, `samples` responses each, the cache one
-    tensor of keys and one of values a layer, copied whenever it grows."""
+    """The moments of a generation by transformers (backends/hf.py): `rows` prompts at once, `samples` responses each,
+    the cache one tensor of keys and one of values a layer, copied whenever it grows."""
     assert verb == "generate"
     alone = _Sizes(work)
     each = work.rows * work.samples
@@ -291,7 +320,8 @@ def generator(verb: str, work: Work) -> Moments:
     logits = 4 * each * work.model.vocabulary
     hidden = work.model.hidden * alone.item
     wide = -(-work.model.intermediate // work.layout.tp) * alone.item
-    # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, a comparison; with filters more copies.
+    # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, a comparison; with filters
+    # more copies.
     draw = 2 * logits + 2 * 2 * logits + logits // 4
     fed = work.rows * work.prompt
     return {

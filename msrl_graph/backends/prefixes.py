@@ -1,29 +1,29 @@
 """Rows that begin alike are computed once: what the rows of a micro-batch share is a tree, and a model sees its nodes.
 
-A token's state is a function of the tokens up to it, so each distinct beginning of a row is one node: a prompt is one path however
-many responses it has, and padding is no node at all. Only attention looks at whole rows; all other layers work node by node.
+A token's state is a function of the tokens up to it, so each distinct beginning of a row is one node: a prompt is one
+path however many responses it has, and padding is no node at all. Only attention looks at whole rows; all other layers
+work node by node.
 
 Invariant: log-probabilities and gradients are those of the padded rows, up to rounding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
-
-from .spec import Packed
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from tensordict import TensorDict
 
 ATTENTION = "msrl_prefixes"
 
 
 @dataclass(frozen=True)
 class Tree:
-    """`ids` and `depth` of each node; `rows` [distinct rows, width] the nodes of a row, padded at the right; `place` where in `rows`,
-    laid end to end, a node stands; `before` the node that each response token follows."""
+    """`ids` and `depth` of each node; `rows` [distinct rows, width] the nodes of a row, padded at the right; `place`
+    where in `rows`, laid end to end, a node stands; `before` the node that each response token follows."""
 
     ids: torch.Tensor
     depth: torch.Tensor
@@ -31,23 +31,27 @@ class Tree:
     place: torch.Tensor
     before: torch.Tensor
 
+    def to(self, device: torch.device) -> Tree:
+        return Tree(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
 
-def tree(packed: Packed) -> Tree:
+
+def tree(packed: TensorDict) -> Tree:
     import numpy as np
     import torch
 
-    ids, row, position = (t.numpy() for t in (packed.ids, packed.row, packed.position))
-    # Of a row only what comes before a response token is needed; where nothing is asked for, one node keeps collectives going.
-    lengths = np.zeros(len(ids), np.int64)
+    ids, offsets, row, position = (packed[name].numpy() for name in ("ids", "offsets", "row", "position"))
+    # Of a row only what comes before a response token is needed; where nothing is asked for, one node keeps collectives
+    # going.
+    count, lengths = 0, np.zeros(len(offsets) - 1, np.int64)
     np.maximum.at(lengths, row, position + 1)
     lengths[0] = max(lengths[0], 1)
-    nodes = np.zeros((len(ids), int(lengths.max())), np.int64)
-    parent = np.zeros(len(ids), np.int64)
+    nodes = np.zeros((len(lengths), int(lengths.max())), np.int64)
+    parent = np.zeros(len(lengths), np.int64)
     tokens: list[np.ndarray] = []
-    count, base = 0, int(ids.max()) + 1
+    base = int(ids.max()) + 1
     for column in range(nodes.shape[1]):
         live = np.flatnonzero(lengths > column)
-        distinct, which = np.unique(parent[live] * base + ids[live, column], return_inverse=True)
+        distinct, which = np.unique(parent[live] * base + ids[offsets[live] + column], return_inverse=True)
         parent[live] = nodes[live, column] = count + which
         tokens.append(distinct % base)
         count += len(distinct)
@@ -63,7 +67,7 @@ def prepare(module: Any) -> None:
     """Lets a transformers model take a tree in place of rows."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, _attend)
+    AttentionInterface.register(ATTENTION, attend)
     module.config._attn_implementation = ATTENTION
 
 
@@ -75,7 +79,7 @@ def states(module: Any, found: Tree) -> torch.Tensor:
     return hidden[0]
 
 
-def _attend(
+def attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -87,19 +91,25 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole rows; takes [1, heads, nodes, size], gives [1, nodes, heads, size]. Padding comes after all that
-    is asked for, so that causality alone keeps it out."""
+    """Causal attention over whole rows; takes [1, heads, nodes, size], gives [1, nodes, heads, size]. Padding comes
+    after all that is asked for, so that causality alone keeps it out."""
     import torch
 
     count, width = prefixes.rows.shape
 
     def laid(x: torch.Tensor) -> torch.Tensor:
-        return x[0].transpose(0, 1).index_select(0, prefixes.rows.view(-1)).view(count, width, *x.shape[1::2]).transpose(1, 2)
+        return (
+            x[0]
+            .transpose(0, 1)
+            .index_select(0, prefixes.rows.view(-1))
+            .view(count, width, *x.shape[1::2])
+            .transpose(1, 2)
+        )
 
     q, k, v = laid(query), laid(key), laid(value)
     mask = None
     if sliding_window is not None and width > sliding_window:
-        mask = torch.ones(width, width, dtype=torch.bool).tril().triu(1 - sliding_window)
+        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
     )

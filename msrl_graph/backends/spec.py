@@ -1,34 +1,44 @@
-"""What an engine is: the spec that the compiler reads, and the two small protocols that the runtime calls.
+"""What an engine is: the spec that the compiler reads, how one is built, and the two protocols that the runtime calls.
 
-Invariant: torch-free; the runtime half of an engine stands in the same file of `backends` as its spec.
+Invariant: torch-free; all that the rest of the package knows of an engine is here. A spec names the function that
+builds its engine, which is looked up where one is built, so that whoever only reads specs loads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from ..hardware.device_kinds import DeviceKind
 from ..sharding.layout import Box, Layout, Side
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from tensordict import TensorDict
     from torch import Tensor
 
+    from ..ir.graph import Node
+    from ..ir.plan import Placement
     from ..ir.stepping import Optimizer
+    from ..ir.work import Work
+    from ..model.architecture import Model
+    from .devices import Devices
 
 BYTES = {"f32": 4, "bf16": 2}
 
 
-# What an engine does at once: a forward pass over prompts, over one more token of each sequence, over rows, the same with its backward
-# pass, an optimizer step.
+# What an engine does at once: a forward pass over prompts, over one more token of each sequence, over rows, the same
+# with its backward pass, an optimizer step.
 Act = Literal["prefill", "decode", "infer", "update", "step"]
 
 
 @dataclass(frozen=True)
 class Calls:
-    """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers, `rest` besides."""
+    """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers,
+    `rest` besides."""
 
     layer: float
     rest: float
@@ -36,12 +46,12 @@ class Calls:
 
 @dataclass(frozen=True)
 class Situation:
-    """What an engine may know to fail or to crawl: a state's layout on devices of a kind, `per_host` of them, the micro-batches of an
-    optimizer step, and the engines of the states that share the devices."""
+    """What an engine may know to fail or to crawl: a node's layout on devices of a kind, `per_host` of them, the
+    micro-batches of an optimizer step, and the engines of the nodes that share the devices."""
 
     verb: str
     layout: Layout
-    backend: str
+    device: DeviceKind
     per_host: int
     micro_batches: int
     beside: frozenset[str]
@@ -61,30 +71,47 @@ Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a p
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """`axes` are the mesh axes that may be larger than 1, `options` the attributes with their types ("int", "share" of 1, or the
-    words that may stand there), `divided_from` the ZeRO stage from which weights at rest are divided over dp (4: never),
-    `vocabulary_multiple` that to which a rank's part of the vocabulary is padded (1: it is not), `families` the architectures,
-    `runs` the kinds of devices on which a run of this version may use it; on others it can be planned.
-    `peaks` takes a verb and a Work (work.py) and gives the moments of what the engine holds beside weights and optimizer states at
-    rest; without it general formulas stand in, in which a gradient takes `gradient_bytes` (0: as much as a weight), and tp divides what
-    norms see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `continuous`: a sequence that ends leaves its
-    place to the next, and is handed on at once.
+    """What the compiler knows of an engine, without loading it.
 
-    What seconds follow from: `calls` counts operators where the engine is eager torch, and is None where its kernels are fused;
-    `shares_beginnings`: rows of a batch that begin alike are computed once, and a row's last token, which predicts nothing, not at all;
-    `cache_passes`: how often a step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
-    and in a backward pass."""
+    - How it is made: `build` names a function as `module:name`, which `built` calls with (weights, placement, devices);
+      it gives a Trainer, or a Generator where the verb is `generate`. "" where there is none yet: it can be planned.
+    - What it can do: `axes`: the mesh axes that may be larger than 1; `families`: the model architectures;
+      `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: what of these three can be planned for
+      only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
+      each engine must name), `heeds`: those of these that it names; a run refuses the others; `needs`: the packages;
+      `chosen`: whether a plan may choose it where a program names none; `one_mesh`: a process has it for one tp and
+      pp, whatever the models.
+    - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
+      `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
+      whole vocabulary, where it `pads_whole`.
+    - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
+      beside weights and optimizer states at rest. Without it general formulas stand in, in which a gradient takes
+      `gradient_bytes` (0: as much as a weight), and tp divides what norms see too where it `divides_sequence` (sequence
+      parallelism, arXiv:2205.05198).
+    - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused;
+      `continuous`: a sequence that ends leaves its place to the next at once; `shares_beginnings`: rows of a batch that
+      begin alike are computed once, and a row's last token, which predicts nothing, not at all; `cache_passes`: how
+      often a step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
+      and in a backward pass.
+    """
 
     name: str
     verbs: tuple[str, ...]
     axes: tuple[str, ...]
-    options: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+    build: str = ""
+    options: tuple[str, ...] = ()
     zero: tuple[int, ...] = (0, 1)
     divided_from: int = 4
     vocabulary_multiple: int = 1
+    pads_whole: bool = False
     replicates_kv_heads: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
-    runs: tuple[str, ...] = ("cpu",)
+    planned: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("torch", "transformers")
+    honours: tuple[str, ...] | None = None
+    heeds: tuple[str, ...] = ()
+    chosen: bool = False
+    one_mesh: bool = False
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None
@@ -101,7 +128,33 @@ class EngineSpec:
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
         """How weights lie under a layout, from device `first` on."""
-        return Side(layout, self.divided(layout), self.vocabulary_multiple, first, each)
+        return Side(layout, self.divided(layout), self.multiple(layout), first, each)
+
+    def multiple(self, layout: Layout) -> int:
+        """To a multiple of this a rank's part of the vocabulary is padded."""
+        return max(1, self.vocabulary_multiple // layout.tp) if self.pads_whole else self.vocabulary_multiple
+
+    def built(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
+        """The engine, on this rank."""
+        module, _, name = self.build.partition(":")
+        return getattr(import_module(module), name)(weights, placement, devices)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What an engine is built to hold: the weights of a `model`, in the type that the plan gives them, and by what
+    rules they step; None where nothing is updated.
+
+    `work` is what the node computes at once, at its columns' bounds: as the plan counts memory, so may an engine.
+    `node` is the one that they are for, of a worker that is updated its first update. What it says besides is for the
+    engine to read: `Generate.of(weights.node)`. A trainer may have several nodes, and is told with each call whose it
+    is (`Asked.node`).
+    """
+
+    model: Model
+    node: Node
+    optimizer: Optimizer | None = None
+    work: Work | None = None
 
 
 @dataclass(frozen=True)
@@ -113,33 +166,31 @@ class Shard:
     tensor: Tensor
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Sequences of tokens as a trainer takes them: `ids` [sequences, width] padded at the right, and for each token that is asked for, all
-    sequences one after another, its sequence (`row`), the position *before* it (whose state predicts it), and the token. Where a sequence
-    is scored as a whole, its last position is asked for, and `token` means nothing."""
-
-    ids: Tensor
-    row: Tensor
-    position: Tensor
-    token: Tensor
+# What a trainer is handed: sequences of tokens, as tensors by name, in the host's memory. `ids` are all tokens end to
+# end, `offsets` where each sequence begins, and the end. For each token that is asked for, all sequences one after
+# another, there is its sequence (`row`), the position *before* it (whose state predicts it), and the `token`; where a
+# sequence is scored as a whole, its last position is asked for, and `token` means nothing. Where log-probabilities of
+# other tokens are wanted there too, these are `given` [tokens, k]; where tokens differ in it, each has its
+# `temperature` [tokens, 1].
+MicroBatch: TypeAlias = "TensorDict"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a forward pass is to give of each token that is asked for, beside its log-probability: the `entropy` of the distribution that it
-    is drawn from, the `best` likeliest tokens there, and the log-probabilities of the tokens `given` [tokens, k]. All are at a
-    `temperature`, one for all or [tokens, 1]."""
+    """What forward passes are to give of each token that is asked for, beside its log-probability and those of the
+    tokens that its micro-batch gives: the `entropy` of the distribution that it is drawn from, and the `best` likeliest
+    tokens there. All are at a `temperature`, unless the micro-batch has its own. `node` is the one that asks: an update
+    whose attributes the engine may read, `Update.of(asked.node)`."""
 
-    temperature: float | Tensor = 1.0
+    temperature: float = 1.0
     entropy: bool = False
     best: int = 0
-    given: Tensor | None = None
+    node: Node | None = None
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives, in float32: a policy all that it was asked for, a scoring model `values` alone. [tokens], or [tokens, k];
-    differentiable, but for the k best."""
+    """What a forward pass gives, in float32: a policy all that it was asked for, a scoring model `values` alone.
+    [tokens], or [tokens, k]; differentiable, but for the k best."""
 
     logp: Tensor | None = None
     values: Tensor | None = None  # the score of the state before each token, or of a whole sequence
@@ -151,8 +202,9 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; `temperature`, one for all or one a response, is greedy where it is 0.
-    A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay part of it."""
+    """How a generator draws: `seed` and `iteration` key the noise; `temperature`, one for all or one a response, is
+    greedy where it is 0. A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay
+    part of it."""
 
     samples: int
     max_tokens: int
@@ -170,30 +222,48 @@ class Sampling:
         return self if one else replace(self, temperature=self.temperature[responses])  # type: ignore[index]
 
 
+Loss = Callable[[Outputs, int], "Tensor"]
+
+
 class Trainer(Protocol):
-    """The training half of an engine, of a policy or of a scoring model (Model.scoring). Collectives span tp, and dp where weights are
-    divided: all ranks make the same calls."""
+    """The training half of an engine, of a policy or of a scoring model (Model.scoring). Collectives span all ranks of
+    a model's replica, and dp where weights are divided: these ranks make the same calls, with as many micro-batches.
+
+    Which micro-batch is passed forward or backward when, is the engine's own: a pipeline's stages each run another one.
+    Where a model's layers are on several ranks, outputs are on those that have the last ones."""
 
     def shards(self) -> list[Shard]:
         """The weights at rest on this rank."""
 
-    def forward(self, packed: Packed, asked: Asked) -> Outputs:
-        """One pass over the sequences; nothing is differentiable where torch.no_grad() is in force."""
+    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
+        """What forward passes give, apart from any graph; nothing where the last layers are not."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of this rank's part of the loss (the parts of all dp ranks add up to the mini-batch's)."""
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+        """Adds the gradient of this rank's part of the loss (the parts of all micro-batches and of all dp ranks add up
+        to the mini-batch's). `loss` is called once a micro-batch, with what its forward pass gave and its number, on
+        the ranks that have the last layers, in the same order on all of them: it may hold a collective over dp. A graph
+        is gone when its micro-batch is through. What `loss` raises goes up."""
 
-    def step(self, lr: float, clip_grad: float, sound: bool = True, optimizer: Optimizer | None = None) -> float:
-        """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where the norm is not
-        finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states stay as they are. `optimizer`
-        has the options of this step, of the rules that the engine was made with."""
+    def step(
+        self,
+        lr: float,
+        clip_grad: float,
+        sound: bool = True,
+        optimizer: Optimizer | None = None,
+        node: Node | None = None,
+    ) -> float:
+        """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where
+        the norm is not finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states
+        stay as they are. `optimizer` has the options of this step, of the rules that the engine was made with; `node`
+        is the update whose step it is."""
 
     def moments(self) -> dict[str, list[Shard]]:
-        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`, of those that it keeps it of; empty before the
-        first step. A collective."""
+        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`, of those that it keeps it of;
+        empty before the first step. A collective."""
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Takes over what `moments` gave, by kind and tensor, in this rank's boxes, after so many steps. The weights are set already."""
+        """Takes over what `moments` gave, by kind and tensor, in this rank's boxes, after so many steps. The weights
+        are set already."""
 
 
 class Generator(Protocol):
@@ -202,13 +272,22 @@ class Generator(Protocol):
     def allocate(self) -> list[Shard]:
         """Takes memory for the weights, for resharding to fill."""
 
+    def filled(self) -> None:
+        """The shards hold other weights than before: what was kept of the old ones, or is made of them, is made
+        anew."""
+
     def release(self) -> None:
         """Gives back weights and cache."""
 
     def generate(
-        self, prompts: list[NDArray[np.int32]], rows: NDArray[np.int64], sampling: Sampling, begun: NDArray[np.int64] | None = None
+        self,
+        prompts: list[NDArray[np.int32]],
+        rows: NDArray[np.int64],
+        sampling: Sampling,
+        begun: NDArray[np.int64] | None = None,
     ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """`samples` responses to each prompt, in order, and the log-probability of each of their tokens at the sampling temperature, over
-        the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end token is part of a response.
-        Where responses have `begun`, with so many tokens, there is a prompt for each row that ends with these: they count in `max_tokens`,
-        which is more, and in the steps of the noise; stop strings are looked for in what is drawn alone."""
+        """`samples` responses to each prompt, in order, and the log-probability of each of their tokens at the sampling
+        temperature, over the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end
+        token is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row
+        that ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
+        looked for in what is drawn alone."""

@@ -1,7 +1,8 @@
-"""Optimizer steps on the local shards of a model whose ranks are a mesh of dp and tp: torch.optim's own, and Muon.
+"""Optimizer steps on the local shards of a model whose ranks are a mesh of dp, pp and tp: torch.optim's own, and Muon.
 
-Invariant: elements step in float32, one by one, so that no layout changes what is computed; what needs a whole matrix gathers it, and each
-rank takes its own part of the result. ZeRO 1 divides the tensors of each rule, laid end to end, in stretches over dp.
+Invariant: elements step in float32, one by one, so that no layout changes what is computed; what needs a whole matrix
+gathers it, and each rank takes its own part of the result. ZeRO 1 divides the tensors of each rule, laid end to end, in
+stretches over dp.
 """
 
 from __future__ import annotations
@@ -13,35 +14,45 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer, Rule
 from ..sharding.layout import Layout, slices
+from .devices import release, take
 from .peaks import CHUNK
 from .spec import Shard
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
     from ..sharding.layout import Tensor
+    from .devices import Devices
 
 ITERATIONS = 5  # of Newton and Schulz
-Kinds = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor
+MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor
 
 
 class Steps:
-    """The optimizer of a model's `tensors`, of which this rank holds `shards`, `divided` over dp or not."""
+    """The optimizer of a model's `tensors`, of which this rank holds `shards`, `divided` over dp or not; those of other
+    stages are empty."""
 
     def __init__(
-        self, optimizer: Optimizer, tensors: Sequence[Tensor], shards: Sequence[Shard], layout: Layout, mesh: DeviceMesh, divided: bool
+        self,
+        optimizer: Optimizer,
+        tensors: Sequence[Tensor],
+        shards: Sequence[Shard],
+        layout: Layout,
+        devices: Devices,
+        divided: bool,
     ) -> None:
-        self.tensors, self.layout, self.mesh, self.divided = tensors, layout, mesh, divided
+        self.tensors, self.layout, self.devices, self.divided = tensors, layout, devices, divided
         at = [[i for i, t in enumerate(tensors) if optimizer.of(t) is rule] for rule in optimizer.rules]
-        self.parts = [
-            (_Matrices if rule.whole else _Part)(rule, [tensors[i] for i in own], [shards[i] for i in own], layout, mesh, divided)
-            for rule, own in zip(optimizer.rules, at, strict=True)
-        ]
+        self.parts = []
+        for rule, own in zip(optimizer.rules, at, strict=True):
+            kind, held = _Matrices if rule.whole else _Part, [shards[i] for i in own]
+            self.parts.append(kind(rule, [tensors[i] for i in own], held, layout, devices, divided))
         self.at = at
         self.taken = 0
 
-    def step(self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: Optimizer) -> float:
+    def step(
+        self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: Optimizer
+    ) -> float:
         """As of Trainer; a gradient lives as long as it is in the list, which is emptied."""
         if not self.divided and self.layout.dp > 1:
             self._add_up(gradients)
@@ -66,7 +77,7 @@ class Steps:
                 found.setdefault(kind, []).extend(shards)
         return found
 
-    def restore(self, moments: Kinds, steps: int) -> None:
+    def restore(self, moments: MomentTensors, steps: int) -> None:
         self.taken = steps
         for part in self.parts:
             part.restore(moments, steps)
@@ -81,44 +92,59 @@ class Steps:
             bucket.append(gradient)
             if i + 1 == len(gradients) or sum(g.numel() for g in bucket) + gradients[i + 1].numel() > CHUNK:
                 flat = torch.cat([g.reshape(-1) for g in bucket])
-                dist.all_reduce(flat, group=self.mesh["dp"].get_group())
+                dist.all_reduce(flat, group=self.devices.axis("dp").get_group())
                 for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                     g.copy_(total.view(g.shape))
                 bucket = []
 
     def _norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
-        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once. All ranks take part in all sums, so
-        that they agree to the last bit, and on what is not finite."""
+        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once. All ranks take part
+        in all sums, so that they agree to the last bit, and on what is not finite."""
         import torch
         from torch import distributed as dist
 
         layout = self.layout
-        divided, copied = torch.full((2,), 0.0 if sound else math.nan, dtype=torch.float64)
+        place = self.devices.device.place
+        divided, copied = torch.full((2,), 0.0 if sound else math.nan, dtype=torch.float64, device=place)
+        later = layout.pp > 1 and self.devices.axis("pp").get_local_rank() > 0
         for gradient, tensor in zip(gradients, self.tensors, strict=True):
+            if tensor.tied and later:
+                continue  # the first stage has it too
             for part in torch.split(gradient.reshape(-1), CHUNK):
                 (divided if tensor.tp_dim >= 0 else copied).add_(part.double().square().sum())
         total = divided + copied / layout.tp
         if layout.tp > 1:
-            dist.all_reduce(total, group=self.mesh["tp"].get_group())
+            dist.all_reduce(total, group=self.devices.axis("tp").get_group())
         if layout.dp > 1:
             total = total if self.divided else total / layout.dp
-            dist.all_reduce(total, group=self.mesh["dp"].get_group())
+            dist.all_reduce(total, group=self.devices.axis("dp").get_group())
+        if layout.pp > 1:
+            dist.all_reduce(total, group=self.devices.axis("pp").get_group())
         return float(total.sqrt())
 
 
 class _Part:
     """The tensors that step by one rule, element by element. Of ZeRO 1 this rank owns a stretch of all of them."""
 
-    def __init__(self, rule: Rule, tensors: list[Tensor], shards: list[Shard], layout: Layout, mesh: DeviceMesh, divided: bool) -> None:
+    def __init__(
+        self,
+        rule: Rule,
+        tensors: list[Tensor],
+        shards: list[Shard],
+        layout: Layout,
+        devices: Devices,
+        divided: bool,
+    ) -> None:
         import torch
 
-        self.tensors, self.shards, self.layout, self.mesh, self.divided = tensors, shards, layout, mesh, divided
+        self.tensors, self.shards, self.layout, self.devices, self.divided = tensors, shards, layout, devices, divided
+        self.place = devices.device.place
         self.keeps = rule.keeps
         self.flat = layout.zero == 1 and layout.dp > 1
         self.sizes = [s.tensor.numel() for s in shards]
         if self.flat:
             self.stretch = -(-sum(self.sizes) // layout.dp)
-            self.dp_rank = mesh["dp"].get_local_rank()
+            self.dp_rank = devices.axis("dp").get_local_rank()
             self.masters = [self._stretch([s.tensor for s in shards])]
         else:
             self.masters = [s.tensor if s.tensor.dtype == torch.float32 else s.tensor.float() for s in shards]
@@ -126,7 +152,7 @@ class _Part:
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
         self.state = self._prepare(rule)
         if self.copied:
-            self.masters[0].untyped_storage().resize_(0)
+            release(self.masters[0])
 
     def _prepare(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """What is kept of each master."""
@@ -137,8 +163,8 @@ class _Part:
         return state
 
     def _overlaps(self, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
-        """What lies between elements `start` and `stop` of all tensors end to end: the index of a tensor, where it is in the range, and
-        which elements of it that are."""
+        """What lies between elements `start` and `stop` of all tensors end to end: the index of a tensor, where it is
+        in the range, and which elements of it that are."""
         at = 0
         for i, size in enumerate(self.sizes):
             low, high = max(at, start), min(at + size, stop)
@@ -154,7 +180,7 @@ class _Part:
         """This rank's stretch of all tensors, in float32, its end padded with zeros."""
         import torch
 
-        own = torch.zeros(self.stretch)
+        own = torch.zeros(self.stretch, device=self.place)
         for i, where, piece in self._own():
             own[where] = tensors[i].reshape(-1)[piece]
         return own
@@ -164,7 +190,7 @@ class _Part:
         if self.flat:
             gradients[:] = [self._stretch(gradients)]
         if self.copied:
-            self.masters[0].untyped_storage().resize_(4 * self.stretch)
+            take(self.masters[0])
             self.masters[0].copy_(self._stretch([s.tensor for s in self.shards]))
         for master in self.masters:
             gradient = gradients.pop(0)
@@ -175,7 +201,7 @@ class _Part:
             master.grad = None
         self._write_back()
         if self.copied:
-            self.masters[0].untyped_storage().resize_(0)
+            release(self.masters[0])
 
     def _turn(self, options: dict[str, Any]) -> None:
         """From the masters' gradients to the masters."""
@@ -194,19 +220,23 @@ class _Part:
             kinds["master"] = self.masters
         if self.flat:
             for kind, (own,) in kinds.items():
-                flat = torch.empty(self.stretch * self.layout.dp)
-                dist.all_gather_into_tensor(flat, own, group=self.mesh["dp"].get_group())
+                flat = torch.empty(self.stretch * self.layout.dp, device=self.place)
+                dist.all_gather_into_tensor(flat, own, group=self.devices.axis("dp").get_group())
                 kinds[kind] = list(torch.split(flat[: sum(self.sizes)], self.sizes))
         return {
             kind: [Shard(s.name, s.box, t.view(s.tensor.shape)) for s, t in zip(self.shards, tensors, strict=True)]
             for kind, tensors in kinds.items()
         }
 
-    def restore(self, moments: Kinds, steps: int) -> None:
+    def restore(self, moments: MomentTensors, steps: int) -> None:
         import torch
 
         self.state.clear()
-        kinds = {kind: [of[s.name] for s in self.shards] for kind, of in moments.items() if all(s.name in of for s in self.shards)}
+        kinds = {
+            kind: [of[s.name] for s in self.shards]
+            for kind, of in moments.items()
+            if all(s.name in of for s in self.shards)
+        }
         kinds = {kind: tensors for kind, tensors in kinds.items() if kind == "master" or kind in self.keeps}
         if self.flat:
             kinds = {kind: [self._stretch(tensors)] for kind, tensors in kinds.items()}
@@ -229,8 +259,8 @@ class _Part:
             weights = [s.tensor.view(-1) for s in self.shards]
             for low in range(0, self.stretch, CHUNK):
                 part = self.masters[0][low : low + CHUNK]
-                parts = torch.empty(self.layout.dp, len(part))
-                dist.all_gather_into_tensor(parts.view(-1), part, group=self.mesh["dp"].get_group())
+                parts = torch.empty(self.layout.dp, len(part), device=self.place)
+                dist.all_gather_into_tensor(parts.view(-1), part, group=self.devices.axis("dp").get_group())
                 for rank, values in enumerate(parts):
                     start = self.stretch * rank + low
                     for i, where, piece in self._overlaps(start, start + len(part)):
@@ -242,8 +272,8 @@ class _Part:
 
 
 class _Matrices(_Part):
-    """Matrices that step by Muon: the momentum of each element is this rank's own, what is made orthogonal is the whole matrix, the same
-    on all ranks."""
+    """Matrices that step by Muon: the momentum of each element is this rank's own, what is made orthogonal is the whole
+    matrix, the same on all ranks."""
 
     def _prepare(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return defaultdict(dict)
@@ -258,52 +288,60 @@ class _Matrices(_Part):
             part = turned[slices(shard.box)].reshape(-1)
             for where, piece in pieces:
                 values = master.view(-1)[where]
-                values.mul_(1 - options["lr"] * options["weight_decay"]).add_(part[piece], alpha=-options["lr"] * _scale(tensor, options))
+                values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
+                    part[piece], alpha=-options["lr"] * _scale(tensor, options)
+                )
             del turned, part  # or the next matrix would have them beside its own
 
-    def _momenta(self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]) -> torch.Tensor:
+    def _momenta(
+        self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
+    ) -> torch.Tensor:
         """The momentum of a shard, zero where another rank steps."""
         import torch
 
-        made = torch.zeros(shard.tensor.shape)
+        made = torch.zeros(shard.tensor.shape, device=self.place)
         for where, piece in pieces:
             made.view(-1)[piece] = self._momentum(master, where, options)
         return made
 
     def _momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
-        """The momentum of some elements of a master, taken on by their gradient, as Muon takes it: with `nesterov` a step ahead."""
+        """The momentum of some elements of a master, taken on by their gradient, as Muon takes it: with `nesterov` a
+        step ahead."""
         import torch
 
         if "momentum_buffer" not in self.state[master]:
-            self.state[master]["momentum_buffer"] = torch.zeros(master.shape)
+            self.state[master]["momentum_buffer"] = torch.zeros(master.shape, device=self.place)
         assert master.grad is not None
         buffer, gradient = self.state[master]["momentum_buffer"].view(-1)[where], master.grad.reshape(-1)[where]
         buffer.lerp_(gradient, 1 - options["momentum"])
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     def _whole(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
-        """A matrix from what ranks have of it, zero where another has it: the sum changes no bit, whatever the boxes."""
+        """A matrix from what ranks have of it, zero where another has it: the sum changes no bit, whatever the
+        boxes."""
         import torch
         from torch import distributed as dist
 
         if self.flat:
-            dist.all_reduce(own, group=self.mesh["dp"].get_group())
+            dist.all_reduce(own, group=self.devices.axis("dp").get_group())
         if own.shape == tensor.shape:
             return own
-        whole = torch.zeros(tensor.shape)
+        whole = torch.zeros(tensor.shape, device=self.place)
         whole[slices(shard.box)] = own
         if self.divided:
-            dist.all_reduce(whole, group=self.mesh["dp"].get_group())
+            dist.all_reduce(whole, group=self.devices.axis("dp").get_group())
         if self.layout.tp > 1 and tensor.tp_dim >= 0:
-            dist.all_reduce(whole, group=self.mesh["tp"].get_group())
+            dist.all_reduce(whole, group=self.devices.axis("tp").get_group())
         return whole
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the same singular vectors and singular values near 1, by Newton-Schulz iterations, which take the place of `matrix`.
+    """A matrix with the same singular vectors and singular values near 1, by Newton-Schulz iterations, which take the
+    place of `matrix`.
 
-    Coefficients and number are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which computes in bf16. There the
-    last bit of a gradient moved weights by up to 4e-4 in six steps of a rate of 1e-3: layouts would differ by as much. This is in float32.
+    Coefficients and number are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which computes
+    in bf16. There the last bit of a gradient moved weights by up to 4e-4 in six steps of a rate of 1e-3: layouts would
+    differ by as much. This is in float32.
     """
     import torch
 
@@ -321,4 +359,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
     """What a step is multiplied by for its matrix's shape (arXiv:2502.16982, eq. 4)."""
     rows, columns = tensor.shape
-    return 0.2 * math.sqrt(max(rows, columns)) if options["adjust"] == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+    return (
+        0.2 * math.sqrt(max(rows, columns))
+        if options["adjust"] == "match_rms_adamw"
+        else math.sqrt(max(1, rows / columns))
+    )

@@ -1,11 +1,12 @@
 """Stop strings: whether the text of a response holds one of them.
 
-Invariant: the answer is that of the text of all tokens, special tokens too, however the string and its characters fall on tokens. Each
-new token costs the decoding of a tail as long as the longest string, not of the response.
+Invariant: the answer is that of the text of all tokens, special tokens too, however the string and its characters fall
+on tokens. Each new token costs the decoding of a tail as long as the longest string, not of the response.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,15 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Characters at the beginning of a tail that may not be those of the whole text: a character whose first bytes are cut off (at most three
-# pieces), a blank that decoders take off the first token.
+# Characters at the beginning of a tail that may not be those of the whole text: a character whose first bytes are cut
+# off (at most three pieces), a blank that decoders take off the first token.
 BLURRED = 4
+
+
+@lru_cache(maxsize=64)
+def looks_for(folder: str, strings: tuple[str, ...]) -> Stops:
+    """What looks for these strings; a tokenizer is read once."""
+    return Stops(folder, strings)
 
 
 class Stops:
@@ -26,7 +33,9 @@ class Stops:
 
         self.tokenizer: Any = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self.strings = strings
-        self.longest = max(len(s.encode()) for s in strings)  # in bytes: a token has at least one, most special ones aside
+        self.longest = max(
+            len(s.encode()) for s in strings
+        )  # in bytes: a token has at least one, most special ones aside
 
     def __call__(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Of rows of tokens [rows, tokens], which hold none before their last token: which hold one now."""

@@ -17,8 +17,8 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def empty(model: Model) -> Any:
-    """The transformers model of a folder, its parameters on the meta device, its buffers real; one that scores has `score`, a product
-    without bias, in place of `lm_head`."""
+    """The transformers model of a folder, its parameters on the meta device, its buffers real; one that scores has
+    `score`, a product without bias, in place of `lm_head`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -40,7 +40,13 @@ def empty(model: Model) -> Any:
 def scoring(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a model that scores, as transformers' classes for the classification of sequences read it."""
     names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
-    return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "tie_word_embeddings": False}
+    return {
+        **config,
+        "architectures": names,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "tie_word_embeddings": False,
+    }
 
 
 def named_weights(module: Any) -> dict[str, Any]:
@@ -49,8 +55,8 @@ def named_weights(module: Any) -> dict[str, Any]:
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
-    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read. A head of scores
-    that the folder lacks begins at zero, as that of a critic does that is begun from a policy."""
+    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read.
+    A head of scores that the folder lacks begins at zero, as that of a critic does that is begun from a policy."""
     import torch
     from safetensors import safe_open
 

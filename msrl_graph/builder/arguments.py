@@ -1,7 +1,7 @@
 """The arguments of a statement that is said in Python, to parts of a syntax tree.
 
-Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not take is a Fault,
-and so is any object whatever that has no place in a program.
+Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not
+take is a Fault, and so is any object whatever that has no place in a program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import NoReturn, SupportsIndex, TypeVar
 
 from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
 from ..dsl import ast
-from ..dsl.attributes import TABLE, String
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax import RESERVED
+from ..ir.kinds import String
+from ..ir.options import STATEMENTS
 from . import shipped
 from .callsite import Part, Site, caller
 
@@ -30,7 +31,12 @@ T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FUNCTION = re.compile(r'[^"\n]+\.py:\w+')
-STRINGS = {(statement, key) for statement, types in TABLE.items() for key, kind in types.items() if isinstance(kind, String)}
+STRINGS = {
+    (statement, key)
+    for statement, said in STATEMENTS.items()
+    for key, kind in said.kinds().items()
+    if isinstance(kind, String)
+}
 
 
 class Arguments:
@@ -114,7 +120,9 @@ class Arguments:
             self.fail("a resharding edge has `=>`", edge.span, "the edge of `->` is said by `edge`")
         return edge
 
-    def attrs(self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False) -> tuple[ast.Attr, ...]:
+    def attrs(
+        self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False
+    ) -> tuple[ast.Attr, ...]:
         """The attributes; `quoted`: each value is a string, however the statement's table says it."""
         found = []
         for key, value in values.items():
@@ -191,7 +199,9 @@ class Arguments:
                 found = shipped.ship(function)
             except (TypeError, ValueError, OSError) as error:
                 help = "define it by `def` at the top level of a file; what it needs, it can open or import there"
-                what = f"`{_named(function)}` stands at the top level of no file, and cannot be kept by its value: {error}"
+                what = (
+                    f"`{_named(function)}` stands at the top level of no file, and cannot be kept by its value: {error}"
+                )
                 self.fail(what, span, help, "unknown-function")
         (path, name), folder = found, Path(span.file).resolve().parent
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
@@ -204,7 +214,11 @@ class Arguments:
             (told,) = fault.diagnostics
             where = "" if part.shows(value) else f", in `{value}`"
             related = tuple((part.inside(value, span), note) for span, note in told.related)
-            self._raise(Diagnostic(told.code, told.message + where, part.inside(value, told.span), told.help, told.severity, related))
+            self._raise(
+                Diagnostic(
+                    told.code, told.message + where, part.inside(value, told.span), told.help, told.severity, related
+                )
+            )
         return ast.moved(found, lambda span: part.inside(value, span))
 
     def refuse(self, value: object, wants: str, span: Span) -> NoReturn:

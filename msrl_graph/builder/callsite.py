@@ -1,7 +1,9 @@
-"""Where a call stands in its Python file, to the character, so that a mistake in an argument is underlined as one in a text is.
+"""Where a call stands in its Python file, to the character, so that a mistake in an argument is underlined as one in a
+text is.
 
-Invariant: there is always a span. Where the source is not at hand, or an argument is not written out (a variable, `**attributes`), it is
-that of the smallest part around it that can be found: the element, the argument, the call, the line.
+Invariant: there is always a span. Where the source is not at hand, or an argument is not written out (a variable,
+`**attributes`), it is that of the smallest part around it that can be found: the element, the argument, the call, the
+line.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ QUOTES = ('"""', "'''", '"', "'")
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a call: an argument, or an element of one. `node` is None where nothing smaller can be told apart in it."""
+    """A stretch of a call: an argument, or an element of one. `node` is None where nothing smaller can be told apart in
+    it."""
 
     span: Span
     source: _Source
@@ -35,7 +38,8 @@ class Part:
         return self.source.part(self.node.elts[index])
 
     def inside(self, value: str, span: Span) -> Span:
-        """The span in the Python file of a span in the text `value` that this argument is; the whole where it is not written out."""
+        """The span in the Python file of a span in the text `value` that this argument is; the whole where it is not
+        written out."""
         if (quote := self._quote(value)) is None:
             return self.span
 
@@ -56,7 +60,8 @@ class Part:
 
 
 class Site:
-    """A call: its span, and the parts of it that are arguments. `parameters` are the names of those that may be given by position."""
+    """A call: its span, and the parts of it that are arguments. `parameters` are the names of those that may be given
+    by position."""
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
         self.span, self._source, self._call, self._parameters = span, source, call, parameters
@@ -95,7 +100,9 @@ def caller(inner: Path, parameters: tuple[str, ...]) -> Site:
         return Site(source, source.span(call), call, parameters)
     line = line or frame.f_lineno
     text = source.lines[line - 1] if line <= len(source.lines) else ""
-    return Site(source, Span(file, line, len(text) - len(text.lstrip()) + 1, line, len(text.rstrip()) + 1), None, parameters)
+    return Site(
+        source, Span(file, line, len(text) - len(text.lstrip()) + 1, line, len(text.rstrip()) + 1), None, parameters
+    )
 
 
 @dataclass(frozen=True)

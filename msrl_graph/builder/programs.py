@@ -1,12 +1,12 @@
 """The Python API: what an `.rlg` file says, said in Python.
 
-Invariant: a program built here is a syntax tree that `parse` could have given, with spans that point into the Python file. Names, params
-and checks are the language's own, in the same code: nothing is known of them here. A method is a statement; its keyword arguments are
-the statement's attributes.
+Invariant: a program built here is a syntax tree that `parse` could have given, with spans that point into the Python
+file. Names, params and checks are the language's own, in the same code: nothing is known of them here. A method is a
+statement; its keyword arguments are the statement's attributes.
 
-A value is a Python number, bool, list, or function (a top-level one, called by its file), or a str. A str is what would stand in the
-file: an expression, a type, names with commas between them. Only where the language takes nothing but a string, as in `device`, a model or
-data, is a str that string, without quotes.
+A value is a Python number, bool, list, or function (a top-level one, called by its file), or a str. A str is what would
+stand in the file: an expression, a type, names with commas between them. Only where the language takes nothing but a
+string, as in `device`, a model or data, is a str that string, without quotes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Program:
 
 
 class Imported(Program):
-    """An algorithm of the package, or an algorithm or cluster of an `.rlg` file, whose path is relative to this Python file."""
+    """An algorithm of the package, or an algorithm or cluster of an `.rlg` file, whose path is relative to this Python
+    file."""
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
@@ -80,7 +81,8 @@ class _OfPackage(Imported):
 
 
 class Algorithm(Program):
-    """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the package's by name."""
+    """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the
+    package's by name."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -101,7 +103,9 @@ class Algorithm(Program):
     def columns(self, /, **types: str) -> None:
         """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
-        self._body.append(ast.Columns(tuple(call.column(name, name, kind) for name, kind in types.items()), call.site.span))
+        self._body.append(
+            ast.Columns(tuple(call.column(name, name, kind) for name, kind in types.items()), call.site.span)
+        )
 
     def state(self, name: str, type: str, value: Value) -> None:
         """`state NAME : TYPE = VALUE`."""
@@ -115,7 +119,9 @@ class Algorithm(Program):
         """`worker NAME : KIND [frozen]`; gives the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
-        self._body.append(ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span))
+        self._body.append(
+            ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span)
+        )
         return name
 
     def source(self, count: Value, writes: Names, **attributes: Value) -> str:
@@ -127,8 +133,8 @@ class Algorithm(Program):
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
-        """`node [LABEL:] WORKER.VERB(reads) -> writes { attributes }`; gives the node's name. Without `reads`, the attributes are
-        changed of the node that `extends` took over."""
+        """`node [LABEL:] WORKER.VERB(reads) -> writes { attributes }`; gives the node's name. Without `reads`, the
+        attributes are changed of the node that `extends` took over."""
         call = Arguments("name", "reads", "writes")
         part = call.argument("name")
         call.string(name, 'a node is a str, as in "actor.generate"', part.span)
@@ -137,13 +143,17 @@ class Algorithm(Program):
             call.fail(f"`{name}` is no node", part.span, "a node is `worker.verb`, or `label: worker.verb`")
         if reads is None and writes is not None:
             call.fail(f"`{name}` says nowhere what it reads", part.span, "add `reads = …`")
-        label, worker, verb = (None if match[i] is None else call.word(match[i], at(part, name, *match.span(i))) for i in (1, 2, 3))
+        label, worker, verb = (
+            None if match[i] is None else call.word(match[i], at(part, name, *match.span(i))) for i in (1, 2, 3)
+        )
         assert worker and verb
         read = None if reads is None else call.names("reads", reads)
         written = () if writes is None else call.names("writes", writes)
         last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
         head = call.site.span.to(last)
-        self._body.append(ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head))
+        self._body.append(
+            ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
+        )
         return label.text if label else f"{worker.text}.{verb.text}"
 
     def edge(self, *groups: Names, **attributes: Value) -> None:
@@ -155,7 +165,8 @@ class Algorithm(Program):
         self._body.append(_reshard(Arguments("src", "dst"), src, dst, attributes))
 
     def drop(self, name: str) -> None:
-        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; or of an edge, as `drop("A -> B")`."""
+        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; or of an edge, as `drop("A
+        -> B")`."""
         call = Arguments("name")
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
@@ -193,8 +204,9 @@ class Cluster(Program):
 
 
 class Deploy(Program):
-    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy in place of the
-    algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER [on CLUSTER] { … }`."""
+    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy
+    in place of the algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER
+    [on CLUSTER] { … }`."""
 
     def __init__(
         self,
@@ -207,17 +219,25 @@ class Deploy(Program):
         call = Arguments("algorithm", "on", "name")
         super().__init__(call.site.span)
         if (algorithm is None) == (extends is None):
-            call.fail("a deploy is of an algorithm, or extends another deploy", call.site.span, "give one of `algorithm` and `extends`")
+            call.fail(
+                "a deploy is of an algorithm, or extends another deploy",
+                call.site.span,
+                "give one of `algorithm` and `extends`",
+            )
         if extends is not None and not isinstance(extends, Deploy | Imported):
             call.refuse(extends, "`extends` takes a Deploy, or an Imported one", call.argument("extends").span)
         if extends is not None and name is None:
-            call.fail("a deploy that extends another has a name of its own", call.site.span, 'add `name="…"`', "bad-value")
+            call.fail(
+                "a deploy that extends another has a name of its own", call.site.span, 'add `name="…"`', "bad-value"
+            )
         if not isinstance(on, Cluster | Imported) and (on is not None or extends is None):
             at = call.site.span if on is None else call.argument("on").span
             call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', at)
         self._algorithm = None if algorithm is None else _algorithm(call, "algorithm", algorithm)
         self._base, self._on = extends, on
-        self._named = None if self._algorithm is None else ast.Name(self._algorithm.name, call.argument("algorithm").span)
+        self._named = (
+            None if self._algorithm is None else ast.Name(self._algorithm.name, call.argument("algorithm").span)
+        )
         self._cluster = None if on is None else ast.Name(on.name, call.argument("on").span)
         self._extends = None if extends is None else ast.Name(extends.name, call.argument("extends").span)
         self._alias = None if name is None else call.name("name", name)
@@ -243,7 +263,9 @@ class Deploy(Program):
         # `source` is a reserved word that stands for a name here.
         source = isinstance(name, str) and name == "source"
         named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
-        self._body.append(ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span))
+        self._body.append(
+            ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
+        )
 
     def layout(self, nodes: Names, /, **sizes: Value) -> None:
         """`layout NODE, … { tp = 8, dp = 2 }`."""
@@ -321,7 +343,8 @@ class Deploy(Program):
 
 
 def tree(*programs: Program) -> ast.File:
-    """The syntax tree of a file with all of these, and what they need; it is named by the Python file of the last one."""
+    """The syntax tree of a file with all of these, and what they need; it is named by the Python file of the last
+    one."""
     order: dict[int, Program] = {}
 
     def add(program: Program) -> None:
@@ -336,7 +359,9 @@ def tree(*programs: Program) -> ast.File:
         add(program)
     items: list[ast.Item] = []
     for item in (p._item() for p in order.values()):
-        again = isinstance(item, ast.Import) and any(isinstance(i, ast.Import) and i.target == item.target for i in items)
+        again = isinstance(item, ast.Import) and any(
+            isinstance(i, ast.Import) and i.target == item.target for i in items
+        )
         items += [] if again else [item]
     items.sort(key=lambda i: not isinstance(i, ast.Import))
     span = programs[-1]._span
@@ -345,7 +370,8 @@ def tree(*programs: Program) -> ast.File:
 
 @public
 def to_rlg(program: Program | ast.File, *more: Program) -> str:
-    """The text, in the layout of msrl-fmt, of a program that was built here, or parsed; several that were built here make one file."""
+    """The text, in the layout of msrl-fmt, of a program that was built here, or parsed; several that were built here
+    make one file."""
     file = program if isinstance(program, ast.File) else tree(program, *more)
     return format(write(file), file.path)
 
@@ -355,7 +381,9 @@ def _algorithm(call: Arguments, parameter: str, value: Algorithm | Imported | st
     if isinstance(value, str):
         return _OfPackage(call.word(value, part.span).text, part.span)
     if not isinstance(value, Algorithm | Imported):
-        call.refuse(value, f"`{parameter}` takes an Algorithm, an Imported one, or the name of one of the package", part.span)
+        call.refuse(
+            value, f"`{parameter}` takes an Algorithm, an Imported one, or the name of one of the package", part.span
+        )
     return value
 
 
@@ -364,8 +392,14 @@ def _edge(call: Arguments, groups: Sequence[Names], attributes: Mapping[str, Val
     if len(groups) == 1 and (edge := call.edge("groups", groups[0], "sample")):
         return replace(edge, attrs=(*edge.attrs, *attrs))
     if len(groups) < 2:
-        call.fail("an edge leads from one state to another", call.site.span, 'name both, as in `edge("source -> actor.generate")`')
-    return ast.Edge("sample", tuple(call.refs("groups", group, i) for i, group in enumerate(groups)), attrs, call.site.span)
+        call.fail(
+            "an edge leads from one state to another",
+            call.site.span,
+            'name both, as in `edge("source -> actor.generate")`',
+        )
+    return ast.Edge(
+        "sample", tuple(call.refs("groups", group, i) for i, group in enumerate(groups)), attrs, call.site.span
+    )
 
 
 def _reshard(call: Arguments, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.Edge:
@@ -373,5 +407,9 @@ def _reshard(call: Arguments, src: Names, dst: Names | None, attributes: Mapping
     if dst is None and (edge := call.edge("src", src, "reshard")):
         return replace(edge, attrs=(*edge.attrs, *attrs))
     if dst is None:
-        call.fail("weights go from one state to another", call.site.span, 'name both, as in `reshard("actor.update => actor.generate")`')
+        call.fail(
+            "weights go from one state to another",
+            call.site.span,
+            'name both, as in `reshard("actor.update => actor.generate")`',
+        )
     return ast.Edge("reshard", (call.refs("src", src), call.refs("dst", dst)), attrs, call.site.span)

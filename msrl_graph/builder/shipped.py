@@ -1,7 +1,9 @@
-"""Functions that have no home in a file, kept by value: lambdas, those within functions or under an `if`, those of notebooks.
+"""Functions that have no home in a file, kept by value: lambdas, those within functions or under an `if`, those of
+notebooks.
 
-Invariant: what is given is a Python file like any other, whose signature the compiler reads and whose function the processes of a run load;
-beside it lies the function itself, as cloudpickle wrote it. A plan that names it runs as long as both lie there.
+Invariant: what is given is a Python file like any other, whose signature the compiler reads and whose function the
+processes of a run load; beside it lies the function itself, as cloudpickle wrote it. A plan that names it runs as long
+as both lie there.
 """
 
 from __future__ import annotations
@@ -46,18 +48,23 @@ def home(function: Callable[..., object]) -> tuple[Path, str] | None:
 
 
 def _stands(function: Callable[..., object], path: Path, name: str) -> bool:
-    """Whether the file defines it at its top level. Under an `if`, as of `__main__`, neither the compiler nor a process would find it."""
+    """Whether the file defines it at its top level. Under an `if`, as of `__main__`, neither the compiler nor a process
+    would find it."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     found = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or Path(code.co_filename).resolve() != path.resolve():
         return bool(found)
     # One of the same name under an `if` may have taken its place.
-    return any(min(x.lineno for x in (i, *i.decorator_list)) <= code.co_firstlineno <= (i.end_lineno or i.lineno) for i in found)
+    return any(
+        min(x.lineno for x in (i, *i.decorator_list)) <= code.co_firstlineno <= (i.end_lineno or i.lineno)
+        for i in found
+    )
 
 
 def ship(function: Given) -> tuple[Path, str]:
-    """Keeps a function by value: the file that stands for it, and its name there. TypeError, ValueError: it cannot be kept, and why."""
+    """Keeps a function by value: the file that stands for it, and its name there. TypeError, ValueError: it cannot be
+    kept, and why."""
     import cloudpickle
 
     shown = getattr(function, "__qualname__", "") or type(function).__name__
@@ -79,7 +86,8 @@ def ship(function: Given) -> tuple[Path, str]:
 
 
 def _written(signature: inspect.Signature) -> str:
-    """A signature as source: annotations as they were written, a default as `None`, since only that there is one counts."""
+    """A signature as source: annotations as they were written, a default as `None`, since only that there is one
+    counts."""
 
     def annotation(value: object) -> object:
         if value is inspect.Parameter.empty:
@@ -88,7 +96,8 @@ def _written(signature: inspect.Signature) -> str:
 
     empty = inspect.Parameter.empty
     parameters = [
-        p.replace(annotation=annotation(p.annotation), default=empty if p.default is empty else None) for p in signature.parameters.values()
+        p.replace(annotation=annotation(p.annotation), default=empty if p.default is empty else None)
+        for p in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters, return_annotation=annotation(signature.return_annotation)))
 

@@ -1,4 +1,5 @@
-"""What the compiler refuses, one concern a file. A check of a graph is a pure function `(graph, library) -> diagnostics`.
+"""What the compiler refuses, one concern a file. A check of a graph is a pure function `(graph, library) ->
+diagnostics`.
 
 Invariant: checks judge, they never change a graph; each mistake is told once, none that only follows from another.
 """
@@ -85,14 +86,15 @@ def check(
     reported: Collection[str] = (),
     dropped: Mapping[str, Dropped] | None = None,
 ) -> list[Diagnostic]:
-    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read, `dropped` what the
-    algorithm dropped of those that it extends."""
+    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read,
+    `dropped` what the algorithm dropped of those that it extends."""
     whole = all(d.code in VALUES for d in told if d.severity == "error")
     last = partial(columns.unused, reported=reported)
     checks = [last if c is columns.unused else c for c in CHECKS] if whole else STURDY
     known = {(d.code, d.span) for d in told}
     found = sorted(
-        (missed(d, dropped or {}) for c in checks for d in c(graph, library) if (d.code, d.span) not in known), key=lambda d: d.span
+        (missed(d, dropped or {}) for c in checks for d in c(graph, library) if (d.code, d.span) not in known),
+        key=lambda d: d.span,
     )
     errors = [d for d in found if d.severity == "error"]
     # A warning may follow from a mistake.

@@ -1,21 +1,19 @@
 """Columns: who writes them, who reads them, and whether a path of sample edges joins the two.
 
-Invariant: of mistakes that follow from one another the first alone is told: nothing is said of a path from a column with two writers,
-nor to a node that nothing reaches.
+Invariant: of mistakes that follow from one another the first alone is told: nothing is said of a path from a column
+with two writers, nor to a node that nothing reaches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import networkx as nx
-
 from ..diagnostics import Diagnostic
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.plan import reported as is_metric
-from ..ir.signatures import Kind, Signature
+from ..ir.signatures import CallKind, Signature
 
-Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
+Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
 
 
 def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -26,8 +24,16 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
         for column in node.reads:
             if column not in graph.writers and column not in found and column not in instead:
                 kind = graph.column(column)
-                data = kind.element in ("text", "json") or kind.element not in ELEMENTS or (kind.element == "i32" and kind.dims)
-                help = f"write it in a node, or let the source give it: `source(…) -> …, {column}`" if data else "add a node that writes it"
+                data = (
+                    kind.element in ("text", "json")
+                    or kind.element not in ELEMENTS
+                    or (kind.element == "i32" and kind.dims)
+                )
+                help = (
+                    f"write it in a node, or let the source give it: `source(…) -> …, {column}`"
+                    if data
+                    else "add a node that writes it"
+                )
                 message = f"`{node.name}` reads `{column}`, which nobody writes"
                 found[column] = Diagnostic("never-written", message, node.span, help)
     return list(found.values())
@@ -41,12 +47,21 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
             help = f"let one of them write another column, as in `raw_{column}`"
             if column in swapped:
                 help = "let `{}` write `{}`, which is read and nobody writes".format(*swapped[column])
-            found.append(Diagnostic("two-writers", message, other.span, help, related=((writers[0].span, f"`{column}` is written here"),)))
+            found.append(
+                Diagnostic(
+                    "two-writers",
+                    message,
+                    other.span,
+                    help,
+                    related=((writers[0].span, f"`{column}` is written here"),),
+                )
+            )
     return found
 
 
 def _swapped(graph: Graph) -> dict[str, tuple[str, str]]:
-    """Of a column with two writers, the one that is likely meant to write another of the same type, which is read and nobody writes."""
+    """Of a column with two writers, the one that is likely meant to write another of the same type, which is read and
+    nobody writes."""
     found: dict[str, tuple[str, str]] = {}
     doubled = {c: w for c, w in graph.writers.items() if len(w) == 2}
     read = {c for n in graph.nodes for c in n.reads} if doubled else ()
@@ -62,7 +77,8 @@ def _swapped(graph: Graph) -> dict[str, tuple[str, str]]:
 
 
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Nodes that no path from the source reaches, without those that only come after another such node; and a source with no node."""
+    """Nodes that no path from the source reaches, without those that only come after another such node; and a source
+    with no node."""
     reached = _reached(graph)
     found = []
     if not [n for n in graph.nodes if n.verb != "source"]:
@@ -74,7 +90,11 @@ def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         writers = _nearest_writers(graph, node)
         help = f"add `{', '.join(writers)} -> {node.name}`" if writers else ""
-        found.append(Diagnostic("unreachable", f"no path of sample edges leads from the source to `{node.name}`", node.span, help))
+        found.append(
+            Diagnostic(
+                "unreachable", f"no path of sample edges leads from the source to `{node.name}`", node.span, help
+            )
+        )
     return found
 
 
@@ -87,14 +107,14 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         for column in node.reads:
             writers = graph.writers.get(column, [])
-            if len(writers) != 1 or graph.arrives(column, node.name):
+            if len(writers) != 1 or graph.flow.arrives(column, node.name):
                 continue
             writer = writers[0].name
             message = f"`{node.name}` reads `{column}`, but no path leads there from its writer `{writer}`"
             help = f"add `{writer} -> {node.name}`"
             if writer == node.name:
                 message, help = f"`{node.name}` reads `{column}`, which it writes itself", "write another column"
-            elif nx.has_path(graph.flow, node.name, writer):
+            elif graph.flow.leads(node.name, writer):
                 help = f"`{writer}` comes after `{node.name}`, so its columns cannot be there yet"
             found.append(Diagnostic("no-path", message, node.span, help))
     return found
@@ -108,10 +128,18 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
     found = []
     for column in graph.columns:
         if column.name not in read:
-            what = f"`{column.name}` is written by `{writers[column.name][0].name}`, and nobody reads it" if column.name in writers else ""
+            what = (
+                f"`{column.name}` is written by `{writers[column.name][0].name}`, and nobody reads it"
+                if column.name in writers
+                else ""
+            )
             message = what or f"nobody writes or reads `{column.name}`"
             told = what and is_metric(graph, column.name)
-            help = "remove it, unless it is there for its mean in the metrics: `evaluate` reports it too" if told else "remove it"
+            help = (
+                "remove it, unless it is there for its mean in the metrics: `evaluate` reports it too"
+                if told
+                else "remove it"
+            )
             found.append(Diagnostic("unused-column", message, column.span, help, "warning"))
     return found
 
@@ -129,4 +157,4 @@ def _reached(graph: Graph) -> set[str]:
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
     """The writers of what a node reads, without those that another of them comes after."""
     writers = sorted({w.name for c in node.reads for w in graph.writers.get(c, [])[:1]} - {node.name})
-    return [w for w in writers if not any(o != w and nx.has_path(graph.flow, w, o) for o in writers)]
+    return [w for w in writers if not any(o != w and graph.flow.leads(w, o) for o in writers)]

@@ -16,7 +16,8 @@ from ..ir.plan import Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with the files on this machine. One that has no rows, or cannot be read, is a warning, as one that is not there."""
+    """What is wrong with the files on this machine. One that has no rows, or cannot be read, is a warning, as one that
+    is not there."""
     return list(_found(plan))
 
 
@@ -30,7 +31,10 @@ def _found(plan: Plan) -> Iterator[Diagnostic]:
         except ModuleNotFoundError:
             continue  # what reads Parquet comes with what runs plans
         except Fault as fault:
-            yield from (replace(d, severity="warning") if d.code in ("missing-file", "no-data") else d for d in fault.diagnostics)
+            yield from (
+                replace(d, severity="warning") if d.code in ("missing-file", "no-data") else d
+                for d in fault.diagnostics
+            )
             continue
         if count < most:
             yield few(data, f"{count:,} row{'s' * (count > 1)}", most)

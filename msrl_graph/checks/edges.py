@@ -1,4 +1,4 @@
-"""Edges and the states that they join: cycles, verbs, and weights that go where they should.
+"""Edges and the nodes that they join: cycles, verbs, and weights that go where they should.
 
 Invariant: pure; a graph of the Python API is judged as one of a file is.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import networkx as nx
-
 from ..diagnostics import Diagnostic, nearest
+from ..ir.flow import knots
 from ..ir.graph import KINDS, Edge, Graph
 from .columns import Library
 
 
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     """One cycle of each knot of sample edges, the shortest through its first node."""
-    if not graph.knots:
+    if not graph.flow.knots:
         return []
     edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())}
     found, weights = [], _weights_as_rows(graph)
@@ -25,13 +24,13 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
         help = f"leave it out: there is `{edge.src} => {edge.dst}`" if there else f"write `{edge.src} => {edge.dst}`"
         message = f"`{edge.src} -> {edge.dst}` hands rows on, in a circle: weights go along `=>`"
         found.append(Diagnostic("cycle", message, edge.span, help))
-    flow, knots = graph.flow, graph.knots
+    import networkx as nx
+
+    flow, circles = graph.flow.digraph(), graph.flow.knots
     if weights:
-        flow = nx.DiGraph(graph.flow)
         flow.remove_edges_from([(e.src, e.dst) for e in weights])
-        parts = (sorted(part) for part in nx.strongly_connected_components(flow))
-        knots = sorted(part for part in parts if len(part) > 1 or flow.has_edge(part[0], part[0]))
-    for knot in knots:
+        circles = knots(flow)
+    for knot in circles:
         start = knot[0]
         inside = flow.subgraph(knot)
         ways = [nx.shortest_path(inside, after, start) for after in sorted(inside.successors(start))]
@@ -44,8 +43,8 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _weights_as_rows(graph: Graph) -> list[Edge]:
-    """Sample edges that lead back from an update to a state that generates with its weights."""
-    knot = {name: place for place, names in enumerate(graph.knots) for name in names}
+    """Sample edges that lead back from an update to a node that generates with its weights."""
+    knot = {name: place for place, names in enumerate(graph.flow.knots) for name in names}
     verbs = {n.name: (n.worker, n.verb) for n in graph.nodes}
     return [
         e
@@ -69,7 +68,10 @@ def unknown_verb(graph: Graph, library: Library) -> list[Diagnostic]:
 def frozen_update(graph: Graph, library: Library) -> list[Diagnostic]:
     return [
         Diagnostic(
-            "frozen-update", f"`{n.worker}` is frozen, so `{n.name}` cannot be", n.span, "remove `frozen` from the worker, or the update"
+            "frozen-update",
+            f"`{n.worker}` is frozen, so `{n.name}` cannot be",
+            n.span,
+            "remove `frozen` from the worker, or the update",
         )
         for n in graph.verb("update")
         if any(w.name == n.worker and w.frozen for w in graph.workers)
@@ -77,10 +79,12 @@ def frozen_update(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def no_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
-    """States that generate and would do so with the first weights for ever."""
+    """Nodes that generate and would do so with the first weights for ever."""
     found = []
     # Where the edge is there the wrong way round, or is of the wrong kind, that is told.
-    receives = {e.dst for e in graph.reshards()} | {e.src for e in graph.reshards()} | {e.dst for e in _weights_as_rows(graph)}
+    receives = (
+        {e.dst for e in graph.reshards()} | {e.src for e in graph.reshards()} | {e.dst for e in _weights_as_rows(graph)}
+    )
     for node in graph.verb("generate"):
         updates = [u.name for u in graph.verb("update") if u.worker == node.worker]
         if updates and node.name not in receives:
@@ -117,7 +121,9 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
         if message:
             found.append(Diagnostic("bad-reshard", message, edge.span, help))
         elif (first := into.setdefault(edge.dst, edge)) is not edge:
-            message = f"`{edge.dst}` has its weights from `{first.src}` already, and cannot have those of `{edge.src}` too"
+            message = (
+                f"`{edge.dst}` has its weights from `{first.src}` already, and cannot have those of `{edge.src}` too"
+            )
             help = "all updates of a worker change the same weights: one edge, from any of them"
             help = help if graph.node(first.src).worker == src.worker else "leave one of the edges out"
             found.append(Diagnostic("bad-reshard", message, edge.span, help, related=((first.span, "the first one"),)))

@@ -1,15 +1,15 @@
 """Filters: rows that leave the iteration, and what still holds of those that stay.
 
-Invariant: a group is whole or was made smaller as a whole (`per` kept it together); single rows that leave break the groups after them.
+Invariant: a group is whole or was made smaller as a whole (`per` kept it together); single rows that leave break the
+groups after them.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-import networkx as nx
-
 from ..diagnostics import Diagnostic
+from ..ir.attributes import Call
 from ..ir.graph import Graph
 from ..ir.rowsets import rowsets
 from .columns import Library
@@ -25,13 +25,18 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
         if any(s.scope != "row" for _, s in calls(node, library)):
             continue  # it must filter whole groups itself, which is told of it
         above = next((c.name for c in graph.columns if c.level == graph.under[graph.level(node)]), "")
-        for after in (graph.node(n) for n in sorted(nx.descendants(graph.flow, node.name))):
+        for after in (graph.node(n) for n in sorted(graph.flow.after(node.name))):
             for call, signature in calls(after, library):
                 if signature.scope == "group" and after.per not in ("row", "batch"):
-                    message = f"`{signature.name}` of `{after.name}` needs whole groups, and `{node.name}` before it drops single rows"
+                    message = (
+                        f"`{signature.name}` of `{after.name}` needs whole groups, and `{node.name}` before it "
+                        "drops single rows"
+                    )
                     help = f"filter whole groups, `per = {above}`, or filter after `{after.name}`"
                     span = call.span if call.span.line else after.span
-                    found.append(Diagnostic("bad-scope", message, span, help, related=((node.span, "rows are dropped here"),)))
+                    found.append(
+                        Diagnostic("bad-scope", message, span, help, related=((node.span, "rows are dropped here"),))
+                    )
     return found
 
 
@@ -39,7 +44,7 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
     """Comparisons of what is no number of the row."""
     found, columns = [], {c.name: c for c in graph.columns}
     for node in graph.nodes:
-        keep = node.attributes.get("keep")
+        keep = Call.of(node).keep
         column = columns.get(str(keep.args[0].value)) if keep is not None and keep.kind != "call" else None
         if keep is not None and column is not None and (column.dims or column.element in ("text", "json")):
             what = "text" if column.element in ("text", "json") else "several numbers"
@@ -51,8 +56,9 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Nodes after two filters that may repeat rows, neither of which chooses from what the other left: no row has passed both."""
-    if not any("select" in n.attributes for n in graph.nodes):
+    """Nodes after two filters that may repeat rows, neither of which chooses from what the other left: no row has
+    passed both."""
+    if not any(Call.of(n).select is not None for n in graph.nodes):
         return []
     found, rows = [], rowsets(graph)
     for name, sets in rows.apart.items():
@@ -63,9 +69,19 @@ def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
             one = selects[0]
             what = f"comes after `{one}` and `{other}`" if one != other else f"comes after `{one}`"
             message = f"`{name}` {what}, and no row has passed {'both' if one != other else 'it and what it reads'}"
-            help = f"let them follow each other: `{one} -> {other}`" if one != other else f"let what `{name}` reads come after `{one}` too"
+            help = (
+                f"let them follow each other: `{one} -> {other}`"
+                if one != other
+                else f"let what `{name}` reads come after `{one}` too"
+            )
             found.append(
-                Diagnostic("no-common-row", message, graph.node(name).span, help, related=((graph.node(one).span, "repeats rows"),))
+                Diagnostic(
+                    "no-common-row",
+                    message,
+                    graph.node(name).span,
+                    help,
+                    related=((graph.node(one).span, "repeats rows"),),
+                )
             )
     return found
 
@@ -74,25 +90,30 @@ def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
     """Updates that train on rows which a filter beside them drops: such a row leaves the iteration everywhere."""
     found = []
     for filter in (n for n in graph.nodes if n.filters):
-        after = nx.descendants(graph.flow, filter.name)
+        after = graph.flow.after(filter.name)
         for update in graph.verb("update"):
             one, other = graph.level(filter), graph.level(update)
             if update.name not in after and graph.common(one, other) in (one, other):
-                message = f"`{update.name}` trains on rows that `{filter.name}` drops: no path of sample edges leads from it"
+                message = (
+                    f"`{update.name}` trains on rows that `{filter.name}` drops: no path of sample edges leads from it"
+                )
                 help = f"add the edge `{filter.name} -> {update.name}`"
-                found.append(Diagnostic("bad-scope", message, update.span, help, related=((filter.span, "rows are dropped here"),)))
+                found.append(
+                    Diagnostic(
+                        "bad-scope", message, update.span, help, related=((filter.span, "rows are dropped here"),)
+                    )
+                )
     return found
 
 
 def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     """Two refills: each would wait for the prompts that the other asks for."""
-    refills = [n for n in graph.nodes if "refill" in n.attributes]
+    refills = [n for n in graph.nodes if Call.of(n).refill]
     found = []
     for first, node in pairwise(refills):
-        span = node.attributes["refill"].span
         message = f"`{node.name}` refills, and `{first.name}` does too: there is one number of groups to reach"
         help = f"leave the `refill` of `{first.name}` out: the last filter counts what is left"
-        found.append(Diagnostic("bad-scope", message, span if span.line else node.span, help))
+        found.append(Diagnostic("bad-scope", message, node.at("refill"), help))
     return found
 
 
@@ -100,12 +121,11 @@ def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
     """`per = batch` before a refill: its batch is not whole until the rows are there that the refill brings."""
     found = []
     for node in graph.nodes:
-        if "refill" not in node.attributes:
+        if not Call.of(node).refill:
             continue
-        for before in sorted(nx.ancestors(graph.flow, node.name)):
+        for before in sorted(graph.flow.before(node.name)):
             if graph.node(before).per == "batch":
                 message = f"`{before}` has `per = batch`, and `{node.name}` after it brings more rows of the same batch"
                 help = f"let `{node.name}` come before `{before}`, or leave `refill` out"
-                span = node.attributes["refill"].span
-                found.append(Diagnostic("bad-scope", message, span if span.line else node.span, help))
+                found.append(Diagnostic("bad-scope", message, node.at("refill"), help))
     return found

@@ -40,29 +40,37 @@ def changed(plan: Plan) -> list[Diagnostic]:
 
 
 def _short(plan: Plan, name: str) -> Diagnostic | None:
-    """A model that has fewer positions than the longest sequence that a state gives it may have tokens."""
+    """A model that has fewer positions than the longest sequence that a node gives it may have tokens."""
     model = plan.deploy.models[name]
     has = positions(models.content(Path(model.path), model.name, model.span), model.family)
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).model != name:
             continue
         read = sequences(plan.graph, node)
-        context, scored = ([c for c in cs if is_tokens(plan.graph, c)] for cs in (read.context, read.scored))  # no text's length is known
+        context, scored = (
+            [c for c in cs if is_tokens(plan.graph, c)] for cs in (read.context, read.scored)
+        )  # no text's length is known
         most = sum(bound(plan.graph, c) for c in context) + max((bound(plan.graph, c) for c in scored), default=0)
         if most > has:
             columns = " and ".join(f"`{c}`" for c in (*context, *scored))
-            message = f"`{node.name}` computes on up to {most:,} tokens, {columns}; `{model.name}` has {has:,} positions"
+            message = (
+                f"`{node.name}` computes on up to {most:,} tokens, {columns}; `{model.name}` has {has:,} positions"
+            )
             help = "declare shorter columns, or name a model with more `max_position_embeddings`"
             return Diagnostic("unknown-model", message, model.span, help, related=((node.span, f"`{node.name}`"),))
     return None
 
 
 def _vocabulary(model: Model) -> Diagnostic | None:
-    """A tokenizer that makes tokens which the model has no embedding of; special ones, which texts hardly hold, are left alone."""
+    """A tokenizer that makes tokens which the model has no embedding of; special ones, which texts hardly hold, are
+    left alone."""
     known = models.tokens(model.path, special=False) or {}
     beyond = [number for number in known if number >= model.vocabulary]
     if not beyond:
         return None
     token = min(beyond)
-    message = f"the tokenizer of `{model.name}` makes token {token:,}, {known[token]!r}; its `vocab_size` is {model.vocabulary:,}"
+    message = (
+        f"the tokenizer of `{model.name}` makes token {token:,}, {known[token]!r}; its `vocab_size` is "
+        f"{model.vocabulary:,}"
+    )
     return Diagnostic("unknown-model", message, model.span, "a tokenizer.json is its weights' own: copy both anew")

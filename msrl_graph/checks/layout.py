@@ -1,6 +1,7 @@
 """Layouts: their sizes against their pool, the model and the engine; and the pools' against the cluster.
 
-Invariant: one diagnostic a layout statement, the first that makes the others moot; the help names the nearest layout that works.
+Invariant: one diagnostic a layout statement, the first that makes the others moot; the help names the nearest layout
+that works.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from dataclasses import replace
 from ..backends.dividing import misfits, rows_in_step
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
+from ..ir.attributes import Update
 from ..ir.graph import Graph, Node
 from ..ir.plan import Placement, Plan, Pool
 from ..sharding.layout import AXES, Layout
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """What is wrong with the layouts of a plan whose states are placed."""
+    """What is wrong with the layouts of a plan whose nodes are placed."""
     found = list(_pools(plan))
     if found:
-        return found  # what the states of a pool say of its size follows from it
+        return found  # what the nodes of a pool say of its size follows from it
     for placement in plan.placements:
         if placement.pool != "functions":
             first = next(_wrong(plan, placement, engines), None)
-            # States that share a layout statement share its fault.
+            # Nodes that share a layout statement share its fault.
             if first is not None and not any(d.span == first.span and d.code == first.code for d in found):
                 found.append(first)
     return found
@@ -41,7 +43,9 @@ def _pools(plan: Plan) -> Iterator[Diagnostic]:
         help = f"{table}\nwhere no layout says how many, a pool takes an even share of what is left"
         yield Diagnostic("layout-size", f"the pools take {taken} devices; {_cluster(plan)}", span, help)
     elif beyond:
-        yield Diagnostic("layout-size", f"no {_devices(beyond[-1])} in a row are left for a pool; {_cluster(plan)}", span, table)
+        yield Diagnostic(
+            "layout-size", f"no {_devices(beyond[-1])} in a row are left for a pool; {_cluster(plan)}", span, table
+        )
 
 
 def _span(plan: Plan, pool: Pool) -> Span:
@@ -54,17 +58,22 @@ def _devices(pool: Pool) -> str:
 
 
 def _cluster(plan: Plan) -> str:
-    return f"cluster `{plan.cluster.name}` has {plan.cluster.devices} ({plan.cluster.nodes} x {plan.cluster.devices_per_node})"
+    return (
+        f"cluster `{plan.cluster.name}` has {plan.cluster.devices} ({plan.cluster.nodes} x "
+        f"{plan.cluster.devices_per_node})"
+    )
 
 
 def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
     node, layout, spec = placement.node, placement.layout, engines[placement.engine.name]
     stated = plan.deploy.layouts.get(node)
-    state = plan.graph.node(node)
-    if state.verb != "generate" and (update := _update(plan.graph, state.worker)) not in (None, node):
+    graph_node = plan.graph.node(node)
+    if graph_node.verb != "generate" and (update := _update(plan.graph, graph_node.worker)) not in (None, node):
         # It has its update's layout already, whose faults are told there.
         theirs = plan.placement(update).layout
-        if stated is not None and any(getattr(stated, a) != getattr(theirs, a) for a in AXES if not (a == "dp" and stated.dp == 0)):
+        if stated is not None and any(
+            getattr(stated, a) != getattr(theirs, a) for a in AXES if not (a == "dp" and stated.dp == 0)
+        ):
             yield Diagnostic(
                 "bad-layout",
                 f"`{node}` computes with the weights of `{update}`, so it has that layout: {theirs}",
@@ -72,35 +81,51 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
                 f"leave `{node}` out of the layouts",
             )
         return
-    model = plan.graph.worker(state.worker).model
+    model = plan.graph.worker(graph_node.worker).model
     near = [n for n in plan.graph.verb("update") if plan.placement(n.name).pool == placement.pool]
-    if stated is None and state.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in near):
-        return  # so has a state that took the layout of an update of the same model
-    if stated is None and state.verb == "infer" and any(n.name in plan.deploy.layouts for n in plan.graph.sharing(state.worker)):
-        return  # and one that took the layout of another state of the same weights
-    span = stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
+    if stated is None and graph_node.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in near):
+        return  # so has a node that took the layout of an update of the same model
+    if (
+        stated is None
+        and graph_node.verb == "infer"
+        and any(n.name in plan.deploy.layouts for n in plan.graph.sharing(graph_node.worker))
+    ):
+        return  # and one that took the layout of another node of the same weights
+    span = (
+        stated.span if stated is not None else placement.engine.span if placement.engine.span.line else plan.deploy.span
+    )
     for axis in AXES:
         if getattr(layout, axis) > 1 and axis not in spec.axes:
-            help = _others(engines, state.verb, lambda e, a=axis: a in e.axes) or f"leave `{axis}` at 1"  # type: ignore[misc]
-            yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help)
+            help = _others(engines, graph_node.verb, lambda e, a=axis: a in e.axes) or f"leave `{axis}` at 1"  # type: ignore[misc]
+            yield Diagnostic(
+                "layout-divide", f"the engine `{spec.name}` of `{node}` cannot divide along `{axis}`", span, help
+            )
     family = plan.model(node).family
     if family not in spec.families:
         message = f"the engine `{spec.name}` of `{node}` has no models of the family `{family}`"
-        yield Diagnostic("layout-divide", message, span, _others(engines, state.verb, lambda e: family in e.families))
+        yield Diagnostic(
+            "layout-divide", message, span, _others(engines, graph_node.verb, lambda e: family in e.families)
+        )
     pool = plan.pool(placement.pool)
     devices = pool.devices
     if layout.devices != devices:
         width = layout.tp * layout.cp * layout.pp
-        sizes = " x ".join(f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp"))
-        help = f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
+        sizes = " x ".join(
+            f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp")
+        )
+        help = (
+            f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
+        )
         where = _cluster(plan) if pool.name == "devices" else f"its pool has {devices}, {pool.reason}"
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     for message in misfits(plan.model(node), spec, layout):
         yield Diagnostic("layout-divide", message, span, _nearest(plan, placement, spec))
-    if state.verb == "update" and layout.zero not in spec.zero:
+    if graph_node.verb == "update" and layout.zero not in spec.zero:
         help = f"the engine `{spec.name}` has zero = {', '.join(map(str, spec.zero))}"
-        yield Diagnostic("layout-divide", f"the engine `{spec.name}` of `{node}` has no ZeRO stage {layout.zero}", span, help)
-    yield from _mini_batch(plan.graph, state, layout)
+        yield Diagnostic(
+            "layout-divide", f"the engine `{spec.name}` of `{node}` has no ZeRO stage {layout.zero}", span, help
+        )
+    yield from _mini_batch(plan.graph, graph_node, layout)
 
 
 def _update(graph: Graph, worker: str) -> str | None:
@@ -120,7 +145,8 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     works = [
         found
         for t in range(1, devices + 1)
-        if devices % (t * rest) == 0 and not any(misfits(model, spec, found := replace(layout, tp=t, dp=devices // (t * rest))))
+        if devices % (t * rest) == 0
+        and not any(misfits(model, spec, found := replace(layout, tp=t, dp=devices // (t * rest))))
     ]
     if not works:
         return ""
@@ -131,12 +157,20 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
     """Every rank of an update needs the same share of every mini-batch."""
-    size, stated = rows_in_step(graph, node), node.attributes.get("mini_batch")
+    size, stated = rows_in_step(graph, node), Update.of(node).mini_batch
     if size is None:
         return
     if size % layout.dp:
         near = max(layout.dp, round(size / layout.dp) * layout.dp)
         what = f"the mini-batch of {size:,} rows" if stated else f"the {size:,} rows of an iteration"
-        help = f"mini_batch = {near} is the nearest that dp = {layout.dp} divides" if stated else f"choose a dp that divides {size:,}"
-        span = stated.span if stated is not None and stated.span.line else node.span
-        yield Diagnostic("mini-batch-divide", f"dp = {layout.dp} of `{node.name}` does not divide {what}", span, help)
+        help = (
+            f"mini_batch = {near} is the nearest that dp = {layout.dp} divides"
+            if stated
+            else f"choose a dp that divides {size:,}"
+        )
+        yield Diagnostic(
+            "mini-batch-divide",
+            f"dp = {layout.dp} of `{node.name}` does not divide {what}",
+            node.at("mini_batch"),
+            help,
+        )

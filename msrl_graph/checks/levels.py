@@ -1,7 +1,7 @@
 """Levels: in which rows a node works, and in which its columns have their values.
 
-Invariant: the levels of a graph are a tree (graph.py); a node works on the deepest level that it reads, and all that it reads belongs to
-those rows or to rows above them.
+Invariant: the levels of a graph are a tree (graph.py); a node works on the deepest level that it reads, and all that it
+reads belongs to those rows or to rows above them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
                 continue
             deepest = next(c for c in node.reads if graph.column(c).level == level)
             one, two, shared = (graph.made(at) for at in (level, other, graph.common(level, other)))
-            both = " and ".join(f"`{c}`" if c == row else f"`{c}` of each `{row}`" for c, row in ((deepest, one), (name, two)))
+            both = " and ".join(
+                f"`{c}`" if c == row else f"`{c}` of each `{row}`" for c, row in ((deepest, one), (name, two))
+            )
             message = f"`{node.name}` reads {both}: no row has both"
-            help = f"bring one of them to each `{shared}` first: a column `NUMBER : f32 per {shared}`, written with `per = {shared}`"
+            help = (
+                f"bring one of them to each `{shared}` first: a column `NUMBER : f32 per {shared}`, written with "
+                f"`per = {shared}`"
+            )
             found.append(Diagnostic("no-common-row", message, node.span, help))
             break
     return found
@@ -48,11 +53,15 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
             if column.per and graph.column(column.per).level != level:
                 continue  # its own mistake: written nowhere, or in a circle
             if column.per and node.verb == "generate":
-                message = f"`{node.name}` generates `{column.name}`, which is declared as one value for each `{column.per}`"
+                message = (
+                    f"`{node.name}` generates `{column.name}`, which is declared as one value for each `{column.per}`"
+                )
                 found.append(Diagnostic("bad-scope", message, node.span, f"leave `per {column.per}` out of its type"))
             elif graph.common(level, graph.row_level(node)) != level:
                 message = f"`{node.name}` writes `{column.name}`, one value for each `{row}`, and reads no row of it"
-                found.append(Diagnostic("bad-scope", message, node.span, f"read a column of each `{row}`, or leave `per` out"))
+                found.append(
+                    Diagnostic("bad-scope", message, node.span, f"read a column of each `{row}`, or leave `per` out")
+                )
             elif node.per != "batch" and graph.common(level, graph.unit_level(node)) != graph.unit_level(node):
                 scattered.setdefault(column.per or row, []).append(column)
             if node.verb == "source" or kinds.get(node.worker) == "function":

@@ -1,6 +1,7 @@
-"""Combinations that are known to fail or to crawl, of a plan whose states are placed.
+"""Combinations that are known to fail or to crawl, of a plan whose nodes are placed.
 
-Invariant: what an engine knows stands in its spec; what holds for all engines stands here. A fatal one is an error, others are warnings.
+Invariant: what an engine knows stands in its spec; what holds for all engines stands here. A fatal one is an error,
+others are warnings.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import replace
 
 from ..backends.spec import EngineSpec, Lint, Situation
 from ..diagnostics import NOWHERE, Diagnostic
+from ..ir.attributes import Update
 from ..ir.plan import Placement, Plan
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """One diagnostic a message: states that share a statement share it."""
+    """One diagnostic a message: nodes that share a statement share it."""
     found: dict[str, Diagnostic] = {}
     for placement in plan.placements:
         if placement.pool == "functions":
@@ -31,24 +33,32 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 
 def _follows(plan: Plan, placement: Placement) -> bool:
-    """Whether a state has the layout that is stated of another one: what is wrong with it is told there."""
+    """Whether a node has the layout that is stated of another one: what is wrong with it is told there."""
     stated = [plan.placement(node) for node in plan.deploy.layouts]
-    return any(p.pool == placement.pool and replace(p.layout, span=NOWHERE) == replace(placement.layout, span=NOWHERE) for p in stated)
+    return any(
+        p.pool == placement.pool and replace(p.layout, span=NOWHERE) == replace(placement.layout, span=NOWHERE)
+        for p in stated
+    )
 
 
 def _situation(plan: Plan, placement: Placement) -> Situation:
     node, layout = plan.graph.node(placement.node), placement.layout
     rows = plan.graph.rows[plan.graph.level(node)]
     micro_batch = placement.engine.options.get("micro_batch")
-    step = -(-int(node.number("mini_batch", rows)) // layout.dp)
+    step = -(-Update.of(node).step_rows(rows) // layout.dp)
     number = -(-step // micro_batch) if isinstance(micro_batch, int) and micro_batch > 0 else 1
     per_host = placement.each or plan.cluster.devices_per_node
     beside = frozenset(p.engine.name for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
-    return Situation(node.verb, layout, plan.cluster.device.backend, per_host, number, beside)
+    return Situation(node.verb, layout, plan.cluster.device.kind, per_host, number, beside)
 
 
 def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:
     layout, each = situation.layout, situation.per_host
     if layout.tp > each or (layout.tp > 1 and each % layout.tp and layout.devices > each):
-        message = f"the {layout.tp} tensor-parallel ranks of `{placement.node}` lie on hosts of {each}: each layer waits for the link"
-        yield Lint(message, "a tp that divides the devices of a host keeps them together; pp or zero = 3 divide further")
+        message = (
+            f"the {layout.tp} tensor-parallel ranks of `{placement.node}` lie on hosts of {each}: each layer "
+            "waits for the link"
+        )
+        yield Lint(
+            message, "a tp that divides the devices of a host keeps them together; pp or zero = 3 divide further"
+        )

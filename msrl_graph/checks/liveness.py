@@ -1,16 +1,16 @@
 """A dock that can starve: the batch that a node waits for can never be complete.
 
-Invariant: told only where it is certain, whatever the functions do and however long rows are: rows that a filter may drop count as there;
-where `select` may repeat rows, their number is not known and nothing is told. Bytes are those at the columns' bounds, as in the plan.
+Invariant: told only where it is certain, whatever the functions do and however long rows are: rows that a filter may
+drop count as there; where `select` may repeat rows, their number is not known and nothing is told. Bytes are those at
+the columns' bounds, as in the plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import networkx as nx
-
-from ..diagnostics import Diagnostic, Span
+from ..diagnostics import Diagnostic
+from ..ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Update
 from ..ir.graph import Graph, Node
 from ..ir.plan import Memory, Plan
 from .columns import Library
@@ -18,13 +18,13 @@ from .columns import Library
 
 def starved(graph: Graph, library: Library) -> list[Diagnostic]:
     """Batches of more rows than there are, and rounds that add no token."""
-    repeated = {n for node in graph.nodes if "select" in node.attributes for n in nx.descendants(graph.flow, node.name)}
+    repeated = {n for node in graph.nodes if Call.of(node).select is not None for n in graph.flow.after(node.name)}
     found: list[Diagnostic] = []
     for node in graph.nodes:
         if node.name not in repeated:
-            found += _mini_batch(graph, node)
+            found += _mini_batch(graph, node) if node.verb == "update" else ()
             found += _streams(graph, node)
-        found += _rounds(graph, node)
+        found += _rounds(graph, node) if node.verb == "generate" else ()
     return found
 
 
@@ -35,48 +35,45 @@ def _has(graph: Graph, level: int) -> str:
 
 
 def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
-    stated = node.attributes.get("mini_batch")
     level = graph.level(node)
-    size, rows = int(node.number("mini_batch", 0)), graph.rows[level]
-    if node.verb == "update" and stated is not None and size > rows > 0:
+    size, rows = Update.of(node).mini_batch, graph.rows[level]
+    if size is not None and size > rows > 0:
         message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
         help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
-        yield Diagnostic("dock-starves", message, _at(stated.span, node.span), help)
+        yield Diagnostic("dock-starves", message, node.at("mini_batch"), help)
 
 
 def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     for edge in graph.into(node.name):
-        stated = edge.attributes.get("stream")
-        size = stated.value if stated is not None else None
-        if stated is None or not isinstance(size, (int, float)):
+        size = SampleEdge.of(edge).stream
+        if size is None:
             continue
-        if node.per == "batch" and size > 0:
-            message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {int(size):,} of them"
-            yield Diagnostic("dock-starves", message, _at(stated.span, edge.span), "leave `stream` out")
+        if node.per == "batch":
+            message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {size:,} of them"
+            yield Diagnostic("dock-starves", message, edge.at("stream"), "leave `stream` out")
             continue
         level = graph.unit_level(node)
         units = graph.rows[level]
         if size > units > 0:
             what = "rows" if level == graph.level(node) else "groups"
-            message = f"`{node.name}` waits for batches of {int(size):,} {what}, and an iteration has {_has(graph, level)}"
+            message = f"`{node.name}` waits for batches of {size:,} {what}, and an iteration has {_has(graph, level)}"
             help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
-            yield Diagnostic("dock-starves", message, _at(stated.span, edge.span), help)
+            yield Diagnostic("dock-starves", message, edge.at("stream"), help)
 
 
 def _rounds(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     """Partial rollout: in a round a response grows by its bound / n tokens."""
-    stated, rounds = node.attributes.get("partial"), int(node.number("partial", 1))
+    said = Generate.of(node)
     responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
-    if stated is None or not responses:
+    if not responses:
         return
-    bound = min(graph.bound(responses[0].name), int(node.number("max_tokens", graph.bound(responses[0].name))))
-    if rounds > bound > 0:
-        message = f"a round of `{node.name}` adds {bound:,} / {rounds:,} = 0 tokens to a response, so none is ever whole"
-        yield Diagnostic("dock-starves", message, _at(stated.span, node.span), f"`partial = {bound}` at most; 2 to 8 is usual")
-
-
-def _at(span: Span, other: Span) -> Span:
-    return span if span.line else other
+    bound = said.longest(graph.bound(responses[0].name))
+    if said.partial > bound > 0:
+        message = (
+            f"a round of `{node.name}` adds {bound:,} / {said.partial:,} = 0 tokens to a response, so none is "
+            "ever whole"
+        )
+        yield Diagnostic("dock-starves", message, node.at("partial"), f"`partial = {bound}` at most; 2 to 8 is usual")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
@@ -96,11 +93,14 @@ def _capacity(plan: Plan) -> Iterator[Diagnostic]:
     worst = max((m for m in plan.memory if m.place == "host"), key=_held, default=None)
     if worst is None or (need := _held(worst)) <= capacity:
         return
-    ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
+    ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
     level = plan.graph.level(waits)
     rows = f"{plan.graph.rows[level]:,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")
-    message = f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and `capacity` is {_size(capacity)}"
+    message = (
+        f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and "
+        f"`capacity` is {_size(capacity)}"
+    )
     help = f"`capacity = {_least(need)}`"
     if need > host:
         help = f"a host has {_size(host)}: more hosts share the rows, or fewer prompts an iteration"
@@ -123,5 +123,7 @@ def _least(need: float) -> str:
 
 
 def _size(number: float) -> str:
-    unit, size = next((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1)) if number >= s or s == 1)
+    unit, size = next(
+        (u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1)) if number >= s or s == 1
+    )
     return f"{number / size:.3g} {unit}"

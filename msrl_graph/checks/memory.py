@@ -1,6 +1,7 @@
 """Memory: no phase may need more than a device or a host has.
 
-Invariant: all phases that do not fit are told in one diagnostic a place (a device of a pool, a host), with what takes how much.
+Invariant: all phases that do not fit are told in one diagnostic a place (a device of a pool, a host), with what takes
+how much.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from ..ir.plan import Memory, Plan
 
 
 def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> list[Diagnostic]:
-    """What does not fit in a plan whose memory is counted; `nearest` finds a layout that fits in place of the one of a phase."""
+    """What does not fit in a plan whose memory is counted; `nearest` finds a layout that fits in place of the one of a
+    phase."""
     found = []
     for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
         phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
@@ -20,7 +22,9 @@ def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> li
         if over:
             worst = max(over, key=lambda m: m.total)
             where = f"a {place}" if place == "host" or pool == "devices" else f"a device ({pool})"
-            message = f"{worst.phase} needs {worst.total / 1e9:.1f} GB {where}, which has {worst.capacity.value / 1e9:.1f} GB"
+            message = (
+                f"{worst.phase} needs {worst.total / 1e9:.1f} GB {where}, which has {worst.capacity.value / 1e9:.1f} GB"
+            )
             span = _span(plan, worst) if place == "device" else plan.cluster.span
             # Advice that would move weights is empty words where the search has found that no layout helps.
             layout = nearest(worst) if place == "device" else ""
@@ -40,7 +44,8 @@ def table(phases: list[Memory]) -> str:
 
 
 def _span(plan: Plan, worst: Memory) -> Span:
-    """The layout statement of a state of the phase, in the pool; the reshard's is that of its source, where that is there."""
+    """The layout statement of a node of the phase, in the pool; the reshard's is that of its source, where that is
+    there."""
     here = [n for n in plan.graph.nodes if plan.placement(n.name).pool == worst.pool]
     verb = worst.phase
     if verb in ("load", "reshard", "swap"):
@@ -56,7 +61,9 @@ def _advice(plan: Plan, worst: Memory) -> str:
         return "more hosts share the rows; `reshard { mode = naive }` swaps nothing to the host"
     if largest == "activations":
         node = plan.graph.verb("update")[0].name
-        return f"less without another layout: `engine {node} = fsdp {{ recompute = full }}` keeps one layer's activations"
+        return (
+            f"less without another layout: `engine {node} = fsdp {{ recompute = full }}` keeps one layer's activations"
+        )
     if largest in ("KV cache", "rows", "ranks"):
         return "a larger tp, or a shorter response, needs less a sequence"
     if largest == "logits":

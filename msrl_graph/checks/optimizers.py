@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import algorithms
-from ..diagnostics import Diagnostic, Span
-from ..ir import stepping
+from ..diagnostics import Diagnostic
+from ..ir.attributes import Update
 from ..ir.graph import Graph, Node
 from .columns import Library
 
@@ -18,11 +18,21 @@ def rated(graph: Graph, library: Library) -> list[Diagnostic]:
     """Learning rates from a state of which each row has one: a step has one rate."""
     found, each = [], {s.name: s.per for s in graph.states if s.per}
     for node in _updates(graph):
-        rate = stepping.rate(node)
+        rate = Update.of(node).rate
         for name in [*([str(rate.value)] if rate.kind == "state" else []), *rate.columns().values()]:
             if name in each:
-                message = f"the learning rate of `{node.name}` is from the state `{name}`, of which each `{each[name]}` has one"
-                found.append(Diagnostic("bad-scope", message, _span(node), f"declare it without `per {each[name]}`: one for the run"))
+                message = (
+                    f"the learning rate of `{node.name}` is from the state `{name}`, of which each "
+                    f"`{each[name]}` has one"
+                )
+                found.append(
+                    Diagnostic(
+                        "bad-scope",
+                        message,
+                        node.at("optimizer"),
+                        f"declare it without `per {each[name]}`: one for the run",
+                    )
+                )
     return found
 
 
@@ -33,25 +43,23 @@ def shared(graph: Graph, library: Library) -> list[Diagnostic]:
         updates = [n for n in _updates(graph) if n.worker == worker.name]
         for first, node in ((updates[0], n) for n in updates[1:]):
             if _kept(node) != _kept(first):
-                message = f"`{node.name}` and `{first.name}` share an optimizer, and keep different states of the weights"
-                note = ((_span(first), f"the optimizer of `{first.name}`"),)
-                help = (
-                    f"write `{first.attributes['optimizer'].value}(…)` in both, with momentum in both or in none; other options may differ"
+                message = (
+                    f"`{node.name}` and `{first.name}` share an optimizer, and keep different states of the weights"
                 )
-                found.append(Diagnostic("bad-value", message, _span(node), help, related=note))
+                note = ((first.at("optimizer"), f"the optimizer of `{first.name}`"),)
+                help = (
+                    f"write `{Update.of(first).optimizer.value}(…)` in both, with momentum in both or in none; "
+                    "other options may differ"
+                )
+                found.append(Diagnostic("bad-value", message, node.at("optimizer"), help, related=note))
     return found
 
 
 def _updates(graph: Graph) -> Iterator[Node]:
     for node in graph.verb("update"):
-        if "optimizer" in node.attributes and "lr" in node.attributes["optimizer"].keys:
+        if "lr" in Update.of(node).optimizer.keys:
             yield node
 
 
 def _kept(node: Node) -> list[tuple[str, list[str]]]:
-    return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(node.attributes["optimizer"]).rules]
-
-
-def _span(node: Node) -> Span:
-    span = node.attributes["optimizer"].span
-    return span if span.line else node.span
+    return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(Update.of(node).optimizer).rules]

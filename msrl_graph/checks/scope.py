@@ -1,17 +1,18 @@
-"""What a state computes from and what it gives: a function's columns and scope, and the columns that each verb writes, under which names
-and up to which length.
+"""What a node computes from and what it gives: a function's columns and scope, and the columns that each verb writes,
+under which names and up to which length.
 
-Invariant: signatures come from `library`, the package's functions and those of the user's files; nothing is imported or run.
+Invariant: signatures come from `library`, the package's functions and those of the user's files; nothing is imported or
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import networkx as nx
-
 from ..diagnostics import NOWHERE, Diagnostic, Span
+from ..ir.attributes import CALLED, Call, Generate, ReshardingEdge, Update
 from ..ir.graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
+from ..ir.kinds import LOSS, OPTIMIZER
 from ..ir.plan import METRICS, reported
 from ..ir.sequences import is_tokens, sequences, tempered
 from ..ir.signatures import Signature
@@ -33,7 +34,9 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _help(graph, node, column, call, signature)
                     if node.verb == "source":
-                        message = f"`{signature.name}` needs `{column}`, and the source has no column or state of this name"
+                        message = (
+                            f"`{signature.name}` needs `{column}`, and the source has no column or state of this name"
+                        )
                         help = f"name one for it: `{signature.name}({parameter} = NAME)`"
                     found.append(Diagnostic("term-column", message, span(call, node), help))
             found += _apart(node, call, signature)
@@ -43,24 +46,34 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
 def _apart(node: Node, call: Expr, signature: Signature) -> list[Diagnostic]:
     """Parameters that a call gives all or none of, and of which it gives some."""
     read, binds = (*node.reads, *node.states), call.columns()
-    given = [p for p in signature.together if p in call.options() or (p in signature.columns and binds.get(p, p) in read)]
+    given = [
+        p for p in signature.together if p in call.options() or (p in signature.columns and binds.get(p, p) in read)
+    ]
     lacking = [p for p in signature.together if p not in given]
     if not given or not lacking:
         return []
     names = [f"`{p}`" for p in signature.together]
-    message = f"`{signature.name}` takes {', '.join(names[:-1])} and {names[-1]} together, and `{node.name}` gives it no `{lacking[0]}`"
-    help = f"read `{lacking[0]}`, or a column for it" if lacking[0] in signature.columns else f"write `{signature.name}({lacking[0]} = …)`"
+    message = (
+        f"`{signature.name}` takes {', '.join(names[:-1])} and {names[-1]} together, and `{node.name}` gives it "
+        f"no `{lacking[0]}`"
+    )
+    help = (
+        f"read `{lacking[0]}`, or a column for it"
+        if lacking[0] in signature.columns
+        else f"write `{signature.name}({lacking[0]} = …)`"
+    )
     return [Diagnostic("term-column", message, span(call, node), f"{help}; or give none of them")]
 
 
 def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms that go without `old_logp` where a second optimizer step is taken on a batch, or other weights generated it."""
+    """Terms that go without `old_logp` where a second optimizer step is taken on a batch, or other weights generated
+    it."""
     found = []
     for node in graph.verb("update"):
         rows = graph.rows[graph.level(node)]
-        epochs, batches = int(node.number("epochs", 1)), -(-rows // max(1, int(node.number("mini_batch", rows))))
-        steps = epochs * batches
-        behind = max((e.staleness for e in graph.reshards() if e.src == node.name), default=0)
+        said = Update.of(node)
+        steps = said.steps(rows)
+        behind = max((ReshardingEdge.of(e).staleness for e in graph.reshards() if e.src == node.name), default=0)
         beside = [u.name for u in graph.sharing(node.worker) if u.verb == "update" and u.name != node.name]
         if steps == 1 and not behind and not beside:
             continue
@@ -72,10 +85,19 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
             if steps == 1 and beside:
                 takes = f"the only update of a batch; `{beside[0]}` changes the weights of `{node.name}` too"
             elif steps == 1:
-                takes = f"rows of the newest weights; those of `{node.name}` may be {behind} version{'s' * (behind > 1)} behind"
+                takes = (
+                    f"rows of the newest weights; those of `{node.name}` may be {behind} "
+                    f"version{'s' * (behind > 1)} behind"
+                )
             message = f"`{signature.name}` without `old_logp` is right for {takes}"
-            causes = [f"`{k}`" for k, n in (("mini_batch", batches), ("epochs", epochs), ("staleness", behind + 1)) if n > 1]
-            help = f"read `old_logp` from `{node.worker}.infer`" + (f", or leave out {' and '.join(causes)}" if causes else "")
+            causes = [
+                f"`{k}`"
+                for k, n in (("mini_batch", steps // said.epochs), ("epochs", said.epochs), ("staleness", behind + 1))
+                if n > 1
+            ]
+            help = f"read `old_logp` from `{node.worker}.infer`" + (
+                f", or leave out {' and '.join(causes)}" if causes else ""
+            )
             found.append(Diagnostic("stale-logp", message, span(call, node), help))
     return found
 
@@ -102,7 +124,9 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 found.append(Diagnostic("bad-scope", message, span(call, node), help))
             elif signature.scope == "group" and node.per != "batch" and _of_one(graph, node):
                 message = f"`{signature.name}` is over the rows of each `{node.per}`, and that is one row"
-                found.append(Diagnostic("bad-scope", message, span(call, node), "generate `samples` of 2 or more", "warning"))
+                found.append(
+                    Diagnostic("bad-scope", message, span(call, node), "generate `samples` of 2 or more", "warning")
+                )
             elif signature.scope == "row" and node.per != "row" and ":" not in str(call.value):
                 # A function of a user's file says nothing of its scope unless it is marked.
                 if node.per != "batch" and _of_one(graph, node):
@@ -111,9 +135,13 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 single = [c for c in node.writes if graph.column(c).per == node.per]
                 help = f"leave `per = {node.per}` out"
                 if single and node.per != "batch":
-                    each = f"each `{graph.made(level)}`, of which a `{node.per}` has {graph.fan(level, graph.unit_level(node)):,}"
+                    each = (
+                        f"each `{graph.made(level)}`, of which a `{node.per}` has "
+                        f"{graph.fan(level, graph.unit_level(node)):,}"
+                    )
                     help = (
-                        f"let it write a value for {each}, without `per`; a function with `per = {node.per}` makes `{single[0]}` of these"
+                        f"let it write a value for {each}, without `per`; a function with `per = {node.per}` makes "
+                        f"`{single[0]}` of these"
                     )
                 found.append(Diagnostic("bad-scope", message, span(call, node), help))
     return found
@@ -139,23 +167,40 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
 
     for node in graph.nodes:
         columns = [graph.column(c) for c in node.writes]
-        if _kind(graph, node) == "function" or any(graph.column(c).element not in ELEMENTS for c in (*node.reads, *node.writes)):
+        if _kind(graph, node) == "function" or any(
+            graph.column(c).element not in ELEMENTS for c in (*node.reads, *node.writes)
+        ):
             continue  # the type of a column was told to be unknown
         if node.verb != "source":
             _read(graph, node, wrong)
         if node.verb == "generate":
-            if node.number("partial", 1) > 1 and graph.level(node):
+            if Generate.of(node).partial > 1 and graph.level(node):
                 help = "leave `partial` out: each row is generated whole"
-                wrong(node, "generates from responses; `partial` goes on until as many prompts are whole as the source begins", help)
+                wrong(
+                    node,
+                    "generates from responses; `partial` goes on until as many prompts are whole as the source begins",
+                    help,
+                )
             responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]
             if len(responses) != 1:
-                wrong(node, "writes one column of tokens, the response", "declare it as `i32[<= n]`, n the most tokens of a response")
+                wrong(
+                    node,
+                    "writes one column of tokens, the response",
+                    "declare it as `i32[<= n]`, n the most tokens of a response",
+                )
             like = responses[0].name if len(responses) == 1 else ""
             logps = [c for c in columns if c.element == "f32" and like and [d.like for d in c.dims] == [like]]
             masks = [c for c in columns if c.element == "bool" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
-                if column not in [*responses, *logps[:1], *masks[:1]] and like and "environment" not in node.attributes:
-                    help = f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`; functions write the rest"
+                if (
+                    column not in [*responses, *logps[:1], *masks[:1]]
+                    and like
+                    and Generate.of(node).environment is None
+                ):
+                    help = (
+                        f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`; functions write "
+                        "the rest"
+                    )
                     wrong(node, f"writes `{column.name}`, which no generation gives", help)
         elif node.verb == "infer":
             _inferred(graph, node, columns, wrong)
@@ -165,12 +210,15 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def results(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Columns whose type is not what the package's function gives: an array a row where the column holds a number, or the reverse."""
+    """Columns whose type is not what the package's function gives: an array a row where the column holds a number, or
+    the reverse."""
     found, columns = [], {c.name: c for c in graph.columns}
     for node in graph.nodes:
-        call = node.attributes.get("call")
+        call = Call.of(node).call
         entry = library.get(("function", str(call.value))) if call is not None else None
-        if call is None or entry is None or ":" in str(call.value):  # a file's function may mean anything by its annotations
+        if (
+            call is None or entry is None or ":" in str(call.value)
+        ):  # a file's function may mean anything by its annotations
             continue
         response = call.columns().get("response", "response")
         for name, gives in zip(node.gives or node.writes, entry[0].gives, strict=False):
@@ -178,24 +226,38 @@ def results(graph: Graph, library: Library) -> list[Diagnostic]:
             if column is None or not gives or column.element not in ELEMENTS or bool(column.dims) == (gives == "array"):
                 continue
             what = "an array" if gives == "array" else "a number"
-            message = f"`{entry[0].name}` gives {what} for each row, and `{name}` holds {'arrays' if column.dims else 'one value'}"
+            message = (
+                f"`{entry[0].name}` gives {what} for each row, and `{name}` holds "
+                f"{'arrays' if column.dims else 'one value'}"
+            )
             right = f"{column.element}[{response}]" if gives == "array" else column.element
             note = ((column.span, f"`{name}` is declared here"),)
-            found.append(Diagnostic("bad-value", message, span(call, node), f"declare `{name} : {right}`", related=note))
+            found.append(
+                Diagnostic("bad-value", message, span(call, node), f"declare `{name} : {right}`", related=note)
+            )
     return found
 
 
 def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> None:
-    """A model reads tokens, or text; an update reads, too, what its terms need of each token that it reads, or of each row."""
+    """A model reads tokens, or text; an update reads, too, what its terms need of each token that it reads, or of each
+    row."""
     tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
     for column in map(graph.column, node.reads):
-        beside = "environment" in node.attributes and column.element == "json"
+        beside = Generate.of(node).environment is not None and column.element == "json"
         beside = beside or any((e.kind, e.value) == ("column", column.name) for e in tempered(graph, node))
         if node.verb != "update" and column.name not in tokens and not beside:
-            wrong(node, f"reads `{column.name}`, which is neither tokens nor text", "a model reads columns as `i32[<= 1024]`, and `text`")
+            wrong(
+                node,
+                f"reads `{column.name}`, which is neither tokens nor text",
+                "a model reads columns as `i32[<= 1024]`, and `text`",
+            )
         elif node.verb == "update" and column.dims and (like := column.dims[0].like) and like not in tokens:
             tokens.add(like)  # told once
-            wrong(node, f"reads `{column.name}`, a number for each token of `{like}`, and not `{like}`", f"add `{like}` to what it reads")
+            wrong(
+                node,
+                f"reads `{column.name}`, a number for each token of `{like}`, and not `{like}`",
+                f"add `{like}` to what it reads",
+            )
     if not tokens and node.verb != "generate":
         wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
     read = sequences(graph, node)
@@ -205,22 +267,41 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
 
 
 def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:
-    """A number for each token of a column that it reads; or the k best of each and their ids; of a reward model, one for each row, too."""
-    if _kind(graph, node) == "reward_model" and len(columns) == 1 and columns[0].element == "f32" and not columns[0].dims:
+    """A number for each token of a column that it reads; or the k best of each and their ids; of a reward model, one
+    for each row, too."""
+    if (
+        _kind(graph, node) == "reward_model"
+        and len(columns) == 1
+        and columns[0].element == "f32"
+        and not columns[0].dims
+    ):
         return
     tokens = {c for c in node.reads if graph.column(c).element == "i32"}
     of = [c.dims[0].like if c.dims else "" for c in columns]
     one = [c for c, like in zip(columns, of, strict=True) if c.element == "f32" and len(c.dims) == 1 and like in tokens]
     kinds = ("f32", "i32") if _kind(graph, node) == "policy" else ()  # others have no k best
-    best = [c for c, like in zip(columns, of, strict=True) if c.element in kinds and len(c.dims) == 2 and like in tokens]
+    best = [
+        c for c, like in zip(columns, of, strict=True) if c.element in kinds and len(c.dims) == 2 and like in tokens
+    ]
     pairs = {(c.element, c.dims) for c in best}
     paired = len(best) == len(pairs) == 2 * len({d for _, d in pairs}) and {e for e, _ in pairs} == {"f32", "i32"}
     alone = len({c.dims[0].like for c in one}) == len(one)
-    if len(best) == len(columns) == 2 and {c.element for c in best} == {"f32", "i32"} and len({c.dims[1] for c in best}) == 2:
+    if (
+        len(best) == len(columns) == 2
+        and {c.element for c in best} == {"f32", "i32"}
+        and len({c.dims[1] for c in best}) == 2
+    ):
         what = " and ".join(f"{c.dims[1].size} as `{c.name}`" for c in best)
-        wrong(node, f"writes the best of each token, {what}", "declare the ids with the same number as their log-probabilities")
+        wrong(
+            node,
+            f"writes the best of each token, {what}",
+            "declare the ids with the same number as their log-probabilities",
+        )
     elif not columns or len(one) + len(best) < len(columns) or not alone or (best and not paired):
-        help = "declare it as `f32[response]`, and read `response`; the k best as `f32[response, k]` with their ids, `i32[response, k]`"
+        help = (
+            "declare it as `f32[response]`, and read `response`; the k best as `f32[response, k]` with their ids, "
+            "`i32[response, k]`"
+        )
         wrong(node, "writes one number for each token of a column that it reads, or the k best of each", help)
 
 
@@ -228,16 +309,15 @@ def too_long(graph: Graph, library: Library) -> list[Diagnostic]:
     """Generations that may write more tokens than the response's column holds."""
     found = []
     for node in graph.verb("generate"):
-        most = node.attributes.get("max_tokens")
+        wanted = Generate.of(node).max_tokens
         responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
-        for column in responses if most is not None else ():
-            bound, wanted = graph.bound(column.name), int(node.number("max_tokens", 0))
-            if wanted > bound:
+        for column in responses:
+            bound = graph.bound(column.name)
+            if wanted is not None and wanted > bound:
                 message = f"`max_tokens` is {wanted:,}, and `{column.name}` holds at most {bound:,}"
                 help = f"declare `{column.name} : i32[<= {wanted}]`, or leave `max_tokens` out"
                 note = ((column.span, f"`{column.name}` holds at most {bound:,} tokens"),)
-                span = most.span if most is not None and most.span != NOWHERE else node.span
-                found.append(Diagnostic("bad-value", message, span, help, related=note))
+                found.append(Diagnostic("bad-value", message, node.at("max_tokens"), help, related=note))
     return found
 
 
@@ -248,18 +328,22 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
         for column in map(graph.column, node.writes):
             if column.name in METRICS and reported(graph, column.name):
                 help = f"give the column another name, such as `row_{column.name}`"
-                found.append(Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help))
+                found.append(
+                    Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help)
+                )
     return found
 
 
 def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
     """The calls of a node whose signature is known."""
-    functions = ("call", "keep", "select", "weights", "environment")
-    for key, kind in (*((f, "function") for f in functions), ("loss", "loss")):
-        stack = [node.attributes[key]] if key in node.attributes else []
+    stated = node.attributes
+    for key, form in CALLED.items():
+        if key not in stated or form is OPTIMIZER:
+            continue
+        stack = [stated[key]]
         while stack:
             expr = stack.pop(0)
-            entry = library.get(("loss" if kind == "loss" else "function", str(expr.value)))
+            entry = library.get(("loss" if form is LOSS else "function", str(expr.value)))
             if expr.kind == "call" and entry:
                 yield expr, entry[0]
             elif expr.kind != "call":
@@ -273,7 +357,7 @@ def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signatur
         return f"read a column for it and name it: `{signature.name}({column} = COLUMN)`"
     help = f"add `{column}` to what `{node.name}` reads"
     writer = next((n.name for n in graph.nodes if column in n.writes), "")
-    if writer and writer != node.name and not nx.has_path(graph.flow, writer, node.name):
+    if writer and writer != node.name and not graph.flow.leads(writer, node.name):
         help += f", and the edge `{writer} -> {node.name}`"
     return help
 

@@ -1,12 +1,14 @@
 """Rows that older weights generated than those that they update: staleness and partial rollout.
 
-Invariant: what can be seen of the graph alone is told of the graph; who shares devices, of a plan whose states are placed.
+Invariant: what can be seen of the graph alone is told of the graph; who shares devices, of a plan whose nodes are
+placed.
 """
 
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.graph import Edge, Graph, Node
+from ..ir.attributes import Generate, ReshardingEdge
+from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
 from ..ir.sequences import of_response
 from .columns import Library
@@ -23,43 +25,47 @@ def unread_logp(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         name, span = cause
         update = updates[0].name
-        message = f"`{name}` lets older weights generate than those of `{update}`, which reads no log-probabilities as they were sampled"
+        message = (
+            f"`{name}` lets older weights generate than those of `{update}`, which reads no log-probabilities "
+            "as they were sampled"
+        )
         if drawn:
             help = f"read `{min(drawn)}` in `{update}`, and correct its loss by it"
         else:
             response = next((c for c in node.writes if graph.column(c).element == "i32"), "response")
-            help = f"declare `gen_logp : f32[{response}]`, let `{node.name}` write it beside `{response}`, and `{update}` read it"
+            help = (
+                f"declare `gen_logp : f32[{response}]`, let `{node.name}` write it beside `{response}`, and "
+                f"`{update}` read it"
+            )
         found.append(Diagnostic("unread-logp", message, span, help, "warning"))
     return found
 
 
 def sampled(graph: Graph, node: Node) -> set[str]:
-    """The log-probabilities as they were sampled by older weights than those that an update changes, which make `unread_logp` silent."""
+    """The log-probabilities as they were sampled by older weights than those that an update changes, which make
+    `unread_logp` silent."""
     older = [n for n in graph.verb("generate") if n.worker == node.worker and _cause(graph, n) is not None]
     return {of_response(graph, n, "f32") for n in older} - {""}
 
 
 def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     """What makes a generation off-policy, and where it stands."""
-    edge = next((e for e in graph.reshards() if e.dst == node.name and e.staleness), None)
+    edge = next((e for e in graph.reshards() if e.dst == node.name and ReshardingEdge.of(e).staleness), None)
     if edge is not None:
-        return "staleness", _span(edge)
-    if node.number("partial", 1) > 1:
-        span = node.attributes["partial"].span
-        return "partial", span if span.line else node.span
+        return "staleness", edge.at("staleness")
+    if Generate.of(node).partial > 1:
+        return "partial", node.at("partial")
     return None
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Staleness between states that take turns on the same devices: one never runs while the other does."""
+    """Staleness between nodes that take turns on the same devices: one never runs while the other does."""
     found = []
     for edge in idle_staleness(plan.graph, lambda node: plan.placement(node).pool):
-        message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: `staleness` gains nothing"
+        message = (
+            f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: "
+            "`staleness` gains nothing"
+        )
         help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
-        found.append(Diagnostic("shared-staleness", message, _span(edge), help))
+        found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help))
     return found
-
-
-def _span(edge: Edge) -> Span:
-    span = edge.attributes["staleness"].span
-    return span if span.line else edge.span

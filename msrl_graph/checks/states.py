@@ -1,6 +1,7 @@
 """States, the values that outlive an iteration: who sets them, over which rows.
 
-Invariant: a state is no column: it needs no path and makes no cycle, since what is read is the value that the iteration began with.
+Invariant: a state is no column: it needs no path and makes no cycle, since what is read is the value that the iteration
+began with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
         for other in setters[1:]:
             message = f"`{other.name}` sets the state `{state.name}`, which `{setters[0].name}` sets too"
             help = "let one of them compute the next value from what both give"
-            found.append(Diagnostic("two-writers", message, other.span, help, related=((setters[0].span, f"`{state.name}` is set here"),)))
+            found.append(
+                Diagnostic(
+                    "two-writers",
+                    message,
+                    other.span,
+                    help,
+                    related=((setters[0].span, f"`{state.name}` is set here"),),
+                )
+            )
     return found
 
 
@@ -27,22 +36,37 @@ def missets(graph: Graph, node: Node) -> list[State]:
 
 
 def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
-    """A state of each row of a column is set where all that is under the row is at hand, one of the run where all rows are; and it is
-    read where each row has one."""
+    """A state of each row of a column is set where all that is under the row is at hand, one of the run where all rows
+    are; and it is read where each row has one."""
     found = []
     kinds = {w.name: w.kind for w in graph.workers}
     for state in graph.states:
         for node in graph.nodes:
             if state.name in node.sets and kinds.get(node.worker, "function") != "function":
                 message = f"`{node.name}` sets the state `{state.name}`, which only a function can"
-                found.append(Diagnostic("bad-scope", message, node.span, "let a `function` worker compute it from what this node writes"))
+                found.append(
+                    Diagnostic(
+                        "bad-scope", message, node.span, "let a `function` worker compute it from what this node writes"
+                    )
+                )
             elif state in missets(graph, node):
                 what = f"one for each `{state.per}`" if state.per else "one for the run"
                 message = f"`{node.name}` sets the state `{state.name}`, {what}, and has `per = {node.per}`"
                 found.append(Diagnostic("bad-scope", message, node.span, f"add `per = {state.per or 'batch'}`"))
-            elif state.name in node.states and state.per and not _above(graph, graph.column(state.per).level, graph.level(node)):
-                message = f"`{node.name}` reads the state `{state.name}`, one for each `{state.per}`, and works on rows that have several"
-                found.append(Diagnostic("bad-scope", message, node.span, f"read it where there is one row for each `{state.per}`"))
+            elif (
+                state.name in node.states
+                and state.per
+                and not _above(graph, graph.column(state.per).level, graph.level(node))
+            ):
+                message = (
+                    f"`{node.name}` reads the state `{state.name}`, one for each `{state.per}`, and works on "
+                    "rows that have several"
+                )
+                found.append(
+                    Diagnostic(
+                        "bad-scope", message, node.span, f"read it where there is one row for each `{state.per}`"
+                    )
+                )
     return found
 
 
@@ -54,9 +78,8 @@ def weighed(graph: Graph, library: Library) -> list[Diagnostic]:
         return []
     first = next(iter(source.writes), "prompt")
     message = f"`source` draws rows by `{read[0].name}`, which is one for the run: it tells no row from another"
-    span = source.attributes["weights"].span
     help = f"declare `state {read[0].name} : {read[0].element} per {first} = …`"
-    return [Diagnostic("bad-scope", message, span if span.line else source.span, help)]
+    return [Diagnostic("bad-scope", message, source.at("weights"), help)]
 
 
 def _above(graph: Graph, level: int, other: int) -> bool:
@@ -67,11 +90,15 @@ def unread(graph: Graph, library: Library) -> list[Diagnostic]:
     """States that nobody reads: those that are only set."""
     read = {s for n in graph.nodes for s in n.states}
     unread = [s for s in graph.states if s.name not in read]
-    return [Diagnostic("unused-column", f"nobody reads the state `{s.name}`", s.span, "remove it", "warning") for s in unread]
+    return [
+        Diagnostic("unused-column", f"nobody reads the state `{s.name}`", s.span, "remove it", "warning")
+        for s in unread
+    ]
 
 
 def unset(graph: Graph, library: Library) -> list[Diagnostic]:
-    """States that keep their first value, since nobody sets them; of those that nobody reads either that is told already."""
+    """States that keep their first value, since nobody sets them; of those that nobody reads either that is told
+    already."""
     read = {s for n in graph.nodes for s in n.states}
     kept = read - {s for n in graph.nodes for s in n.sets}
     help = "make it a `param`, or let a function node write it"

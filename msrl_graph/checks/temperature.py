@@ -1,12 +1,13 @@
 """Temperatures: what responses are drawn at, and what can be computed of those that were.
 
-Invariant: log-probabilities are at the temperature that their tokens were drawn at. At 0 a token has the probability 1 or 0, whatever the
-weights are, so nothing that a policy computes of such tokens has a meaning.
+Invariant: log-probabilities are at the temperature that their tokens were drawn at. At 0 a token has the probability 1
+or 0, whatever the weights are, so nothing that a policy computes of such tokens has a meaning.
 """
 
 from __future__ import annotations
 
-from ..diagnostics import Diagnostic, Span
+from ..diagnostics import Diagnostic
+from ..ir.attributes import Generate
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import sequences
 from .columns import Library
@@ -16,13 +17,19 @@ def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
     """Temperatures of rows that are no plain numbers."""
     found = []
     for node in graph.verb("generate"):
-        expr = node.attributes.get("temperature")
-        column = graph.column(str(expr.value)) if expr is not None and expr.kind == "column" else None
-        if column is None or column.element not in ELEMENTS or (column.element in ("f32", "bf16", "i32", "i64") and not column.dims):
+        expr = Generate.of(node).temperature
+        column = graph.column(str(expr.value)) if expr.kind == "column" else None
+        if (
+            column is None
+            or column.element not in ELEMENTS
+            or (column.element in ("f32", "bf16", "i32", "i64") and not column.dims)
+        ):
             continue
         message = f"`temperature` takes one number a row, and `{column.name}` is none"
         note = ((column.span, f"`{column.name}` is declared here"),)
-        found.append(Diagnostic("bad-value", message, _at(node), f"declare `{column.name} : f32`", related=note))
+        found.append(
+            Diagnostic("bad-value", message, node.at("temperature"), f"declare `{column.name} : f32`", related=note)
+        )
     return found
 
 
@@ -38,8 +45,10 @@ def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
             who = " and ".join(f"`{name}`" for name in scorers[column])
             does = "computes" if len(scorers[column]) == 1 else "compute"
             message = f"`{node.name}` draws `{column}` at temperature 0, and {who} {does} log-probabilities of it"
-            help = "a temperature above 0: at 0 a token is certain or impossible; or score what another generation draws"
-            found.append(Diagnostic("greedy", message, _at(node), help))
+            help = (
+                "a temperature above 0: at 0 a token is certain or impossible; or score what another generation draws"
+            )
+            found.append(Diagnostic("greedy", message, node.at("temperature"), help))
     return found
 
 
@@ -47,18 +56,24 @@ def equal(graph: Graph, library: Library) -> list[Diagnostic]:
     """Several responses to one prompt that are all the same."""
     found = []
     for node in filter(_cold, graph.verb("generate")):
-        samples = int(node.number("samples", 1))
-        if samples > 1 and "environment" not in node.attributes:
-            message = f"`{node.name}` draws {samples:,} equal responses to each prompt: at temperature 0 it takes the likeliest tokens"
-            found.append(Diagnostic("greedy", message, _at(node), "leave `samples` out, or give it a temperature above 0", "warning"))
+        said = Generate.of(node)
+        if said.samples > 1 and said.environment is None:
+            message = (
+                f"`{node.name}` draws {said.samples:,} equal responses to each prompt: at temperature 0 it "
+                "takes the likeliest tokens"
+            )
+            found.append(
+                Diagnostic(
+                    "greedy",
+                    message,
+                    node.at("temperature"),
+                    "leave `samples` out, or give it a temperature above 0",
+                    "warning",
+                )
+            )
     return found
 
 
 def _cold(node: Node) -> bool:
-    expr = node.attributes.get("temperature")
-    return expr is not None and expr.kind == "number" and expr.value == 0
-
-
-def _at(node: Node) -> Span:
-    span = node.attributes["temperature"].span
-    return span if span.line else node.span
+    expr = Generate.of(node).temperature
+    return expr.kind == "number" and expr.value == 0

@@ -1,6 +1,7 @@
 """Terms of a loss: whether the update gives what they are computed from, and whether what they give can be joined.
 
-Invariant: what a term needs stands in its signature (signatures.py); what an update gives, from its worker's kind and what it scores.
+Invariant: what a term needs stands in its signature (signatures.py); what an update gives, from its worker's kind and
+what it scores.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
+from ..ir.attributes import Generate, Update
 from ..ir.graph import ELEMENTS, Expr, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED
@@ -27,8 +29,12 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
         kind = kinds.get(node.worker, "")
         for call, signature in calls(node, library):
             if without := lacking(graph, node, signature):
-                what = {"values": "predictions of values", "entropy": "entropies"}.get(without[0], "log-probabilities of tokens")
-                message = f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
+                what = {"values": "predictions of values", "entropy": "entropies"}.get(
+                    without[0], "log-probabilities of tokens"
+                )
+                message = (
+                    f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
+                )
                 help = _others(library, withheld(kind), kind != "policy")
                 found.append(Diagnostic("term-worker", message, span(call, node), help))
     return found
@@ -42,7 +48,8 @@ def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Parameters that stand for the log-probabilities of tokens, and whose column holds none, or none that are scored."""
+    """Parameters that stand for the log-probabilities of tokens, and whose column holds none, or none that are
+    scored."""
     found = []
     for node in graph.verb("update"):
         for call, signature in calls(node, library):
@@ -50,11 +57,17 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
                 name = call.columns().get(parameter, parameter)
                 column = next((c for c in graph.columns if c.name == name and name in node.reads), None)
                 if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
-                    message = f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds `{column.element}`"
+                    message = (
+                        f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds "
+                        f"`{column.element}`"
+                    )
                     help = f"name one, `{signature.name}({parameter} = COLUMN)`, declared as `i32[…]`"
                     found.append(Diagnostic("term-column", message, span(call, node), help))
                 elif column is not None and is_tokens(graph, name) and name not in sequences(graph, node).scored:
-                    message = f"`{parameter}` of `{signature.name}` takes log-probabilities, and `{name}` is context to `{node.name}`"
+                    message = (
+                        f"`{parameter}` of `{signature.name}` takes log-probabilities, and `{name}` is context "
+                        f"to `{node.name}`"
+                    )
                     help = f"what is scored is told by what is read beside: a column of the type `f32[{name}]`"
                     found.append(Diagnostic("term-column", message, span(call, node), help))
     return found
@@ -68,13 +81,14 @@ def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
         rows, tokens = ([(c, s) for c, s in terms if s.rows == how] for how in (True, False))
         if rows and tokens:
             (call, signature), (_, other) = rows[0], tokens[0]
-            message = f"`{signature.name}` gives one number a row, and `{other.name}` one a token: they cannot be joined"
+            message = (
+                f"`{signature.name}` gives one number a row, and `{other.name}` one a token: they cannot be joined"
+            )
             found.append(Diagnostic("bad-value", message, span(call, node), "leave one of them out"))
-        elif rows and "reduce" in node.attributes:
+        elif rows and node.stated("reduce") is not None:
             message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
-            at = node.attributes["reduce"].span
             help = "leave it out: the loss is the mean over rows"
-            found.append(Diagnostic("bad-value", message, at if at.line else node.span, help))
+            found.append(Diagnostic("bad-value", message, node.at("reduce"), help))
     return found
 
 
@@ -91,7 +105,8 @@ def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
         for call, signature in calls(node, library):
             if len(scored) > 1 and ({*signature.fills} & {*FILLED} or not signature.rows):
                 message = (
-                    f"`{signature.name}` is of the tokens of one column, and `{node.name}` scores {' and '.join(f'`{c}`' for c in scored)}"
+                    f"`{signature.name}` is of the tokens of one column, and `{node.name}` scores "
+                    f"{' and '.join(f'`{c}`' for c in scored)}"
                 )
                 help = "take a term that names its columns, as `dpo` does, or read one of them"
                 found.append(Diagnostic("term-column", message, span(call, node), help))
@@ -102,19 +117,20 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
     found = []
     for node in _typed_updates(graph):
-        used = {*(_named(node.attributes["loss"]) if "loss" in node.attributes else ()), *sampled(graph, node)}
+        used = {*_named(Update.of(node).loss), *sampled(graph, node)}
         for call, signature in calls(node, library):
             used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
         read = sequences(graph, node)
         used |= {*read.context, *read.scored, *(str(e.value) for e in tempered(graph, node))}
         idle = [c for c in node.reads if c not in used and graph.column(c).element != "bool"]
         # One of them may be what says which tokens are scored.
-        idle = [c for c in idle if sequences(graph, replace(node, reads=tuple(r for r in node.reads if r != c))) == read]
-        loss = node.attributes["loss"].span if "loss" in node.attributes else node.span
+        idle = [
+            c for c in idle if sequences(graph, replace(node, reads=tuple(r for r in node.reads if r != c))) == read
+        ]
+        at = node.at("loss")
         for column in idle:
             message = f"`{node.name}` reads `{column}`, which no term of its loss uses"
-            where = ((node.span, f"`{column}` is read here"),) if loss.line and loss.file != node.span.file else ()
-            at = loss if loss.line else node.span
+            where = ((node.span, f"`{column}` is read here"),) if at.file != node.span.file else ()
             found.append(Diagnostic("unused-column", message, at, _without(graph, node, column), "warning", where))
     return found
 
@@ -137,17 +153,25 @@ def _without(graph: Graph, node: Node, column: str) -> str:
 
 
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates that train on what an environment wrote, and functions that know of masks and take it for the policy's."""
+    """Updates that train on what an environment wrote, and functions that know of masks and take it for the
+    policy's."""
     found = []
-    for node in (n for n in graph.verb("generate") if "environment" in n.attributes):
+    for node in (n for n in graph.verb("generate") if Generate.of(n).environment is not None):
         mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
         for other in graph.nodes:
             taken = [c for c in _unmasked(graph, other, library) if c in responses]
             if not taken:
                 continue
-            does = f"trains on all of `{taken[0]}`" if other.verb == "update" else f"takes all of `{taken[0]}` for the policy's"
+            does = (
+                f"trains on all of `{taken[0]}`"
+                if other.verb == "update"
+                else f"takes all of `{taken[0]}` for the policy's"
+            )
             message = f"`{other.name}` {does}, and parts of it the environment of `{node.name}` wrote"
-            own = f"declare `mask : bool[{taken[0]}]`, let `{node.name}` write it beside `{taken[0]}`, and `{other.name}` read it"
+            own = (
+                f"declare `mask : bool[{taken[0]}]`, let `{node.name}` write it beside `{taken[0]}`, and "
+                f"`{other.name}` read it"
+            )
             help = f"read `{mask}` in `{other.name}`" if mask else own
             found.append(Diagnostic("unread-mask", message, other.span, help, "warning"))
     return found

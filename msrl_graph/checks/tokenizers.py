@@ -1,7 +1,8 @@
-"""Tokens: what a number in a token column stands for is known to its writer's tokenizer; the source's columns are the policy's.
+"""Tokens: what a number in a token column stands for is known to its writer's tokenizer; the source's columns are the
+policy's.
 
-Invariant: refused only where both tokenizers are known, a preset's by name and a folder's by its tokenizer.json, and the reader's has not
-the writer's every token at the same number.
+Invariant: refused only where both tokenizers are known, a preset's by name and a folder's by its tokenizer.json, and
+the reader's has not the writer's every token at the same number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ KINDS = ("policy", "value", "reward_model")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """One diagnostic a state of a model, at the first column that it would misread."""
+    """One diagnostic a node of a model, at the first column that it would misread."""
     found = []
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).kind not in KINDS:
@@ -26,7 +27,10 @@ def check(plan: Plan) -> list[Diagnostic]:
             writer = _writer(plan.graph, plan.graph.writer(column.name))
             theirs, own = writer and plan.deploy.models[writer.model], plan.model(node.name)
             if theirs and _differ(theirs, own):
-                message = f"`{node.name}` reads `{column.name}`, tokens of `{theirs.name}`; its model `{own.name}` has another tokenizer"
+                message = (
+                    f"`{node.name}` reads `{column.name}`, tokens of `{theirs.name}`; its model `{own.name}` "
+                    "has another tokenizer"
+                )
                 help = f"take a model with the tokenizer of `{theirs.name}`{_instead(plan.graph, node, column.name)}"
                 notes = [(m.span, f"`{m.name}`") for m in (theirs, own) if m.span != NOWHERE]
                 found.append(Diagnostic("other-tokenizer", message, node.span, help, related=tuple(notes)))
@@ -41,7 +45,10 @@ def _instead(graph: Graph, node: Node, column: str) -> str:
     if graph.writer(column).verb == "source":
         return f"; or declare `{column} : text`, which each model reads by its own tokenizer"
     host = next((w.name for w in graph.workers if w.kind == "function"), "host")
-    return f"; or read a column `said : text` instead, which `node {host}.said({column}) -> said {{ call = text() }}` writes"
+    return (
+        f"; or read a column `said : text` instead, which `node {host}.said({column}) -> said {{ call = text() "
+        "}` writes"
+    )
 
 
 def _tokens(column: Column) -> bool:

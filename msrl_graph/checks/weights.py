@@ -23,8 +23,8 @@ SCORING = "AutoModelForSequenceClassification with num_labels = 1"
 
 
 def lacking(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
-    """What workers need and the folders of their models (some of them, or all) do not hold as they need it; a folder without any weights
-    is left alone."""
+    """What workers need and the folders of their models (some of them, or all) do not hold as they need it; a folder
+    without any weights is left alone."""
     graph, found = plan.graph, []
     for worker in graph.workers:
         node = next((n for n in graph.nodes if n.worker == worker.name), None)
@@ -42,18 +42,36 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
         try:
             there |= {name: (file, entry) for name, entry in _header(file).items()}
         except (OSError, ValueError, RecursionError) as error:
-            return [Diagnostic("missing-file", f"the weights in {file} cannot be read: {error}", model.span, "copy the file anew")]
+            return [
+                Diagnostic(
+                    "missing-file", f"the weights in {file} cannot be read: {error}", model.span, "copy the file anew"
+                )
+            ]
     missing = [t for t in model.tensors if t.name not in there and not (t.name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what = f"the weights in {model.path} hold no `{missing[0].name}`{more}, which the {worker.kind} `{worker.name}` computes with"
-        help = f"name a folder that {SCORING} saved" if missing[0].name == HEAD else "name a folder with a language model's weights"
+        what = (
+            f"the weights in {model.path} hold no `{missing[0].name}`{more}, which the {worker.kind} "
+            f"`{worker.name}` computes with"
+        )
+        help = (
+            f"name a folder that {SCORING} saved"
+            if missing[0].name == HEAD
+            else "name a folder with a language model's weights"
+        )
         return [Diagnostic("missing-file", what, model.span, help)]
     for tensor in model.tensors:
         file, entry = there.get(tensor.name, (Path(), {"shape": [*tensor.shape]}))
         if entry["shape"] != [*tensor.shape]:
-            what = f"`{tensor.name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes {[*tensor.shape]}"
-            help = f"name a folder that {SCORING} saved" if tensor.name == HEAD else "the folder's config.json is of another model"
+            what = (
+                f"`{tensor.name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes "
+                f"{[*tensor.shape]}"
+            )
+            help = (
+                f"name a folder that {SCORING} saved"
+                if tensor.name == HEAD
+                else "the folder's config.json is of another model"
+            )
             return [Diagnostic("missing-file", what, model.span, help)]
         if entry.get("dtype", "F32") not in SIZES:
             what = f"`{tensor.name}` in {file} is of the type {entry['dtype']}; weights are {', '.join(SIZES)}"
@@ -65,8 +83,8 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
 
 
 def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file, by name: an object's length in eight bytes, the object, then all tensors' bytes. Raises
-    ValueError: it is none, or not whole."""
+    """The tensors of a safetensors file, by name: an object's length in eight bytes, the object, then all tensors'
+    bytes. Raises ValueError: it is none, or not whole."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -82,7 +100,9 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
                 isinstance(n, int) for n in shape
             ):
-                if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(dtype, (stop - start) / max(math.prod(shape), 1)):
+                if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(
+                    dtype, (stop - start) / max(math.prod(shape), 1)
+                ):
                     raise ValueError(f"the bytes of `{name}` are not those of its shape")
             case _:
                 raise ValueError(f"its header does not describe `{name}`")

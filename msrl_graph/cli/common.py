@@ -20,7 +20,7 @@ from ..diagnostics import Diagnostic, Fault, render, render_json
 from ..diagnostics.shown import shown
 
 if TYPE_CHECKING:
-    from ..compiler.pipeline import Source
+    from ..compiler.sources import Source
     from ..ir.plan import Plan
 
 COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
@@ -28,37 +28,13 @@ COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 def load_plan(name: str) -> Plan:
     """The plan that msrl-compile wrote into a file. Raises Fault: there is none, or none of this version."""
+    from ..compiler.loading import load
+
     try:
-        return plan_of(Path(name).read_bytes(), name)
+        return load(Path(name).read_bytes(), name)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {why}")) from None
-
-
-def plan_of(data: bytes, name: str) -> Plan:
-    """The plan of a JSON text; `name` is what to call it. Raises Fault: it is none, or none of this version."""
-    import msgspec
-
-    from ..compiler.pipeline import PASSES
-    from ..ir.plan import FORMAT_VERSION, from_json
-    from ..ir.references import dangling
-
-    try:
-        # First of all: a plan of another format may not have the fields of this one.
-        version = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("format_version", msgspec.Raw(b"1"))
-        if bytes(version) != b"%d" % FORMAT_VERSION:
-            raise msgspec.ValidationError(f"its format is {bytes(version).decode()}, this version reads {FORMAT_VERSION}")
-        plan = from_json(data)
-        # A plan may have been edited: what each pass promises must still hold.
-        if fault := dangling(plan):
-            raise msgspec.ValidationError(fault)
-        for step in PASSES:
-            if not step.holds(plan):
-                raise msgspec.ValidationError(f"what the pass `{step.name}` fills is not whole")
-        return plan
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        help = "write it anew: msrl-compile FILE --format json -o plan.json"
-        raise Fault(Diagnostic("bad-plan", f"{name} is not a plan of this version: {error}", help=help)) from None
 
 
 def natural(text: str) -> int:
@@ -70,7 +46,7 @@ def natural(text: str) -> int:
 
 def tell(diagnostics: Sequence[Diagnostic], source: Source | None, options: argparse.Namespace) -> None:
     """Diagnostics to stderr, in the order of the text."""
-    from ..compiler.pipeline import texts
+    from ..compiler.sources import texts
 
     found = sorted(diagnostics, key=lambda d: (d.span.file, d.span.line, d.span.column, d.code, d.message))
     if options.diagnostics == "json":
@@ -78,12 +54,16 @@ def tell(diagnostics: Sequence[Diagnostic], source: Source | None, options: argp
         print(render_json(found), file=sys.stderr)
         return
     sources = texts(source, found)
-    colour = options.color == "always" or (options.color == "auto" and sys.stderr.isatty() and "NO_COLOR" not in os.environ)
+    colour = options.color == "always" or (
+        options.color == "auto" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    )
     separator = "\n" if options.diagnostics == "concise" else "\n\n"
     shown = [render(d, sources, options.diagnostics) for d in found]
     if colour:
         heads = [f"{d.severity}[{d.code}]" for d in found]
-        shown = [s.replace(h, f"{COLOURS[d.severity]}{h}\x1b[0m", 1) for s, h, d in zip(shown, heads, found, strict=True)]
+        shown = [
+            s.replace(h, f"{COLOURS[d.severity]}{h}\x1b[0m", 1) for s, h, d in zip(shown, heads, found, strict=True)
+        ]
     if shown:
         print(separator.join(shown), file=sys.stderr)
 
@@ -96,7 +76,8 @@ def guarded(program: str, main: object, argv: list[str]) -> int:
         assert isinstance(code, int)
         return code
     except BrokenPipeError:
-        # Whoever read has seen enough. stdout is closed towards nothing, so that Python's own flush at exit does not complain.
+        # Whoever read has seen enough. stdout is closed towards nothing, so that Python's own flush at exit does not
+        # complain.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -106,13 +87,18 @@ def guarded(program: str, main: object, argv: list[str]) -> int:
         if os.environ.get("MSRL_DEBUG") == "1":
             raise
         where = _reproducer(program, argv)
-        print(f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; what reproduces it is in {where}", file=sys.stderr)
+        print(
+            f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; what reproduces it is in {where}",
+            file=sys.stderr,
+        )
         return 2
 
 
 def _reproducer(program: str, argv: Sequence[str]) -> str:
     folder = Path(tempfile.mkdtemp(prefix="msrl-bug-"))
-    (folder / "command.txt").write_text(f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([program, *argv])}\n", encoding="utf-8")
+    (folder / "command.txt").write_text(
+        f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([program, *argv])}\n", encoding="utf-8"
+    )
     (folder / "traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
     for argument in argv:
         path = Path(argument)

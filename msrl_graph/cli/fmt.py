@@ -1,8 +1,8 @@
 """msrl-fmt: programs in their one layout.
 
-Invariant: a file is replaced whole or not at all, and only by a layout that `dsl.format` vouches for; one with a mistake stays as it is.
-Exit status 0: fine; 1: a fault in a file, or one that `--check` or `--diff` would have changed; 2: bad usage, or a file that cannot be
-written.
+Invariant: a file is replaced whole or not at all, and only by a layout that `dsl.format` vouches for; one with a
+mistake stays as it is. Exit status 0: fine; 1: a fault in a file, or one that `--check` or `--diff` would have changed;
+2: bad usage, or a file that cannot be written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..compiler.pipeline import Source
+from ..compiler.sources import Source
 from ..diagnostics import Diagnostic, Fault
 from ..diagnostics.shown import shown
 from ..dsl.format import format
@@ -35,13 +35,18 @@ def _fmt(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(
         prog="msrl-fmt",
         description="Give .rlg programs their one layout, in place. Comments stay, and so does what a program means.",
-        epilog="exit status: 0 fine, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or a file not writable",
+        epilog=(
+            "exit status: 0 fine, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or "
+            "a file not writable"
+        ),
         allow_abbrev=False,
     )
     p.add_argument("files", nargs="+", metavar="FILE", help="a program; `-` reads stdin and writes stdout")
     p.add_argument("--check", action="store_true", help="write nothing, list the files that would change")
     p.add_argument("--diff", action="store_true", help="write nothing, show what would change")
-    p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
+    p.add_argument(
+        "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
+    )
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
     options = p.parse_args(argv)
     told: list[Diagnostic] = []
@@ -82,11 +87,14 @@ def _read(file: str) -> str:
     except UnicodeDecodeError:
         raise Fault(Diagnostic("missing-file", f"`{STDIN if file == '-' else file}` is not UTF-8 text")) from None
     except OSError as error:
-        raise Fault(Diagnostic("missing-file", f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}")) from None
+        raise Fault(
+            Diagnostic("missing-file", f"`{file}` cannot be read: {(error.strerror or str(error)).lower()}")
+        ) from None
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces a file, which is there whole at each moment and keeps its mode; a link stays a link. OSError where that cannot be."""
+    """Replaces a file, which is there whole at each moment and keeps its mode; a link stays a link. OSError where that
+    cannot be."""
     path = path.resolve()
     # A new file in its place would not ask whether the old one may be written.
     with path.open("ab"):

@@ -1,7 +1,7 @@
 """msrl-run: flags in, exit code out.
 
-Invariant: nothing of the runtime is loaded before the plan stands. Exit status as msrl-compile's, and 3: a run that failed, 130: one that
-was ended.
+Invariant: nothing of the runtime is loaded before the plan stands. Exit status as msrl-compile's, and 3: a run that
+failed, 130: one that was ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..diagnostics import UNFIT, Diagnostic, Fault
 from ..diagnostics.shown import shown
-from .common import guarded, load_plan, natural, plan_of, tell
+from .common import guarded, load_plan, natural, tell
 
 if TYPE_CHECKING:
     from ..ir.plan import Plan
@@ -30,24 +30,43 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
-        epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or resources are missing, "
+        epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or "
+        "resources are missing, "
         "130 ended by Ctrl-C (once: after the iteration, with a checkpoint; twice: at once)",
         allow_abbrev=False,
     )
     p.add_argument("file", metavar="FILE", help="a program, or a plan that msrl-compile wrote (.json)")
     p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
-    p.add_argument("--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated")
+    p.add_argument(
+        "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
+    )
     p.add_argument("--iterations", metavar="N", type=natural, help="override the number of iterations")
     p.add_argument("--seed", metavar="N", type=natural, help="override the seed")
-    p.add_argument("--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)")
-    p.add_argument("--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder")
     p.add_argument(
-        "--overwrite", action="store_true", help="replace the results of a run that --out holds, or checkpoints newer than --resume's"
+        "--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)"
     )
-    p.add_argument("--record", action="store_true", help="write the rows of each iteration into the run's folder, as Parquet under rows/")
-    p.add_argument("--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones")
-    p.add_argument("--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing")
-    p.add_argument("--verbose", action="store_true", help="show what the processes print, each line with its process in front")
+    p.add_argument(
+        "--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder"
+    )
+    p.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the results of a run that --out holds, or checkpoints newer than --resume's",
+    )
+    p.add_argument(
+        "--record",
+        action="store_true",
+        help="write the rows of each iteration into the run's folder, as Parquet under rows/",
+    )
+    p.add_argument(
+        "--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones"
+    )
+    p.add_argument(
+        "--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing"
+    )
+    p.add_argument(
+        "--verbose", action="store_true", help="show what the processes print, each line with its process in front"
+    )
     p.add_argument(
         "--nice",
         metavar="N",
@@ -56,8 +75,14 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="let what computes be nicer than msrl-run is, by N",
     )
-    p.add_argument("--measure-memory", action="store_true", help="measure what a rank's tensors take, at each instruction of an iteration")
-    p.add_argument("--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown")
+    p.add_argument(
+        "--measure-memory",
+        action="store_true",
+        help="measure what a rank's tensors take, at each instruction of an iteration",
+    )
+    p.add_argument(
+        "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
+    )
     p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
     return p
 
@@ -74,7 +99,8 @@ def _run(argv: Sequence[str]) -> int:
                 p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
             plan = load_plan(options.file)
         else:
-            from ..compiler.pipeline import no_deploy, read, translate
+            from ..compiler.pipeline import no_deploy, translate
+            from ..compiler.sources import read
 
             source = read(options.file)
             sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
@@ -94,6 +120,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def run_plan(text: str, out: str | None) -> int:
     """Runs the JSON text of a plan as `msrl-run` would: what the script of `--emit ray` calls. The exit status."""
+    from ..compiler.loading import load
 
     def main(_: list[str]) -> int:
         options = argparse.Namespace(
@@ -110,7 +137,7 @@ def run_plan(text: str, out: str | None) -> int:
             nice=0,
         )
         try:
-            return _execute(plan_of(text.encode(), "the plan of this script"), options)
+            return _execute(load(text.encode(), "the plan of this script"), options)
         except Fault as fault:
             tell(fault.diagnostics, None, options)
             return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1

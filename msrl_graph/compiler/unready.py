@@ -5,20 +5,23 @@ Invariant: all of it is refused by name before a run starts anything, and a plan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import algorithms
-from ..backends import ENGINES
+from ..backends import DEFAULT, ENGINES, RUNS, runs
+from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
-from ..ir.graph import Edge, Node
-from ..ir.plan import Note, Plan
+from ..ir.attributes import Generate, ReshardingEdge, Update
+from ..ir.declared import Declared
+from ..ir.options import STATEMENTS
+from ..ir.plan import Note, Placement, Plan
+from ..sharding.layout import AXES
 
 # Attributes of edges that the runtime does not know, and what to do meanwhile.
 EDGES = {"every": "leave it out: every version is sent"}
 # What a run may make use of, and does not: it keeps within what they allow.
 ALLOWED = {"partial": "each response is generated whole", "staleness": "all rows are of the newest weights"}
-# The values that mean nothing.
-NOTHING = {"partial": 1, "every": 1, "staleness": 0}
 NAMED = 6  # things that a note names
 
 
@@ -35,16 +38,22 @@ def notes(plan: Plan) -> tuple[Note, ...]:
     """The note on what a run would refuse, if there is such."""
     refused = list(dict.fromkeys(x.brief for x in _refused(plan)))
     more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
-    found = [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
-    stated = [(n.name, n) for n in plan.graph.verb("generate")] + [(f"{e.src} => {e.dst}", e) for e in plan.graph.reshards()]
-    for name, part in stated:
-        for key in _stated(part, ALLOWED):
-            found.append(Note("run", f"`{key}` of `{name}` is allowed and not made use of in this version: {ALLOWED[key]}"))
+    found = (
+        [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
+    )
+    said: list[tuple[str, Declared]] = [(n.name, Generate.of(n)) for n in plan.graph.verb("generate")]
+    said += [(f"{e.src} => {e.dst}", ReshardingEdge.of(e)) for e in plan.graph.reshards()]
+    for name, part in said:
+        for key in part.changed(ALLOWED):
+            found.append(
+                Note("run", f"`{key}` of `{name}` is allowed and not made use of in this version: {ALLOWED[key]}")
+            )
     return tuple(found)
 
 
 class _Refusal(NamedTuple):
-    """`what` as the subject of a sentence, `brief` in a list; `follows`: from another, so that it is no mistake of its own."""
+    """`what` as the subject of a sentence, `brief` in a list; `follows`: from another, so that it is no mistake of its
+    own."""
 
     what: str
     brief: str
@@ -54,6 +63,27 @@ class _Refusal(NamedTuple):
     follows: bool
 
 
+def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
+    """Whether an engine keeps to an attribute of its nodes."""
+    declared = STATEMENTS[verb].declared()
+    if key in declared and declared[key].named:
+        return key in spec.heeds
+    return spec.honours is None or key in spec.honours
+
+
+def _planned(spec: EngineSpec, placement: Placement, family: str) -> Iterator[tuple[str, Span, str]]:
+    """What a placement asks of its engine that can be planned for only: what it is, where it stands, what to do."""
+    layout, options = placement.layout, placement.engine.options
+    if family in spec.planned:
+        able = [f for f in spec.families if f not in spec.planned]
+        yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
+    for name in spec.planned:
+        if name in AXES and getattr(layout, name) > 1:
+            yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
+        elif options.get(name) not in (None, "none"):
+            yield f"`{name} = {options[name]}`", placement.engine.span, f"leave `{name}` out"
+
+
 def _refused(plan: Plan) -> list[_Refusal]:
     found: list[_Refusal] = []
 
@@ -61,34 +91,57 @@ def _refused(plan: Plan) -> list[_Refusal]:
         found.append(_Refusal(what, brief or what.rstrip(","), span, help, how, follows))
 
     backend = plan.cluster.device.backend
-    if lacking := not any(backend in e.runs for e in ENGINES.values()):
+    if lacking := not RUNS.get(backend):
         tell(f"devices of kind {backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
     if plan.docks.capacity:
         tell("`capacity` of the dock", plan.deploy.dock.span, "leave it out: the hosts' memory is the bound")
     if plan.docks.imbalance > 1:
         tell("`imbalance` of the dock", plan.deploy.dock.span, "leave it out: shares are even")
     for placement in plan.placements:
-        if placement.engine.name in ENGINES and not ENGINES[placement.engine.name].runs:
-            others = [f"`{n}`" for n, e in ENGINES.items() if e.runs and plan.graph.node(placement.node).verb in e.verbs]
+        if placement.engine.name in ENGINES and not runs(placement.engine.name, "" if lacking else backend):
+            verb = plan.graph.node(placement.node).verb
+            others = [f"`{n}`" for n, e in ENGINES.items() if runs(n, "" if lacking else backend) and verb in e.verbs]
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
             chosen = lacking and not placement.engine.span.line  # for these devices
-            tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen)
+            tell(
+                f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen
+            )
+        elif placement.engine.name in ENGINES:
+            node, spec = plan.graph.node(placement.node), ENGINES[placement.engine.name]
+            for name, span, help in _planned(spec, placement, plan.model(node.name).family):
+                tell(f"{name} by the engine `{spec.name}`", span, help, follows=lacking)
+            for key in [k for k in node.attributes if not _honours(spec, node.verb, k)]:
+                others = [n for n, e in ENGINES.items() if runs(n, backend) and node.verb in e.verbs]
+                able = [n for n in others if _honours(ENGINES[n], node.verb, key)]
+                help = f"`engine {node.name} = {able[0]}` honours it" if able else "leave it out"
+                by, span = f"by the engine `{spec.name}`", node.at(key)
+                tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}", follows=lacking)
+    meshes: dict[tuple[str, str], Placement] = {}
+    for placement in plan.placements:
+        name = placement.engine.name
+        if name in ENGINES and ENGINES[name].one_mesh:
+            first = meshes.setdefault((placement.pool, name), placement)
+            if (first.layout.tp, first.layout.pp) != (placement.layout.tp, placement.layout.pp):
+                what = f"`{first.node}` and `{placement.node}`, divided differently by `{name}` on one pool,"
+                other = DEFAULT[plan.graph.node(placement.node).verb]
+                help = f"one tp and pp for both, or `engine {placement.node} = {other}`"
+                tell(what, placement.layout.span, help)
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
     for node in plan.graph.verb("update"):
-        if not (made := algorithms.optimizer(node.attributes["optimizer"])).runs:
-            call = node.attributes["optimizer"]
-            span = call.span if call.span.line else node.span
+        call = Update.of(node).optimizer
+        if not (made := algorithms.optimizer(call)).runs:
             help = f"{made.why}; `adamw` takes the same options"
-            tell(f"the optimizer `{call.value}` of `{node.name}`", span, help, brief=f"the optimizer `{call.value}`")
+            tell(
+                f"the optimizer `{call.value}` of `{node.name}`",
+                node.at("optimizer"),
+                help,
+                brief=f"the optimizer `{call.value}`",
+            )
     for edge in plan.graph.reshards():
-        for key in _stated(edge, EDGES):
-            tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.attributes[key].span, EDGES[key])
+        for key in ReshardingEdge.of(edge).changed(EDGES):
+            tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.at(key), EDGES[key])
     return found
-
-
-def _stated(part: Node | Edge, known: dict[str, str]) -> list[str]:
-    return [k for k in known if k in part.attributes and (k not in NOTHING or part.attributes[k].value != NOTHING[k])]

@@ -1,8 +1,8 @@
-"""collectives: seconds of what dividing a state over devices adds to its work: sums over tp, rings over cp, all-to-alls over ep, gathers of
-divided weights, the exchange of gradients.
+"""collectives: seconds of what dividing a node over devices adds to its work: sums over tp, rings over cp, all-to-alls
+over ep, gathers of divided weights, the exchange of gradients.
 
-Invariant: bytes are those that one device receives, all of a group's devices at once; a group that lies on several hosts goes over the
-links between them, whatever part of it is near. Nothing here overlaps with anything.
+Invariant: bytes are those that one device receives, all of a group's devices at once; a group that lies on several
+hosts goes over the links between them, whatever part of it is near. Nothing here overlaps with anything.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def total(*parts: Figure) -> Figure:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of a state: its model and layout, on devices of a cluster, in weights of a type."""
+    """Those of a node: its model and layout, on devices of a cluster, in weights of a type."""
 
     cluster: Cluster
     placement: Placement
@@ -88,27 +88,30 @@ class Collectives:
 
     @cached_property
     def held(self) -> tuple[float, float]:
-        """Parameters of the busiest stage that a data-parallel replica's device holds: those that all tokens pass, and experts."""
+        """Parameters of the busiest stage that a data-parallel replica's device holds: those that all tokens pass, and
+        experts."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
-        """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the logits; `tokens`
-        are those of a context-parallel rank."""
+        """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the
+        logits; `tokens` are those of a context-parallel rank."""
         layout, model = self.placement.layout, self.model
         tp = layout.tp
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
         count = 1 + model.layers / layout.pp * (self.spec.sums[0] + backward * self.spec.sums[1])
-        parts = [self.seconds("all_reduce", "tp", count * tokens * model.hidden * self._item * 2 * (tp - 1) / tp, count)]
+        parts = [
+            self.seconds("all_reduce", "tp", count * tokens * model.hidden * self._item * 2 * (tp - 1) / tp, count)
+        ]
         parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
         return total(*parts)
 
     def context(self, tokens: float, passes: int) -> Figure:
-        """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged before and after
-        attention (Ulysses, arXiv:2309.14509); `passes` times, a backward pass counts for two."""
+        """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged
+        before and after attention (Ulysses, arXiv:2309.14509); `passes` times, a backward pass counts for two."""
         layout, model = self.placement.layout, self.model
         cp = layout.cp
         if cp == 1:
@@ -132,12 +135,14 @@ class Collectives:
             received = 2 * each * layout.etp * (layout.ep - 1) / layout.ep
             parts.append(self.seconds("all_to_all", "ep", layers * passes * received, layers * passes * 2))
         if layout.etp > 1:
-            parts.append(self.seconds("all_gather", "etp", layers * passes * 2 * each * (layout.etp - 1), layers * passes * 2))
+            parts.append(
+                self.seconds("all_gather", "etp", layers * passes * 2 * each * (layout.etp - 1), layers * passes * 2)
+            )
         return total(*parts)
 
     def gathers(self, update: bool) -> Figure:
-        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at ZeRO 3 once more for
-        the backward pass, whose gradients are summed and divided."""
+        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at
+        ZeRO 3 once more for the backward pass, whose gradients are summed and divided."""
         layout = self.placement.layout
         if not self.spec.divided(layout):
             return Figure(0.0, "derived", "weights are whole")
@@ -153,8 +158,8 @@ class Collectives:
         return total(*parts, Figure(laid / rate.value, rate.source, "laid in and out / memory bandwidth"))
 
     def exchange(self) -> Figure:
-        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: as many bytes as an all-reduce
-        either way, but for an engine that does both (eager ones, at ZeRO 1)."""
+        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: as many
+        bytes as an all-reduce either way, but for an engine that does both (eager ones, at ZeRO 1)."""
         layout = self.placement.layout
         dense, experts = (n * self._item for n in self.held)
         replicas = layout.dp * layout.cp

@@ -1,8 +1,8 @@
-"""What an engine that gives no account of its own holds in an infer or an update: the tensors that a layer's backward needs, with attention
-scores never stored, counted as arXiv:2205.05198 counts them.
+"""What an engine that gives no account of its own holds in an infer or an update: the tensors that a layer's backward
+needs, with attention scores never stored, counted as arXiv:2205.05198 counts them.
 
-Invariant: a moment is one pipeline stage at its fullest. Weights and gradients are the busiest stage's, of all stages: first and last
-hold the embedding and the head, which are alike.
+Invariant: a moment is one pipeline stage at its fullest. Weights and gradients are the busiest stage's, of all stages:
+first and last hold the embedding and the head, which are alike.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ def moments(verb: str, work: Work, spec: EngineSpec) -> Moments:
     for stage in range(layout.pp):
         name = f"stage {stage + 1} of {layout.pp}" if layout.pp > 1 else ""
         last = stage == layout.pp - 1
-        found[name] = {**items, "activations": _activations(verb, work, spec, stage, sizes), "logits": _logits(verb, work) if last else 0}
+        found[name] = {
+            **items,
+            "activations": _activations(verb, work, spec, stage, sizes),
+            "logits": _logits(verb, work) if last else 0,
+        }
     return found
 
 
 def gradients(work: Work, spec: EngineSpec) -> int:
     """As many as weights, divided over dp from ZeRO 2; in the weights' type, unless the engine sums them in another."""
-    elements = held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.vocabulary_multiple))
+    elements = held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
     return elements * (spec.gradient_bytes or BYTES[work.dtype])
 
 
 def _gathered(work: Work) -> int:
-    """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of them below."""
+    """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of
+    them below."""
     if not work.divided:
         return 0
     whole = held(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
@@ -46,9 +51,13 @@ def _tokens(work: Work) -> int:
 
 
 def layer_elements(model: Model, work: Work, spec: EngineSpec, layer: int) -> int:
-    """Elements a token that a layer's backward needs. Dense: 4 h + (2 a d + 2 k d + 4 f) / tp (h hidden, a heads, k key-value heads of size
-    d, f intermediate), the first part over tp too where sequences are divided; latent attention has its latents and expanded heads
-    (arXiv:2405.04434); experts see `active` copies of a token, spread evenly over ep, and keep of each its input, its output and 4 f."""
+    """How many elements for each token a layer keeps for its backward pass.
+
+    - A dense layer: 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of size
+      d, and the intermediate size f; the first part over tp too where sequences are divided.
+    - Latent attention keeps its latents and the expanded heads (arXiv:2405.04434).
+    - Experts see `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
+    """
     tp = work.layout.tp
     whole, divided = 4 * model.hidden, 0
     if model.latent is None:
@@ -62,14 +71,15 @@ def layer_elements(model: Model, work: Work, spec: EngineSpec, layer: int) -> in
     else:
         routed = model.experts
         whole += routed.number  # the router's scores
-        # On their way to experts tokens are divided over tp; of an expert's etp ranks each sees them all and holds a part of the width.
+        # On their way to experts tokens are divided over tp; of an expert's etp ranks each sees them all and holds a
+        # part of the width.
         divided += 4 * routed.shared + routed.active * (2 * model.hidden * work.layout.etp + 4 * routed.intermediate)
     return -(-whole // (tp if spec.divides_sequence else 1)) + -(-divided // tp)
 
 
 def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
-    """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full recomputation keeps
-    each layer's input, and one layer whole; inference keeps one layer."""
+    """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full
+    recomputation keeps each layer's input, and one layer whole; inference keeps one layer."""
     model, layout = work.model, work.layout
     first = model.experts.first if model.experts else model.layers
     stretches = layout.stage_layers(stage, model.layers)
@@ -87,8 +97,9 @@ def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tup
 
 
 def in_flight(work: Work, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward (arXiv:2104.04473): pp less
-    the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1 / vpp of its layers."""
+    """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward
+    (arXiv:2104.04473): pp less the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1
+    / vpp of its layers."""
     pp, vpp = work.layout.pp, work.layout.vpp
     if vpp == 1:
         return min(work.batches, pp - stage)

@@ -1,7 +1,7 @@
-"""What a node-state holds on one device, in bytes: the arithmetic that place, reshard, memory and estimate share.
+"""What a node holds on one device, in bytes: the arithmetic that place, reshard, memory and estimate share.
 
-Invariant: figures are those of the busiest device, at the columns' bounds, and say nothing of what an allocator adds (RESERVE stands
-for it). Functions need a plan with placements, and the engines' specs.
+Invariant: figures are those of the busiest device, at the columns' bounds, and say nothing of what an allocator adds
+(RESERVE stands for it). Functions need a plan with placements, and the engines' specs.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from .. import algorithms
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..hardware.cluster import Cluster, Figure
 from ..ir import stepping
+from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
+from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.sequences import bound, sequences
-from ..ir.work import Work
+from ..ir.work import Work, kv_elements
 from ..sharding.layout import Side, held, stage_parts
 from . import general
 
 Engines = Mapping[str, EngineSpec]
-# The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces, collectives' buffers.
-RESERVE = 0.1
-# Of an optimizer whose states lie in host memory, a step has a part at a time on the device: MindSpeed's --swap-optimizer-times.
+# The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
+# collectives' buffers.
+RESERVE = 1 - EngineOptions.memory
+# Of an optimizer whose states lie in host memory, a step has a part at a time on the device: MindSpeed's
+# --swap-optimizer-times.
 PARTS = 16
 
 
 def capacity(cluster: Cluster) -> Figure:
     """Bytes of one device. The ranks of a CPU cluster share their machine's memory."""
     memory = cluster.device.memory
-    if cluster.device.backend != "cpu":
+    if not cluster.device.kind.shares_host_memory:
         return memory
     share = cluster.devices_per_node
     return Figure(memory.value / share, memory.source, f"{memory.basis}, divided by {share} ranks")
@@ -60,7 +64,8 @@ def dtype(plan: Plan, node: str) -> str:
 
 
 def update_of(plan: Plan, worker: str) -> Node | None:
-    """The state that has the optimizer of a worker: its first update, whose weights and optimizer others of its have too."""
+    """The node that has the optimizer of a worker: its first update, whose weights and optimizer others of its have
+    too."""
     return next((n for n in plan.graph.sharing(worker)[:1] if n.verb == "update"), None)
 
 
@@ -69,7 +74,7 @@ def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
 
 
 def side(plan: Plan, engines: Engines, node: str) -> Side:
-    """How a state's weights lie on the devices."""
+    """How a node's weights lie on the devices."""
     placement = plan.placement(node)
     return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
 
@@ -84,16 +89,16 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1 (arXiv:1910.02054), of
-    experts over their own copies."""
+    """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1
+    (arXiv:1910.02054), of experts over their own copies."""
     master = stepping.MASTER * (dtype(plan, node) != "f32")
     return _kept(plan, engines, node, lambda rule: rule.bytes + master)
 
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
-    layout, made = plan.placement(node).layout, algorithms.optimizer(plan.graph.node(node).attributes["optimizer"])
-    at = Side(layout, layout.zero >= 1, spec(plan, engines, node).vocabulary_multiple)
+    layout, made = plan.placement(node).layout, algorithms.optimizer(Update.of(plan.graph.node(node)).optimizer)
+    at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if at.divided else 1
     by_stage = [0.0] * layout.pp
     for rule, kinds in stepping.parted(made, plan.model(node).kinds):
@@ -110,9 +115,9 @@ def row_tokens(plan: Plan, node: str) -> int:
 
 def written_tokens(plan: Plan, node: str) -> int:
     """Tokens that a generation adds to a row, at most."""
-    graph, state = plan.graph, plan.graph.node(node)
-    most = sum(bound(graph, c) for c in sequences(graph, state).scored)
-    return min(most, int(state.number("max_tokens", most)))
+    graph, graph_node = plan.graph, plan.graph.node(node)
+    most = sum(bound(graph, c) for c in sequences(graph, graph_node).scored)
+    return Generate.of(graph_node).longest(most)
 
 
 def row_count(plan: Plan, node: str) -> int:
@@ -128,21 +133,22 @@ def group_rows(plan: Plan, node: str) -> int:
 
 def samples(plan: Plan, node: str) -> int:
     """Sequences that a generation makes of a row that it reads."""
-    return max(1, int(plan.graph.node(node).number("samples", 1)))
+    return Generate.of(plan.graph.node(node)).samples
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """The most sequences of a row at once, in training or an evaluation, which says how many responses a prompt of its data gets."""
+    """The most sequences of a row at once, in training or an evaluation, which says how many responses a prompt of its
+    data gets."""
     direct = plan.graph.level(plan.graph.node(node)) == 0
     return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations if direct), 1)
 
 
 def fan(plan: Plan, node: str) -> int:
     """Sequences of an infer or update that begin with the same context."""
-    graph, state = plan.graph, plan.graph.node(node)
-    found = sequences(graph, state)
-    context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(state))
-    return found.count * graph.fan(graph.level(state), context)
+    graph, graph_node = plan.graph, plan.graph.node(node)
+    found = sequences(graph, graph_node)
+    context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(graph_node))
+    return found.count * graph.fan(graph.level(graph_node), context)
 
 
 def micro_batch(plan: Plan, node: str) -> int:
@@ -152,11 +158,11 @@ def micro_batch(plan: Plan, node: str) -> int:
 
 
 def work(plan: Plan, engines: Engines, node: str) -> Work:
-    """What a node-state computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to one prompt
-    lie together."""
-    placement, state = plan.placement(node), plan.graph.node(node)
-    generates = state.verb == "generate"
-    found = sequences(plan.graph, state)
+    """What a node computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to
+    one prompt lie together."""
+    placement, graph_node = plan.placement(node), plan.graph.node(node)
+    generates, said = graph_node.verb == "generate", Update.of(graph_node)
+    found = sequences(plan.graph, graph_node)
     response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
     prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
     size, alike, batches = micro_batch(plan, node), most_samples(plan, node), 1
@@ -166,12 +172,14 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
     else:
         # Micro-batches of a group's share are of like size, however large they may be.
         share = group_rows(plan, node)
-        if state.verb == "update":
-            share = min(share, -(-int(state.number("mini_batch", row_count(plan, node))) // placement.layout.dp))
+        if graph_node.verb == "update":
+            share = min(share, -(-said.step_rows(row_count(plan, node)) // placement.layout.dp))
         batches = max(1, -(-share // size))
         size = -(-share // batches)
         size, alike = size * found.count, fan(plan, node)
-        prompts = size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
+        prompts = (
+            size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
+        )
     return Work(
         model=plan.model(node),
         layout=placement.layout,
@@ -183,25 +191,32 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         samples=alike,
         batches=batches,
         divided=is_divided(plan, engines, node),
-        trained=update_of(plan, state.worker) is not None,
+        trained=update_of(plan, graph_node.worker) is not None,
         recompute=placement.engine.options.get("recompute") == "full",
-        # A term of a file may ask for it: its signature is not at hand.
-        entropy="loss" in state.attributes
-        and any(str(c.value) == "entropy" or ":" in str(c.value) for c in state.attributes["loss"].calls()),
-        optimizer=algorithms.optimizer(state.attributes["optimizer"]) if state.verb == "update" else None,
-        given=state.verb == "update" and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, state.reads)),
+        entropy=any(_differentiates_entropy(str(call.value)) for call in said.loss.calls()),
+        optimizer=algorithms.optimizer(said.optimizer) if graph_node.verb == "update" else None,
+        given=graph_node.verb == "update"
+        and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, graph_node.reads)),
     )
 
 
+def _differentiates_entropy(term: str) -> bool:
+    """Whether a loss term has the entropy filled in; one of a file may have, its signature is not at hand."""
+    known = algorithms.library().get(("loss", term))
+    return known is None or "entropy" in known[0].fills
+
+
 def looks_ahead(plan: Plan, node: str) -> bool:
-    """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several micro-batches."""
-    state = plan.graph.node(node)
-    step = int(state.number("mini_batch", row_count(plan, node)))
-    return state.whole and -(-step // plan.placement(node).layout.dp) > micro_batch(plan, node)
+    """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several
+    micro-batches."""
+    graph_node = plan.graph.node(node)
+    step = Update.of(graph_node).step_rows(row_count(plan, node))
+    return graph_node.whole and -(-step // plan.placement(node).layout.dp) > micro_batch(plan, node)
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
-    """The moment at which a node-state holds most beside what is resident, by the engine's own account, else by general formulas."""
+    """The moment at which a node holds most beside what is resident, by the engine's own account, else by general
+    formulas."""
     peaks = spec(plan, engines, node).peaks
     verb = plan.graph.node(node).verb
     if peaks is not None:
@@ -219,28 +234,32 @@ def largest(moments: Moments) -> tuple[str, dict[str, int]]:
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Tokens of a row that the head is asked for: those of the scored columns, or one of each sequence where none is."""
+    """Tokens of a row that the head is asked for: those of the scored columns, or one of each sequence where none
+    is."""
     found = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, c) for c in found.scored) or found.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
     """Keys and values of one sequence at its bound, on one device."""
-    model, layout = plan.model(node), plan.placement(node).layout
-    each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
-    token = layout.most_layers(model.layers) * each * BYTES[dtype(plan, node)]
-    return row_tokens(plan, node) * token
+    each = kv_elements(plan.model(node), plan.placement(node).layout)
+    return row_tokens(plan, node) * each * BYTES[dtype(plan, node)]
 
 
 def offloads(plan: Plan, node: str, what: str) -> bool:
-    """Whether the `weights` of a state without update, or the `optimizer` of an update, lie in host memory while others compute."""
+    """Whether the `weights` of a node without update, or the `optimizer` of an update, lie in host memory while others
+    compute."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (what == "optimizer") and plan.placement(node).engine.options.get("offload") in (what, "all")
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
-    """What is on a device of a pool while the state `busy` computes (empty: none does), unless swapped, beside what computing takes:
-    weights and optimizer states, by item. Of what is offloaded, a state has its own weights, an update parts of its optimizer's states."""
+    """By item, what lies on a device of a pool while the node `busy` computes ("": none does), beside what computing
+    takes: weights and optimizer states.
+
+    What is offloaded lies in host memory meanwhile; of it the busy node has its own weights here, and an update a
+    part at a time of its optimizer's states.
+    """
     items: dict[str, int] = {}
     for item, size, node, what in _at_rest(plan, engines, pool):
         if not offloads(plan, node, what):
@@ -260,7 +279,8 @@ def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
-    """The weights and optimizer states of a pool: item, bytes, the state whose engine says where they lie, and which of both they are."""
+    """The weights and optimizer states of a pool: item, bytes, the node whose engine says where they lie, and which of
+    both they are."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -277,7 +297,8 @@ def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """The float32 copies of bf16 weights that the optimizers of a pool keep on a device, by item; part of their states."""
+    """The float32 copies of bf16 weights that the optimizers of a pool keep on a device, by item; part of their
+    states."""
     found = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -289,7 +310,8 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
-    """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first state that uses it."""
+    """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first node
+    that uses it."""
     fed = {e.dst for e in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.of(worker.name):
@@ -310,9 +332,10 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
 
 
 def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Bytes that are left for the KV cache; may be negative. The engine's option `memory` is the part of the device that it may use."""
+    """Bytes that are left for the KV cache; may be negative. The engine's option `memory` is the part of the device
+    that it may use."""
     part = plan.placement(node).engine.options.get("memory")
-    part = part if isinstance(part, (int, float)) and part > 0 else 1 - RESERVE
+    part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
     return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
 
 

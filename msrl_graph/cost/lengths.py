@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of the prompts (each row its own), of the responses, and squares of the whole lengths, for attention. A token that another
-    row has too, after the same beginning, is computed once: so many of the prompts' and of the responses' tokens are `alike_prompt` and
-    `alike_response`; `twins` rows are another's equals."""
+    """Tokens of the prompts (each row its own), of the responses, and squares of the whole lengths, for attention. A
+    token that another row has too, after the same beginning, is computed once: so many of the prompts' and of the
+    responses' tokens are `alike_prompt` and `alike_response`; `twins` rows are another's equals."""
 
     count: float
     prompt: float
@@ -31,7 +31,8 @@ class Rows:
 
     @property
     def fed(self) -> float:
-        """Tokens that are computed where each is once: all that differ but the last of a row, which predicts nothing."""
+        """Tokens that are computed where each is once: all that differ but the last of a row, which predicts
+        nothing."""
         return max(self.tokens - self.alike_prompt - self.alike_response - (self.count - self.twins), 0.0)
 
     @classmethod
@@ -51,17 +52,28 @@ class Rows:
         """Rows of (prompt, response) tokens."""
         found = list(lengths)
         prompt, response = (sum(x[i] for x in found) for i in (0, 1))
-        return cls(len(found), prompt, response, sum((p + r) ** 2 for p, r in found), max((p + r for p, r in found), default=0))
+        return cls(
+            len(found), prompt, response, sum((p + r) ** 2 for p, r in found), max((p + r for p, r in found), default=0)
+        )
 
     def part(self, share: float) -> Rows:
         """A share of these rows, that are like the rest: whole prompts."""
-        found = (self.count, self.prompt, self.response, self.squares, self.alike_prompt, self.alike_response, self.twins)
+        found = (
+            self.count,
+            self.prompt,
+            self.response,
+            self.squares,
+            self.alike_prompt,
+            self.alike_response,
+            self.twins,
+        )
         count, prompt, response, squares, *alike = (x * share for x in found)
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
     def drawn(self, share: float, samples: float) -> Rows:
-        """A share of these rows, drawn whatever prompt they answer, `samples` the same one: most prompts still have some. How many of a
-        prompt's responses differ, and the tokens of these, are taken to grow as a power of how many responses there are."""
+        """A share of these rows, drawn whatever prompt they answer, `samples` the same one: most prompts still have
+        some. How many of a prompt's responses differ, and the tokens of these, are taken to grow as a power of how many
+        responses there are."""
         if samples <= 1 or not self.count:
             return self.part(share)
         part, left = self.part(share), max(1.0, share * samples)

@@ -1,10 +1,12 @@
-"""costs: seconds of what a node-state does, piece by piece, for rows of given lengths.
+"""costs: seconds of what a node does, piece by piece, for rows of given lengths.
 
-Invariant: nothing is composed here and no order assumed; estimate.py adds pieces up at the columns' bounds, a simulation at lengths of
-its own. Seconds are those of one data-parallel group (all its devices work on the same rows), and never less for more rows or tokens.
+Invariant: nothing is composed here and no order assumed; estimate.py adds pieces up at the columns' bounds, a
+simulation at lengths of its own. Seconds are those of one data-parallel group (all its devices work on the same rows),
+and never less for more rows or tokens.
 
-A pass is the sum over its operators: products by the rate at their size, attention, what reads and writes memory, and what any operator
-takes at least; where a device works beside Python only the longer of the two counts. One set of constants, the device's, for all.
+A pass is the sum over its operators: products by the rate at their size, attention, what reads and writes memory, and
+what any operator takes at least; where a device works beside Python only the longer of the two counts. One set of
+constants, the device's, for all.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from functools import cached_property
 
 from ..backends.spec import BYTES, Act, EngineSpec
 from ..hardware.cluster import SHARES, Device, Figure, weakest
+from ..ir.attributes import Update
 from ..ir.graph import Node
-from ..ir.plan import Plan, Reshard, Traffic
+from ..ir.plan import Plan
 from ..ir.sequences import sequences
 from ..model.architecture import Model
 from ..sharding.layout import Layout
@@ -27,15 +30,15 @@ from .lengths import Rows
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
-# Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is drawn.
+# Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is
+# drawn.
 SCORING, DRAWING = 7, 15
-PER_TENSOR = 8  # operators of a reshard
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What a forward pass meets, on all devices of a group: tokens in the layers, positions in the head, sequences in attention with as
-    many pairs of query and key each, bytes that are moved besides weights."""
+    """What a forward pass meets, on all devices of a group: tokens in the layers, positions in the head, sequences in
+    attention with as many pairs of query and key each, bytes that are moved besides weights."""
 
     tokens: float
     scored: float
@@ -46,15 +49,15 @@ class _Work:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the node-state `node` of a plan costs; `plan` has placements, `engines` are the specs by name. Make one for a state and keep
-    it: what does not depend on rows is counted once."""
+    """What the node `node` of a plan costs; `plan` has placements, `engines` are the specs by name. Make one for a node
+    and keep it: what does not depend on rows is counted once."""
 
     plan: Plan
     engines: holdings.Engines
     node: str
 
     @cached_property
-    def state(self) -> Node:
+    def graph_node(self) -> Node:
         return self.plan.graph.node(self.node)
 
     @cached_property
@@ -104,13 +107,14 @@ class Costs:
 
     @cached_property
     def _filling(self) -> float:
-        """A micro-batch's share of filling and draining the pipeline in each step (arXiv:2104.04473, section 2.2), as a factor."""
-        layout, steps = self.layout, self.steps() if self.state.verb == "update" else 1
-        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._epochs)))
+        """A micro-batch's share of filling and draining the pipeline in each step (arXiv:2104.04473, section 2.2), as a
+        factor."""
+        layout, steps = self.layout, self.steps() if self.graph_node.verb == "update" else 1
+        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._said.epochs)))
 
-    @property
-    def _epochs(self) -> int:
-        return int(self.state.number("epochs", 1))
+    @cached_property
+    def _said(self) -> Update:
+        return Update.of(self.graph_node)
 
     @cached_property
     def _ahead(self) -> bool:
@@ -130,23 +134,30 @@ class Costs:
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """The sequences of so many rows at their bounds, that follow each other: those of one prompt share its tokens, where so many cut
-        prompts in two they count once for each part. An update's mini-batch has its part of the rows of each prompt."""
+        """The sequences of so many rows at their bounds, that follow each other: those of one prompt share its tokens,
+        where so many cut prompts in two they count once for each part. An update's mini-batch has its part of the rows
+        of each prompt."""
         sequences, tokens, scored, fan = self._row
         count = float(count * sequences)
-        if self.state.verb == "update":
+        if self.graph_node.verb == "update":
             rows = holdings.row_count(self.plan, self.node)
-            fan = max(1.0, fan * min(1.0, self.state.number("mini_batch", rows) / rows))
+            fan = max(1.0, fan * min(1.0, self._said.step_rows(rows) / rows))
         both = math.gcd(int(count), int(fan)) if count.is_integer() and fan.is_integer() else 1
         prompts = max(1.0, 1 + (count - both) / fan)
         return Rows.alike(count, (tokens - scored) / sequences, scored / sequences, count / prompts)
 
     @cached_property
     def _row(self) -> tuple[int, int, int, float]:
-        """Of a row: its sequences, the tokens of all, those of them that are scored, and how many sequences begin alike."""
+        """Of a row: its sequences, the tokens of all, those of them that are scored, and how many sequences begin
+        alike."""
         plan, node = self.plan, self.node
-        count = sequences(plan.graph, self.state).count
-        return count, holdings.row_tokens(plan, node), holdings.scored_tokens(plan, node), float(holdings.fan(plan, node))
+        count = sequences(plan.graph, self.graph_node).count
+        return (
+            count,
+            holdings.row_tokens(plan, node),
+            holdings.scored_tokens(plan, node),
+            float(holdings.fan(plan, node)),
+        )
 
     # The acts of an engine.
 
@@ -169,15 +180,22 @@ class Costs:
         return total(*parts, self.collectives.experts(sequences, 1))
 
     def micro_batch(self, rows: Rows) -> Figure:
-        """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a second forward pass,
-        and one ahead of all where a loss is of the whole mini-batch."""
-        update = self.state.verb == "update"
+        """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a
+        second forward pass, and one ahead of all where a loss is of the whole mini-batch."""
+        update = self.graph_node.verb == "update"
         tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
         laid = 0.0
         if self.spec.shares_beginnings:
             tokens, count, pairs = rows.fed, rows.count - rows.twins, max(rows.longest - 1, 1) ** 2
             # Attention's operands are laid out by rows, its result back by tokens.
-            laid = 4 * (self.model.heads + self.model.kv_heads) * self.model.head_dim * count * rows.longest * self.model.layers
+            laid = (
+                4
+                * (self.model.heads + self.model.kv_heads)
+                * self.model.head_dim
+                * count
+                * rows.longest
+                * self.model.layers
+            )
         moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]
         work = _Work(tokens, rows.response, count, pairs, moved)
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
@@ -187,7 +205,10 @@ class Costs:
             parts.append(self._kept(tokens, moved))
         passes = (3 if update else 1) + (update and self.recomputes) + ahead
         among, cp = self.collectives, self.layout.cp
-        parts += [among.tensor_parallel(tokens / cp, rows.response / cp, backward=update), among.context(tokens, passes)]
+        parts += [
+            among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
+            among.context(tokens, passes),
+        ]
         parts += [among.experts(tokens / cp, passes), among.gathers(update)]
         if ahead:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
@@ -196,10 +217,13 @@ class Costs:
         if self.layout.pp == 1:
             return found
         factor = self._slowest * self._filling
-        return replace(found, value=found.value * factor, basis=f"{found.basis}; x {factor:.3g}, the slowest stage and the bubbles")
+        return replace(
+            found, value=found.value * factor, basis=f"{found.basis}; x {factor:.3g}, the slowest stage and the bubbles"
+        )
 
     def optimizer_step(self) -> Figure:
-        """The norm of the gradients and the optimizer on a device's part: gradients and state are read, weights and state written."""
+        """The norm of the gradients and the optimizer on a device's part: gradients and state are read, weights and
+        state written."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self.spec.calls is not None:
@@ -211,10 +235,15 @@ class Costs:
         if holdings.offloads(self.plan, self.node, "optimizer"):
             parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and out again"))
         agree = self.device.collective("all_reduce").least
-        return total(*parts, Figure(agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm"))
+        return total(
+            *parts,
+            Figure(
+                agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm"
+            ),
+        )
 
     def fetch(self) -> Figure:
-        """Weights that lie in host memory come in before the state computes; they never change, so none go back."""
+        """Weights that lie in host memory come in before the node computes; they never change, so none go back."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are there")
         return self._copied(self._weights, "weights in from host memory")
@@ -225,8 +254,10 @@ class Costs:
 
     def exchange(self) -> Figure:
         """The exchange of gradients of one optimizer step. Where weights are divided, each micro-batch does it."""
-        if self.state.verb != "update" or self.spec.divided(self.layout):
-            return Figure(0.0, "derived", "within each micro-batch" if self.state.verb == "update" else "no gradients")
+        if self.graph_node.verb != "update" or self.spec.divided(self.layout):
+            return Figure(
+                0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
+            )
         return self.collectives.exchange()
 
     # What they are made of.
@@ -237,51 +268,70 @@ class Costs:
             # Of a pipeline, a stage runs its own layers; in decoding once for each part.
             layers = layers if act == "decode" else -(-layers // self.layout.pp)
             factor = 3 if act == "update" else act != "step"
-            return Figure(factor * layers * KERNELS.value * launch.value, weakest(launch, KERNELS), "layers x 12 x launch")
+            return Figure(
+                factor * layers * KERNELS.value * launch.value, weakest(launch, KERNELS), "layers x 12 x launch"
+            )
         calls = self.spec.calls(act, self.layout)
         return Figure((calls.layer * layers + calls.rest) * launch.value, launch.source, "operators x launch")
 
     def _pass(self, act: Act, work: _Work, factor: int = 1) -> Figure:
         device, item, layers, group = self.device, BYTES[self.dtype], self.model.layers, self.group
         inside, head = self._parameters
-        products = [(2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers), (2 * work.scored * head / group, 1)]
+        products = [
+            (2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers),
+            (2 * work.scored * head / group, 1),
+        ]
         rates = [device.rate(self.dtype, each) for each, _ in products]
         multiplied = sum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
         whole = self._head_flops(act) * work.pairs
         # Where it was measured, what is masked is in the rate.
-        each = whole / device.rate("attention", whole).value if "attention" in device.curves else whole / 2 / rates[0].value
+        each = (
+            whole / device.rate("attention", whole).value
+            if "attention" in device.curves
+            else whole / 2 / rates[0].value
+        )
         attention = each * work.sequences * self.model.heads * layers / group
         weights = self._read(work.tokens) if act == "decode" else self._met
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
         read, moved = weights / bandwidths[0].value, work.moved / group / bandwidths[1].value
         calls = self._calls(act)
-        if device.backend == "cpu":
+        if not device.kind.runs_ahead:
             seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
         else:
             seconds = max(calls.value, factor * max(multiplied + attention, read + moved))
         source = weakest(*rates, *bandwidths, calls)
         how = "products, attention, memory at their rates"
         if rates[0].source != "measured":
-            bandwidth = f"({SHARES['memory_bandwidth'].value:g} x bandwidth)" if "memory_bandwidth" in device.peaks else "bandwidth"
+            bandwidth = (
+                f"({SHARES['memory_bandwidth'].value:g} x bandwidth)"
+                if "memory_bandwidth" in device.peaks
+                else "bandwidth"
+            )
             how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _kept(self, tokens: float, moved: float) -> Figure:
-        """What a backward pass needs of its forward pass does not stay in a CPU's caches, where the results of a forward pass alone do: it
-        is written to memory and read again. Of what an operator moves a third is its result, and products have theirs."""
+        """What a backward pass needs of its forward pass does not stay in a CPU's caches, where the results of a
+        forward pass alone do: it is written to memory and read again. Of what an operator moves a third is its result,
+        and products have theirs."""
         device, model = self.device, self.model
-        if device.backend != "cpu" or self.spec.calls is None:
+        if not device.kind.is_host or self.spec.calls is None:
             return Figure(0.0, "derived", "in the bytes of each operator")
-        products = 3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
+        products = (
+            3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
+        )
         kept = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
         bandwidth = device.rate("memory_bandwidth", 0)
         return Figure(2 * kept / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
-        """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents (arXiv:2405.04434, 2.1.2)."""
+        """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents
+        (arXiv:2405.04434, 2.1.2)."""
         if latent := self.model.latent:
-            return 2 * (2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value)
+            return 2 * (
+                2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
+            )
         return 4 * self.model.head_dim
 
     @cached_property
@@ -292,8 +342,8 @@ class Costs:
         return sum(self._parameters) * BYTES[self.dtype] / self.group
 
     def _read(self, sequences: float) -> float:
-        """Bytes of weights that a device reads for one more token of each sequence: of experts those that a token of their ranks goes to,
-        if routers choose evenly; a pipeline's stages read theirs once for each of its parts."""
+        """Bytes of weights that a device reads for one more token of each sequence: of experts those that a token of
+        their ranks goes to, if routers choose evenly; a pipeline's stages read theirs once for each of its parts."""
         dense, routed = self.collectives.held
         touched = 1.0
         if found := self.model.experts:
@@ -302,8 +352,8 @@ class Costs:
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _between(self, tokens: float) -> float:
-        """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of queries and keys
-        10 elements each, gating 5 f; a fused engine's are counted in the share of peak FLOP/s."""
+        """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of
+        queries and keys 10 elements each, gating 5 f; a fused engine's are counted in the share of peak FLOP/s."""
         if self.spec.calls is None:
             return 0.0
         model = self.model
@@ -321,65 +371,11 @@ class Costs:
     def micro_batches(self) -> int:
         """Of one group, in a pass over an iteration's rows."""
         rows, step = holdings.group_rows(self.plan, self.node), holdings.row_count(self.plan, self.node)
-        if self.state.verb == "update":
-            step = min(step, int(self.state.number("mini_batch", step)))
+        if self.graph_node.verb == "update":
+            step = min(step, self._said.step_rows(step))
         step = min(rows, -(-step // self.layout.dp))
         return -(-rows // step) * -(-step // holdings.micro_batch(self.plan, self.node))
 
     def steps(self) -> int:
         """Optimizer steps of an update in an iteration."""
-        rows = holdings.row_count(self.plan, self.node)
-        return -(-rows // int(self.state.number("mini_batch", rows))) * self._epochs
-
-
-def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
-    """Moving a part of an iteration's rows along a sample edge."""
-    return replace(edge.seconds, value=edge.seconds.value * part)
-
-
-def handover(plan: Plan) -> Figure:
-    """From the rows of one state to the next state's having them, their moving left out."""
-    return plan.cluster.device.overheads.handover
-
-
-def shares(plan: Plan) -> Figure:
-    """What the dock's own processes take of the hosts' processors in an iteration."""
-    number = 0.0
-    for controller in plan.docks.controllers:
-        node = plan.graph.node(controller.node)
-        rows = holdings.row_count(plan, controller.node)
-        rounds = -(-rows // int(node.number("mini_batch", rows))) * int(node.number("epochs", 1)) if node.verb == "update" else 1
-        number += controller.groups * rounds
-    each = plan.cluster.device.overheads.share
-    return Figure(number * each.value / plan.cluster.nodes, each.source, f"shares of all states; {each.basis}")
-
-
-def around(plan: Plan) -> Figure:
-    """What is added to the critical path: an iteration's start and end, and what the dock's processes take from ranks that have all
-    cores."""
-    turn = plan.cluster.device.overheads.turn
-    if plan.cluster.device.backend != "cpu":
-        return turn
-    return total(turn, shares(plan))
-
-
-def function(plan: Plan, rows: float) -> Figure:
-    """A Python function on so many rows, what it does itself left out."""
-    each = plan.cluster.device.overheads.function
-    return Figure(each.value * rows / plan.cluster.nodes, each.source, each.basis)
-
-
-def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """All steps of a reshard but the swap-in, which overlaps, and what its operators take at least: a tensor is laid into the bucket,
-    taken out of it, and swapped out; a bucket is gathered."""
-    device, tensors = plan.cluster.device, sum(map(len, edge.buckets))
-    count = "four" if edge.mode == "send" else "five"
-    operators = PER_TENSOR * tensors * device.launch.value
-    gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
-    source = weakest(*(s.seconds for s in edge.steps), device.launch)
-    seconds = sum(s.seconds.value for s in edge.steps) + operators + gathers
-    return Figure(seconds, source, f"the sum of the {count} steps, and what operators take at least")
-
-
-def swap_in(edge: Reshard) -> Figure:
-    return edge.swap_in.seconds
+        return self._said.steps(holdings.row_count(self.plan, self.node))

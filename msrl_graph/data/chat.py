@@ -1,6 +1,7 @@
 """Messages of a conversation, as data and functions have them.
 
-Invariant: what stands here says only whether something is messages; how they become text is the template's of the model that reads them.
+Invariant: what stands here says only whether something is messages; how they become text is the template's of the model
+that reads them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ def are_messages(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and bool(value.keys() & {"content", "tool_calls"})
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and bool(value.keys() & {"content", "tool_calls"})
+    )
 
 
 def messages(text: str) -> Messages | None:

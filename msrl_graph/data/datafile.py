@@ -1,7 +1,7 @@
 """The rows of a data file as they are written, and whether they have the fields that are read.
 
-Invariant: compiler and run read a file here, so both tell the same of a row. A file is read from its start, and no further than rows are
-taken; nothing heavy is imported, but for a Parquet file what reads it.
+Invariant: compiler and run read a file here, so both tell the same of a row. A file is read from its start, and no
+further than rows are taken; nothing heavy is imported, but for a Parquet file what reads it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NAMED = 12  # fields of a file that a message names
 
 
 def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1); it has all fields that are read. Raises
-    Fault: a file that is missing or empty, a row that is no object or lacks a field."""
+    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1); it has all fields that
+    are read. Raises Fault: a file that is missing or empty, a row that is no object or lacks a field."""
     empty = True
     with _told(data):
         for row in _parquet(data) if is_parquet(data) else _objects(data):
@@ -38,8 +38,8 @@ def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def head(data: Data, most: int) -> int:
-    """How many rows a file has, `most` at most. Raises Fault as `rows` does for the first `LOOKED` of them. A JSON lines file that is not
-    at its end after `CHARACTERS` is taken to have as many as are asked for."""
+    """How many rows a file has, `most` at most. Raises Fault as `rows` does for the first `LOOKED` of them. A JSON
+    lines file that is not at its end after `CHARACTERS` is taken to have as many as are asked for."""
     with _told(data):
         if is_parquet(data):
             with _opened(data) as file:
@@ -86,7 +86,9 @@ def _told(data: Data) -> Iterator[None]:
     except FileNotFoundError:
         raise Fault(Diagnostic("missing-file", f"there is no data file {data.path}", data.span)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise Fault(Diagnostic("missing-file", f"the data file {data.path} cannot be read: {error}", data.span)) from None
+        raise Fault(
+            Diagnostic("missing-file", f"the data file {data.path} cannot be read: {error}", data.span)
+        ) from None
 
 
 def _empty(data: Data) -> Fault:
@@ -94,7 +96,8 @@ def _empty(data: Data) -> Fault:
 
 
 def _lines(data: Data, most: int = -1) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers; those that end within the first `most` characters, where that is not negative."""
+    """The lines that are not blank, with their numbers; those that end within the first `most` characters, where that
+    is not negative."""
     # Not splitlines: a JSON string may hold U+2028 and its like.
     with Path(data.path).open(encoding="utf-8") as file:
         number = 0
@@ -139,7 +142,9 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
                     raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{name}`", span))
             yield file
     except pa.ArrowInvalid as error:
-        raise Fault(Diagnostic("bad-data", f"the data file {data.path} is no Parquet file: {error}", data.span)) from None
+        raise Fault(
+            Diagnostic("bad-data", f"the data file {data.path} is no Parquet file: {error}", data.span)
+        ) from None
 
 
 def _parquet(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:

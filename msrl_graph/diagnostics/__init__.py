@@ -1,7 +1,8 @@
 """What the compiler says to its user.
 
-Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text; `Fault` carries one or more of
-them up to the command line. A message is lower case, without a final full stop, in the user's words; the fix stands in `help`.
+Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text; `Fault`
+carries one or more of them up to the command line. A message is lower case, without a final full stop, in the user's
+words; the fix stands in `help`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Severity = Literal["error", "warning", "hint"]
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A stretch of source text: 1-based lines and columns, the end exclusive. A column is a character, also a tab or a wide one."""
+    """A stretch of source text: 1-based lines and columns, the end exclusive. A column is a character, also a tab or a
+    wide one."""
 
     file: str
     line: int
@@ -67,7 +69,8 @@ class Diagnostic:
 
 
 class Fault(Exception):
-    """Ends a compilation or refuses a run; holds what to tell. Its str is `text`, the rendered diagnostics, where they were rendered."""
+    """Ends a compilation or refuses a run; holds what to tell. Its str is `text`, the rendered diagnostics, where they
+    were rendered."""
 
     text = ""
 
@@ -83,7 +86,8 @@ class Fault(Exception):
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the Python API: the traceback of its Fault ends at the call. With MSRL_DEBUG=1 it shows where it was raised, too."""
+    """A function of the Python API: the traceback of its Fault ends at the call. With MSRL_DEBUG=1 it shows where it
+    was raised, too."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -98,7 +102,8 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class ProgramWarning(UserWarning):
-    """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered diagnostic."""
+    """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered
+    diagnostic."""
 
 
 def kind_of(value: object) -> str:
@@ -108,7 +113,8 @@ def kind_of(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
-    """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are few."""
+    """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are
+    few."""
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
@@ -161,7 +167,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """What is shown of a line, and where its part from `start` to `end` stands there: of a long one only what is near."""
+    """What is shown of a line, and where its part from `start` to `end` stands there: of a long one only what is
+    near."""
     if len(line) <= LONGEST:
         return line, start, end
     first = max(0, min(start - LONGEST // 4, len(line) - LONGEST))
@@ -172,8 +179,8 @@ def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
 
 
 def _blank(text: str, sign: str = " ") -> str:
-    """As wide as the text: tabs keep their place, so that an underline meets the text in any terminal; wide characters take two columns,
-    combining ones none."""
+    """As wide as the text: tabs keep their place, so that an underline meets the text in any terminal; wide characters
+    take two columns, combining ones none."""
     if text.isascii():
         return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))
     from rich.cells import cell_len

@@ -1,33 +1,34 @@
 """An `algorithm` to a Graph.
 
-Invariant: every name is resolved and every param substituted; what is wrong goes to `problems`, each mistake once, and what can still be
-said of the rest is said. The Graph is whole only if nothing was told.
+Invariant: every name is resolved and every param substituted; what is wrong goes to `problems`, each mistake once, and
+what can still be said of the rest is said. The Graph is whole only if nothing was told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import TypeVar
 
-from ..diagnostics import Fault, Span, nearest
-from ..ir.graph import ELEMENTS, KINDS, Column, Dim, Edge, Expr, Graph, Node, State, Worker, dependency_order
+from ..diagnostics import Fault, nearest
+from ..ir import attributes as declared
+from ..ir.flow import dependency_order
+from ..ir.graph import KINDS, Edge, Expr, Graph, Node, Worker
+from ..ir.kinds import COUNT
+from ..ir.options import STATEMENTS
 from ..ir.sequences import reads_tempered
-from ..ir.signatures import Kind, Signature
+from ..ir.signatures import CallKind, Signature
 from . import ast
-from .attributes import COUNT, TABLE, read, shown
+from .attributes import read, read_as
 from .calls import Caller, Folder, Library
-from .computed import types
+from .computed import forms
+from .declarations import Declarations
 from .derive import node_name
-from .expressions import Names, Problems, evaluate, mistake
+from .expressions import Problems, mistake
 from .levels import levels
 from .params import Override, evaluate_params
 
-T = TypeVar("T")
 MOST_ROWS = 10**9
-UNKNOWN = "?"  # the element of a column whose type is wrong: checks say nothing of it
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,14 @@ def lower_algorithm(
     return _Algorithm(algorithm, library, folder, problems).lower(overrides)
 
 
-class _Algorithm:
+class _Algorithm(Declarations):
     def __init__(self, algorithm: ast.Algorithm, library: Library, folder: Folder, problems: Problems) -> None:
-        self.algorithm, self.library, self.folder, self.problems = algorithm, library, folder, problems
-        self.declared: dict[str, tuple[str, Span]] = {}  # params, columns, states, workers and labels share one name space
-        self.params: dict[str, Expr | None] = {}
-        self.columns: dict[str, Column] = {}
-        self.states: dict[str, State] = {}
+        super().__init__(algorithm, problems)
+        self.library, self.folder = library, folder
         self.workers: dict[str, Worker] = {}
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
         self.callers: list[Caller] = []
-        self.doubled: set[str] = set()
         self.meant: set[str] = set()  # names that a node with a misspelt worker or verb may be meant to have
 
     def lower(self, overrides: Sequence[Override]) -> Lowering:
@@ -79,180 +76,67 @@ class _Algorithm:
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
         return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
 
-    def _statements(self, kind: type[T]) -> Iterator[T]:
-        return (s for s in self.algorithm.body if isinstance(s, kind))
-
-    @cached_property
-    def _others(self) -> dict[str, str]:
-        return {name: what for name, (what, _) in self.declared.items() if what != "param"}
-
-    @cached_property
-    def names(self) -> Names:
-        """From when the params are known."""
-        return Names(self.params, self._others)
-
-    @cached_property
-    def _values(self) -> frozenset[str]:
-        """What a call may be given: columns and states."""
-        return frozenset((*self.columns, *self.states))
-
-    # Names
-
-    def _declare(self) -> None:
-        for s in self.algorithm.body:
-            match s:
-                case ast.Param():
-                    self._name(s.name, "param")
-                case ast.Columns():
-                    for column in s.columns:
-                        self._name(column.name, "column")
-                case ast.State():
-                    self._name(s.column.name, "state")
-                case ast.Worker():
-                    self._name(s.name, "worker")
-                case ast.Node(label=ast.Name() as label):
-                    self._name(label, "label")
-
-    def _name(self, name: ast.Name, what: str) -> None:
-        if name.text in self.declared:
-            other, first = self.declared[name.text]
-            note = ((first, f"the {other} `{name.text}` is declared here"),)
-            self.doubled.add(name.text)
-            self.problems.found += mistake("duplicate-name", f"`{name.text}` is declared twice", name.span, related=note).diagnostics
-        else:
-            self.declared[name.text] = (what, name.span)
-
-    def _is(self, name: ast.Name, what: str) -> bool:
-        """Whether this is the declaration that has the name."""
-        return self.declared.get(name.text) == (what, name.span)
-
-    # Params and columns
-
-    def _lower_columns(self) -> None:
-        declared = [c for s in self._statements(ast.Columns) for c in s.columns if self._is(c.name, "column")]
-        for column in declared:
-            self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
-            with self.problems.catching():
-                dims = self._dims(column)
-                per = column.type.per.text if column.type.per else ""
-                self.columns[column.name.text] = Column(column.name.text, column.type.element.text, dims, span=column.name.span, per=per)
-        for column in declared:
-            seen = [column.name.text]
-            while (dims := self.columns[seen[-1]].dims) and dims[0].like:
-                if dims[0].like in seen:
-                    message = f"`{column.name.text}` is as long as itself"
-                    self.problems.tell("bad-value", message, column.type.span, "give one column a bound, as in `i32[<= 1024]`")
-                    self.columns[column.name.text] = replace(self.columns[column.name.text], element=UNKNOWN, dims=())
-                    break
-                seen.append(dims[0].like)
-
-    def _dims(self, column: ast.Column) -> tuple[Dim, ...]:
-        kind = column.type
-        element = kind.element.text
-        if element not in ELEMENTS:
-            raise mistake("unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS))
-        if kind.per and self.declared.get(kind.per.text, ("",))[0] != "column":
-            known = [n for n, (what, _) in self.declared.items() if what == "column"]
-            raise mistake("unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, known))
-        if kind.per and kind.per.text == column.name.text:
-            raise mistake("bad-value", f"`{column.name.text}` is a value per itself", kind.per.span, "leave `per` out")
-        if element == "json" and kind.dims:
-            raise mistake("bad-value", f"a `{element}` has no dimensions", kind.dims[0].span)
-        if element == "text" and (len(kind.dims) > 1 or not all(d.at_most for d in kind.dims)):
-            raise mistake("bad-value", "a `text` has no dimensions but a bound in tokens", kind.dims[0].span, "as in `text[<= 1024]`")
-        if len(kind.dims) > 2:
-            raise mistake("bad-value", "a column has at most two dimensions", kind.dims[2].span, "use a column for each")
-        if len(kind.dims) == 2 and (kind.dims[1].at_most or self._is_column(kind.dims[1].value)):
-            raise mistake("bad-value", "the second dimension is one number for all rows", kind.dims[1].span, "as in `f32[response, 64]`")
-        if element == "bool" and kind.dims and (len(kind.dims) > 1 or not self._is_column(kind.dims[0].value)):
-            raise mistake("bad-value", "a mask is as long as a column of tokens", kind.span, "as in `bool[response]`")
-        return tuple(self._dim(dim) for dim in kind.dims)
-
-    def _is_column(self, value: ast.Expr) -> bool:
-        return isinstance(value, ast.NameExpr) and self.declared.get(value.text, ("",))[0] == "column"
-
-    def _dim(self, dim: ast.Dim) -> Dim:
-        value = dim.value
-        if isinstance(value, ast.NameExpr) and not dim.at_most and value.text not in self.params:
-            what = self.declared.get(value.text, ("", value.span))[0]
-            if what == "column":
-                return Dim(like=value.text)
-            if not what:
-                known = [*self.params, *(n for n, (w, _) in self.declared.items() if w == "column")]
-                raise mistake("unknown-name", f"nothing is called `{value.text}`", value.span, nearest(value.text, known))
-        size = COUNT.read("[…]", value, self.names).value
-        assert isinstance(size, int)
-        return Dim(size, dim.at_most)
-
-    def _lower_state(self, state: ast.State) -> None:
-        name, kind = state.column.name, state.column.type
-        if not self._is(name, "state"):
-            return
-        element = kind.element.text
-        known = [e for e in ELEMENTS if e not in ("text", "json")]
-        # Whatever is wrong with it, it is there: nothing that reads it is to blame.
-        self.states[name.text] = State(name.text, UNKNOWN, Expr("number", 0), span=name.span)
-        if element not in known:
-            raise mistake("unknown-name", f"a state is a number or a bool, not `{element}`", kind.element.span, nearest(element, known))
-        if kind.dims:
-            raise mistake(
-                "bad-value", "a state is one value: it has no dimensions", kind.dims[0].span, "`per COLUMN` gives one for each row"
-            )
-        if kind.per and kind.per.text not in self.columns:
-            raise mistake("unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, self.columns))
-        initial = evaluate(state.value, self.names)
-        if initial.kind == "quantity":
-            raise mistake("bad-unit", f"the state `{name.text}` is a plain number, and this has a unit", state.value.span)
-        if initial.kind != ("bool" if element == "bool" else "number"):
-            what = "true or false" if element == "bool" else "a number"
-            raise mistake("bad-value", f"the state `{name.text}` begins with {what}, not {shown(initial)}", state.value.span)
-        per = kind.per.text if kind.per else ""
-        self.states[name.text] = State(name.text, element, initial, per, name.span)
-
     # Workers, source and nodes
 
     def _lower_worker(self, worker: ast.Worker) -> None:
         if not self._is(worker.name, "worker"):
             return
         kind = worker.kind.text
-        attributes = read(worker.attrs, "worker", TABLE["worker"], self.names, self.problems)
+        said = declared.Worker.of_stated(
+            read(worker.attrs, "worker", declared.Worker.kinds(), self.names, self.problems)
+        )
         with self.problems.catching():
             if kind != "function" and kind not in KINDS:
                 known = ("function", *KINDS)
                 # No model is asked for: which one it has follows from the kind.
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, "", worker.span)
-                raise mistake("unknown-name", f"no kind of worker is called `{kind}`", worker.kind.span, nearest(kind, known))
+                raise mistake(
+                    "unknown-name", f"no kind of worker is called `{kind}`", worker.kind.span, nearest(kind, known)
+                )
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
-                if worker.frozen or attributes:
+                if worker.frozen or said.model:
                     what = "frozen" if worker.frozen else "model"
-                    raise mistake("bad-value", f"a function has no weights, so `{what}` means nothing here", worker.span)
+                    raise mistake(
+                        "bad-value", f"a function has no weights, so `{what}` means nothing here", worker.span
+                    )
                 return
-            model = str(attributes["model"].value) if "model" in attributes else kind
-            self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, model, worker.span)
+            self.workers[worker.name.text] = Worker(
+                worker.name.text, kind, worker.frozen, said.model or kind, worker.span
+            )
 
     def _lower_source(self) -> None:
         sources = list(self._statements(ast.Source))
         if not sources:
             help = "add `source(COUNT) -> prompt`, with the columns that the data fill"
-            self.problems.tell("unreachable", f"`{self.algorithm.name.text}` has no source", self.algorithm.name.span, help)
+            self.problems.tell(
+                "unreachable", f"`{self.algorithm.name.text}` has no source", self.algorithm.name.span, help
+            )
             return
         first = sources[0]
         for other in sources[1:]:
             note = ((first.span, "the first source"),)
-            self.problems.found += mistake("duplicate-name", "an algorithm has one source", other.span, related=note).diagnostics
+            self.problems.found += mistake(
+                "duplicate-name", "an algorithm has one source", other.span, related=note
+            ).diagnostics
         writes, _ = self._known(first.writes, "source", "writes")
         states = tuple(self.states)
         caller = Caller("source", states, self._values, self.library, self.folder, self.problems, states, writes)
         self.callers.append(caller)
-        attributes = read(first.attrs, "source", types("source", caller), self.names, self.problems)
+        attributes = read(first.attrs, "source", declared.Source.kinds(), self.names, self.problems, forms(caller))
         with self.problems.catching():
-            attributes["count"] = COUNT.read("source", first.count, self.names)
+            attributes["count"] = read_as(COUNT, "source", first.count, self.names)
         end = first.writes[-1].span
         weights = attributes.get("weights")
-        known = {n for n in states if weights is not None and n in (*weights.columns().values(), *self._signature(weights, caller).columns)}
+        known = {
+            n
+            for n in states
+            if weights is not None and n in (*weights.columns().values(), *self._signature(weights, caller).columns)
+        }
         reads = tuple(n for n in states if n in known)
-        self.nodes["source"] = Node("source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads)
+        self.nodes["source"] = Node(
+            "source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads
+        )
 
     def _lower_node(self, node: ast.Node) -> None:
         worker, verb = node.worker.text, node.verb.text
@@ -261,29 +145,38 @@ class _Algorithm:
             if not node.label:  # two equal labels were told as names
                 help = f"give this one a label: `node second: {name}(…)`"
                 note = ((self.nodes[name].span, "the first one"),)
-                self.problems.found += mistake("duplicate-name", f"`{name}` is declared twice", node.title, help, note).diagnostics
+                self.problems.found += mistake(
+                    "duplicate-name", f"`{name}` is declared twice", node.title, help, note
+                ).diagnostics
             return
-        (reads, states), (writes, sets) = self._known(node.reads or (), name, "reads"), self._known(node.writes, name, "writes")
+        (reads, states), (writes, sets) = (
+            self._known(node.reads or (), name, "reads"),
+            self._known(node.writes, name, "writes"),
+        )
         if worker not in self.workers and self.declared.get(worker, ("",))[0] != "worker":
-            self.problems.tell("unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers))
+            self.problems.tell(
+                "unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers)
+            )
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
-        per, attributes, whole = "row", dict[str, Expr](), False
+        per, attributes, whole = Node.per, dict[str, Expr](), False
         if kind in KINDS and not statement:
-            # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its attributes mean nothing.
+            # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its
+            # attributes mean nothing.
             help = nearest(verb, KINDS[kind])
             self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
             caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems, states)
             self.callers.append(caller)
             above = next(iter(self.nodes["source"].writes), "") if "source" in self.nodes else ""
-            attributes = read(node.attrs, statement, types(statement, caller, self.columns, above), self.names, self.problems)
-            per = str(attributes.pop("per").value) if "per" in attributes else "row"
+            kinds, readers = STATEMENTS[statement].kinds(), forms(caller, self.columns, above)
+            attributes = read(node.attrs, statement, kinds, self.names, self.problems, readers)
+            per = str(attributes.pop("per").value) if "per" in attributes else per
             self._need(node, statement)
             whole = "loss" in attributes and caller.whole(attributes["loss"])
-            calls = [a for key in ("call", "keep", "select") if (a := attributes.get(key)) is not None]
+            calls = declared.Call.of_stated(attributes).functions if statement == "function" else ()
             # Of several each may take some of the columns.
-            if statement == "function" and [c.kind for c in calls] == ["call"]:
+            if [c.kind for c in calls] == ["call"]:
                 caller.taken(node, "call", calls[0], self._signature(calls[0], caller))
             elif "environment" in attributes:
                 beside = [c.name for c in self.columns.values() if c.element in ("text", "json")]
@@ -316,10 +209,15 @@ class _Algorithm:
                 states[name.text] = None
             elif name.text not in self.doubled:
                 known = [n for n, (w, _) in self.declared.items() if w in ("column", "state") and n != name.text]
-                message = f"`{node}` {verb} `{name.text}`, which " + (f"is a {what}, not a column" if what else "no column is called")
+                message = f"`{node}` {verb} `{name.text}`, which " + (
+                    f"is a {what}, not a column" if what else "no column is called"
+                )
                 help = nearest(name.text, known)
                 if what == "param":
-                    help = f"a call or a loss names it as it is; one that a node sets is a state, `state {name.text} : f32 = …`"
+                    help = (
+                        f"a call or a loss names it as it is; one that a node sets is a state, `state {name.text} "
+                        ": f32 = …`"
+                    )
                 self.problems.tell("unknown-column", message, name.span, help)
         return tuple(columns), tuple(states)
 
@@ -328,32 +226,43 @@ class _Algorithm:
         given = {a.key.text for a in node.attrs}
         if statement == "function" and not given & {"call", "keep", "select", "refill"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
-            self.problems.tell("bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", node.title, help)
+            self.problems.tell(
+                "bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", node.title, help
+            )
         elif statement == "function" and node.writes and "call" not in given:
             help = f"add `call`, or leave out `-> {', '.join(n.text for n in node.writes)}`: a filter writes nothing"
-            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", node.title, help)
+            self.problems.tell(
+                "bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", node.title, help
+            )
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
-        if lonely := sorted(given & {"turns", "timeout"}) if statement == "generate" and "environment" not in given else []:
+        if (
+            lonely := sorted(given & {"turns", "timeout"})
+            if statement == "generate" and "environment" not in given
+            else []
+        ):
             help = 'add `environment = "file.py:Name"`, or leave it out'
             self.problems.tell(
-                "bad-value", f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none", node.title, help
+                "bad-value",
+                f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none",
+                node.title,
+                help,
             )
-        if statement == "update":
-            for key, help in (("loss", "loss = clip(0.2)"), ("optimizer", "optimizer = adamw(lr = 1e-6)")):
-                if key not in given:
-                    self.problems.tell("bad-value", f"`{node.worker.text}.update` has no `{key}`", node.title, f"add `{help}`")
+        for key, attribute in STATEMENTS[statement].declared().items():
+            if attribute.must and key not in given:
+                message = f"`{node.worker.text}.{statement}` has no `{key}`"
+                self.problems.tell("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
     def _signature(self, call: Expr, caller: Caller) -> Signature:
-        key: tuple[Kind, str] = ("function", str(call.value))
+        key: tuple[CallKind, str] = ("function", str(call.value))
         return (caller.used if key in caller.used else self.library)[key][0]
 
     # Edges
 
     def add_edges(self, edge: ast.Edge) -> None:
         statement = "sample edge" if edge.kind == "sample" else "resharding edge"
-        attributes = read(edge.attrs, statement, TABLE[statement], self.names, self.problems)
+        attributes = read(edge.attrs, statement, STATEMENTS[statement].kinds(), self.names, self.problems)
         groups = [[ref for ref in group if self._is_node(ref)] for group in edge.groups]
         for sources, targets in pairwise(groups):
             for src in sources:
@@ -379,7 +288,7 @@ class _Algorithm:
         nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
         edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
         order = dependency_order(nodes, edges)
-        count = int(self.nodes["source"].number("count", 1)) if "source" in self.nodes else 1
+        count = declared.Source.of(self.nodes["source"]).count if "source" in self.nodes else declared.Source.count
         found = levels(count, (self.nodes[n] for n in order), self.columns)
         if max(found.rows) > MOST_ROWS:
             self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)
@@ -402,5 +311,10 @@ def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str])
     """What to say of a reference that is no node."""
     if ref.text in workers:
         own = ", ".join(f"`{n}`" for n in sorted(nodes) if n.startswith(ref.text + "."))
-        return mistake("unknown-name", f"`{ref.text}` is a worker; a node stands here", ref.span, f"its nodes are {own}" if own else "")
+        return mistake(
+            "unknown-name",
+            f"`{ref.text}` is a worker; a node stands here",
+            ref.span,
+            f"its nodes are {own}" if own else "",
+        )
     return mistake("unknown-name", f"no node is called `{ref.text}`", ref.span, nearest(ref.text, nodes))

@@ -156,8 +156,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Node:
-    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its attributes; `patched` are
-    the keys of those that patches stated."""
+    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its
+    attributes; `patched` are the keys of those that patches stated."""
 
     label: Name | None
     worker: Name
@@ -298,7 +298,8 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Undo:
-    """`drop` in a deploy, of statements of the one that it extends: `kind` is their word, or edge, `names` what they are of."""
+    """`drop` in a deploy, of statements of the one that it extends: `kind` is their word, or edge, `names` what they
+    are of."""
 
     kind: str
     names: tuple[Ref, ...]
@@ -311,7 +312,8 @@ DeployStatement = Set | Model | Data | Layout | Engine | Place | Apart | Options
 
 @dataclass(frozen=True)
 class Deploy:
-    """One that `extends` another has its own name as `alias`, no `algorithm`, and a `cluster` if it states one (variants.py)."""
+    """One that `extends` another has its own name as `alias`, no `algorithm`, and a `cluster` if it states one
+    (variants.py)."""
 
     algorithm: Name | None
     cluster: Name | None

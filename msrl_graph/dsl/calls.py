@@ -11,24 +11,62 @@ from pathlib import Path
 
 from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
-from ..ir.signatures import Kind, Option, Plain, Signature
+from ..ir.kinds import COUNT, Number, Words
+from ..ir.signatures import CallKind, Option, Plain, Signature
 from . import ast, guesses
-from .attributes import COUNT, Below, Number, Type, Words, origin, shown
+from .attributes import Reader, fit, origin, read_as, shown
 from .expressions import Names, Problems, evaluate, mistake
 
 Folder = Callable[[Span], Path]  # of the file that a span is in
-Library = Mapping[tuple[Kind, str], tuple[Signature, str]]
+Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
 # What an option of each plain type takes, in words.
-TYPES = {"bool": "`true` or `false`", "int": "a whole number", "float": "a number", "str": "a string between double quotes"}
-BOUNDED: dict[str, Number | Below] = {"Count": COUNT, "Positive": Number(0, above=True), "NotNegative": Number(0), "Share": Number(0, 1)}
+TYPES = {
+    "bool": "`true` or `false`",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string between double quotes",
+}
+
+
+@dataclass(frozen=True)
+class Below:
+    """Of a call's option: a number from 0 to below 1; with `pair`, a list of two."""
+
+    pair: bool = False
+
+    def fit(self, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+        """The value as this number or list, or a Fault that calls it `what`."""
+        numbers = value.args if self.pair and value.kind == "list" else (value,)
+        right = [n for n in numbers if n.kind == "number" and isinstance(n.value, int | float) and 0 <= n.value < 1]
+        if not len(right) == len(numbers) == 1 + self.pair:
+            if self.pair:
+                raise mistake(
+                    "bad-value",
+                    f"{what} takes two numbers from 0 to below 1",
+                    value.span,
+                    "write `[0.9, 0.999]`",
+                    related,
+                )
+            raise mistake(
+                "bad-value", f"{what} takes a number from 0 to below 1, not {shown(value)}", value.span, related=related
+            )
+        return value
+
+
+BOUNDED: dict[str, Number | Below] = {
+    "Count": COUNT,
+    "Positive": Number(0, above=True),
+    "NotNegative": Number(0),
+    "Share": Number(0, 1),
+}
 BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of its name binds, or
-    one that names it, and where its program lies. `kinds` read the options that take more than a plain value, by their kind. `used`
-    gathers the functions of user files."""
+    """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of
+    its name binds, or one that names it, and where its program lies. `kinds` read the options that take more than a
+    plain value, by their kind. `used` gathers the functions of user files."""
 
     node: str
     reads: tuple[str, ...]
@@ -38,12 +76,13 @@ class Caller:
     problems: Problems
     states: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    kinds: Mapping[str, Type] = field(default_factory=dict)
-    used: dict[tuple[Kind, str], tuple[Signature, str]] = field(default_factory=dict)
+    kinds: Mapping[str, Reader] = field(default_factory=dict)
+    used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def whole(self, loss: Expr) -> bool:
-        """Whether a term of a loss needs all rows of the mini-batch at once. One that nobody knows is told elsewhere."""
-        keys: list[tuple[Kind, str]] = [("loss", str(term.value)) for term in loss.calls()]
+        """Whether a term of a loss needs all rows of the mini-batch at once. One that nobody knows is told
+        elsewhere."""
+        keys: list[tuple[CallKind, str]] = [("loss", str(term.value)) for term in loss.calls()]
         return any(of[key][0].scope == "mini_batch" for key in keys for of in (self.library, self.used) if key in of)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
@@ -67,7 +106,12 @@ class Caller:
                 right = True
             failed = failed or not right
         if numbers and several in given:
-            raise mistake("duplicate-name", f"`{several}` is given twice", given[several], related=((numbers[0].span, "given here first"),))
+            raise mistake(
+                "duplicate-name",
+                f"`{several}` is given twice",
+                given[several],
+                related=((numbers[0].span, "given here first"),),
+            )
         if numbers:
             given[several] = numbers[0].span
             keys.append(several)
@@ -75,17 +119,21 @@ class Caller:
         missing = [o.name for o in signature.options if o.required and o.name not in given]
         if missing and not failed:
             name = f'"{expr.name.text}"' if expr.quoted else signature.name
-            raise mistake("bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{name}({missing[0]} = …)`")
+            raise mistake(
+                "bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{name}({missing[0]} = …)`"
+            )
         call = self.bound(Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span), signature)
         if not failed:
             self.rest(call, signature)
         return call
 
     def bound(self, call: Expr, signature: Signature) -> Expr:
-        """The call, in which a function of one column names the one column that the node reads, whatever that is called; and where one
-        parameter is left without a column, the one state that no other takes."""
+        """The call, in which a function of one column names the one column that the node reads, whatever that is
+        called; and where one parameter is left without a column, the one state that no other takes."""
         named = [p for p in signature.columns if p in self.beside and p not in call.keys]
-        call = replace(call, args=(*call.args, *(Expr("column", p, span=call.span) for p in named)), keys=(*call.keys, *named))
+        call = replace(
+            call, args=(*call.args, *(Expr("column", p, span=call.span) for p in named)), keys=(*call.keys, *named)
+        )
         columns = call.columns()
         binds = {p: columns.get(p, p) for p in signature.columns}
         must = [p for p in signature.columns if p not in signature.optional]
@@ -105,15 +153,26 @@ class Caller:
         binds = [call.columns().get(p, p) for p in signature.columns]
         rest = [c for c in self.reads if c not in (*binds, *self.states)]
         if not rest:
-            raise mistake("term-column", f"`{signature.name}` needs a column, and `{self.node}` reads none for it", call.span)
+            raise mistake(
+                "term-column", f"`{signature.name}` needs a column, and `{self.node}` reads none for it", call.span
+            )
         for option, value in zip(call.keys, call.args, strict=True):
             if value.kind == "list" and len(value.args) != len(rest):
-                message = f"`{signature.name}` has {len(value.args)} `{option}` for {len(rest)} column{'s' * (len(rest) > 1)}"
-                raise mistake("bad-value", message, value.span, f"give one for each of {', '.join(f'`{c}`' for c in rest)}, in this order")
+                message = (
+                    f"`{signature.name}` has {len(value.args)} `{option}` for {len(rest)} column{'s' * (len(rest) > 1)}"
+                )
+                raise mistake(
+                    "bad-value",
+                    message,
+                    value.span,
+                    f"give one for each of {', '.join(f'`{c}`' for c in rest)}, in this order",
+                )
 
-    def taken(self, node: ast.Node, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None) -> None:
-        """Whether the function that is the attribute `key` has a parameter for each column that the node reads, of these if some are
-        given. Where a patch brought the function, it is to blame, not what the node read before."""
+    def taken(
+        self, node: ast.Node, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
+    ) -> None:
+        """Whether the function that is the attribute `key` has a parameter for each column that the node reads, of
+        these if some are given. Where a patch brought the function, it is to blame, not what the node read before."""
         takes = {*call.columns().values(), *(c for c in signature.columns if c not in call.keys)}
         takes |= {*self.reads} - {*self.states} if signature.rest else set()
         concerns = {*self.reads} if only is None else {*self.reads} & {*only}
@@ -125,7 +184,10 @@ class Caller:
         if key not in node.patched:
             for name in over:
                 self.problems.tell(
-                    "unknown-option", f"`{signature.name}` does not take `{name.text}`, which the node reads", name.span, help
+                    "unknown-option",
+                    f"`{signature.name}` does not take `{name.text}`, which the node reads",
+                    name.span,
+                    help,
                 )
             return
         names = [name.text for name in over]
@@ -133,13 +195,22 @@ class Caller:
         must = [c for c in free if c not in signature.optional]
         read += [c for c in must if c not in read and c in self.columns]
         if read and {*must} <= {*read}:
-            help = f"let the node read what it takes: `{_head(node, read)} {{ {', '.join(f'{a.key.text} = …' for a in node.attrs)} }}`"
+            help = (
+                f"let the node read what it takes: `{_head(node, read)} {{ "
+                f"{', '.join(f'{a.key.text} = …' for a in node.attrs)} }}`"
+            )
         message = f"`{signature.name}` does not take {', '.join(f'`{n}`' for n in names)}, which `{self.node}` reads"
         note = ((over[0].span.to(over[-1].span), "it is read here"),)
         self.problems.found += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
-    def _argument(self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names) -> tuple[str, Expr]:
-        column = isinstance(arg.value, ast.NameExpr) and arg.value.text in self.columns and arg.value.text not in names.params
+    def _argument(
+        self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names
+    ) -> tuple[str, Expr]:
+        column = (
+            isinstance(arg.value, ast.NameExpr)
+            and arg.value.text in self.columns
+            and arg.value.text not in names.params
+        )
         column = column and signature.kind != "optimizer"
         options = tuple(o.name for o in signature.options)
         known = (*signature.columns, *options)
@@ -170,11 +241,16 @@ class Caller:
         if not isinstance(expr, ast.NameExpr):
             raise mistake("bad-value", f"`{key}` takes a column", expr.span)
         if expr.text not in self.columns:
-            raise mistake("unknown-column", f"no column is called `{expr.text}`", expr.span, nearest(expr.text, self.columns))
+            raise mistake(
+                "unknown-column", f"no column is called `{expr.text}`", expr.span, nearest(expr.text, self.columns)
+            )
         if expr.text not in (*self.reads, *self.beside):
             help = f"add `{expr.text}` to what `{self.node}` reads"
             if self.beside:
-                help = f"rows are drawn by columns that the source fills, {', '.join(f'`{c}`' for c in self.beside)}, and by states"
+                help = (
+                    f"rows are drawn by columns that the source fills, {', '.join(f'`{c}`' for c in self.beside)}, "
+                    "and by states"
+                )
             raise mistake("term-column", f"`{self.node}` does not read `{expr.text}`", expr.span, help)
         return Expr("column", expr.text, span=expr.span)
 
@@ -184,7 +260,9 @@ class Caller:
         if option.calls and isinstance(expr, ast.Call):
             if expr.name.text not in option.calls:
                 help = nearest(expr.name.text, option.calls)
-                raise mistake("unknown-function", f"`{option.name}` takes no call of `{expr.name.text}`", expr.name.span, help)
+                raise mistake(
+                    "unknown-function", f"`{option.name}` takes no call of `{expr.name.text}`", expr.name.span, help
+                )
             return self.call(expr, self.library["option", expr.name.text][0], names)
         if isinstance(expr, ast.NameExpr) and expr.text in option.calls:
             raise mistake("bad-value", f"`{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
@@ -205,7 +283,7 @@ class Caller:
 
     def _word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if isinstance(expr, ast.NameExpr) and (expr.text in option.words or expr.text not in names.params):
-            return Words(option.words).read(option.name, expr, names)
+            return read_as(Words(option.words), option.name, expr, names)
         value = evaluate(expr, names)
         if isinstance(expr, ast.NameExpr) and value.value in option.words:
             return Expr("word", value.value, span=expr.span)
@@ -225,7 +303,8 @@ def _head(node: ast.Node, reads: Sequence[str]) -> str:
 def _typed(kind: Plain, value: Expr, what: str, related: tuple[tuple[Span, str], ...]) -> Expr:
     """The value if it is of an option's type; a number without a fraction is a whole number however it is written."""
     if kind in BOUNDED:
-        return BOUNDED[kind].fit(what, value, related)
+        bounds = BOUNDED[kind]
+        return bounds.fit(what, value, related) if isinstance(bounds, Below) else fit(bounds, what, value, related)
     number = value.value if value.kind == "number" else None
     if kind == "int" and isinstance(number, int | float) and float(number).is_integer():
         return Expr("number", int(number), span=value.span)

@@ -1,4 +1,5 @@
-"""Attributes that say what a node computes: functions, filters, environments, losses and optimizers, of the package or of a file.
+"""Attributes that say what a node computes: functions, filters, environments, losses and optimizers, of the package or
+of a file.
 
 Invariant: what stands in a user's file is read, never run; a call of it is named `path/to/file.py:name`.
 """
@@ -9,22 +10,28 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from .. import algorithms
 from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
-from ..ir.signatures import Kind, Signature, called_as, classes
+from ..ir.kinds import CALL, COUNT, ENVIRONMENT, KEEP, LOSS, OPTIMIZER, PER, REDUCE, TEMPERATURE, Form, Number, Words
+from ..ir.signatures import CallKind, Signature, called_as, classes
 from . import ast, guesses
-from .attributes import TABLE, Number, Reduce, Type, origin, shown
+from .attributes import Reader, fit, origin, read_as, shown
 from .calls import Caller, Library
 from .expressions import TOLD, Names, evaluate, fold, mistake, negate
 
 T = TypeVar("T")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 # What is called in another attribute than a function's `call`, as a message says it.
-KINDS: dict[Kind, str] = {"function": "function", "loss": "loss term", "schedule": "schedule", "optimizer": "optimizer"}
-PLACES: dict[Kind, str] = {
+KINDS: dict[CallKind, str] = {
+    "function": "function",
+    "loss": "loss term",
+    "schedule": "schedule",
+    "optimizer": "optimizer",
+}
+PLACES: dict[CallKind, str] = {
     "function": "it is a function, for `call`",
     "loss": "it is a term of a loss",
     "schedule": "it is a schedule, for `lr` of an optimizer",
@@ -63,7 +70,12 @@ class Per:
             return Expr("word", expr.text, span=expr.span)
         text = expr.text if isinstance(expr, ast.NameExpr) else ""
         help = guesses.groups(text, self.above) or nearest(text, (*self.columns, "row", "batch"))
-        raise mistake("unknown-column", f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}", expr.span, help)
+        raise mistake(
+            "unknown-column",
+            f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}",
+            expr.span,
+            help,
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,9 @@ class Environment:
         for method in ("reset", "step"):
             if method not in found[name]:
                 help = "an environment has `reset(columns)` and `step(text)`"
-                raise mistake("unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help)
+                raise mistake(
+                    "unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help
+                )
         step = found[name]["step"]
         must = [p for p in step.columns if p not in step.optional] + [o.name for o in step.options if o.required]
         if step.fills or not step.columns or must not in ([], [*step.columns[:1]]):
@@ -105,21 +119,45 @@ class Temperature:
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params or expr.text not in self.caller.columns:
-            return Number(0).read(key, expr, names)
+            return read_as(Number(0), key, expr, names)
         found = self.caller.column(expr, key)
         return replace(found, kind="state") if expr.text in self.caller.states else found
 
 
-def types(statement: str, caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[str, Type]:
-    """The attributes of a source or a node by its verb (a function's is `function`): those of the table, and those that need the node."""
-    call = FunctionCall(caller)
-    own: dict[str, dict[str, Type]] = {
-        "source": {"weights": call},
-        "generate": {"environment": Environment(caller), "temperature": Temperature(caller)},
-        "update": {"loss": Loss(caller), "optimizer": Optimizer(caller), "reduce": Reduce()},
-        "function": {"call": call, "keep": Keep(caller), "select": call, "per": Per(columns, above)},
+@dataclass(frozen=True)
+class Reduce:
+    """`tokens`, `sequences` or `constant(n)`."""
+
+    WORDS: ClassVar = Words(("tokens", "sequences", "constant"))
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call):
+            bare = isinstance(expr, ast.NameExpr) and expr.text == "constant"
+            return self._no_constant(expr) if bare else read_as(self.WORDS, key, expr, names)
+        if expr.name.text != "constant":
+            help = nearest(expr.name.text, self.WORDS.words)
+            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
+        if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
+            return self._no_constant(expr)
+        n = read_as(COUNT, "constant", expr.args[0].value, names)
+        return Expr("call", "constant", (n,), ("n",), span=expr.span)
+
+    def _no_constant(self, expr: ast.Expr) -> NoReturn:
+        raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
+
+
+def forms(caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[Form, Reader]:
+    """How the forms are read that need the node; `above` is a column of the source's rows."""
+    return {
+        CALL: FunctionCall(caller),
+        KEEP: Keep(caller),
+        PER: Per(columns, above),
+        TEMPERATURE: Temperature(caller),
+        ENVIRONMENT: Environment(caller),
+        LOSS: Loss(caller),
+        OPTIMIZER: Optimizer(caller),
+        REDUCE: Reduce(),
     }
-    return {**TABLE[statement], **own.get(statement, {})}
 
 
 def _quoted(expr: ast.Expr) -> ast.Call | None:
@@ -129,7 +167,7 @@ def _quoted(expr: ast.Expr) -> ast.Call | None:
     return expr if isinstance(expr, ast.Call) and expr.quoted else None
 
 
-def _call_in_file(caller: Caller, expr: ast.Call, kind: Kind, names: Names) -> Expr:
+def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names) -> Expr:
     """The call of a function of a user's file, of a term of a loss, or of a schedule."""
     path, name, found = _in_file(caller, expr.name.text, expr.name.span, "function", partial(called_as, kind))
     called = f"{path}:{name}"
@@ -137,18 +175,27 @@ def _call_in_file(caller: Caller, expr: ast.Call, kind: Kind, names: Names) -> E
     return replace(caller.call(expr, found[name], names), value=called)
 
 
-def _in_file(caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]) -> tuple[Path, str, dict[str, T]]:
+def _in_file(
+    caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]
+) -> tuple[Path, str, dict[str, T]]:
     """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there."""
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        help = guesses.called(target, _functions(caller.library) if what == "function" else ()) or f'write `"file.py:{what}"`'
+        help = (
+            guesses.called(target, _functions(caller.library) if what == "function" else ())
+            or f'write `"file.py:{what}"`'
+        )
         # Without its class an environment is none, and nothing can be said of what it writes.
-        raise mistake("bad-value" if what == "function" else "unknown-function", f'`"{target}"` names no {what}', span, help)
+        raise mistake(
+            "bad-value" if what == "function" else "unknown-function", f'`"{target}"` names no {what}', span, help
+        )
     path = caller.folder(span) / file
     try:
         found = read(path.read_text(encoding="utf-8-sig"))
     except OSError:
-        raise mistake("missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder") from None
+        raise mistake(
+            "missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder"
+        ) from None
     except SyntaxError as error:
         where = f" at its line {error.lineno}" if error.lineno else ""
         raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
@@ -170,10 +217,14 @@ class Keep:
             if isinstance(expr, ast.Call) or (isinstance(expr, ast.Literal_) and expr.kind == "string"):
                 return FunctionCall(self.caller).read(key, expr, names)
             named = expr.text if isinstance(expr, ast.NameExpr) and expr.text not in names.params else "reward"
-            raise mistake("bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = {named} > 0.5`")
+            raise mistake(
+                "bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = {named} > 0.5`"
+            )
         sides = [self._is_column(side, names) for side in (expr.left, expr.right)]
         if sides.count(True) != 1:
-            raise mistake("bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`")
+            raise mistake(
+                "bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`"
+            )
         column, other = (expr.left, expr.right) if sides[0] else (expr.right, expr.left)
         value = evaluate(other, names)
         if value.kind == "quantity":
@@ -196,7 +247,9 @@ class Loss:
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         value = self._part(expr, names)
         if not _has_term(value):
-            raise mistake("bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}")
+            raise mistake(
+                "bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}"
+            )
         return value
 
     def _part(self, expr: ast.Expr, names: Names) -> Expr:
@@ -209,8 +262,14 @@ class Loss:
             inner = self._part(expr.operand, names)
             return negate(inner, expr.span) if inner.kind == "number" else Expr("neg", args=(inner,), span=expr.span)
         if not isinstance(expr, ast.Binary):
-            if isinstance(expr, ast.NameExpr) and expr.text not in names.params and ("loss", expr.text) in self.caller.library:
-                raise mistake("bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
+            if (
+                isinstance(expr, ast.NameExpr)
+                and expr.text not in names.params
+                and ("loss", expr.text) in self.caller.library
+            ):
+                raise mistake(
+                    "bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`"
+                )
             if isinstance(expr, ast.NameExpr) and names.others.get(expr.text) == "state":
                 if expr.text in self.caller.states:
                     return Expr("state", expr.text, span=expr.span)
@@ -235,7 +294,9 @@ class Loss:
         if expr.op == "/" and right.kind == "number":
             return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
         if expr.op not in ("+", "-", "*"):
-            raise mistake("bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span)
+            raise mistake(
+                "bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span
+            )
         terms = _has_term(left), _has_term(right)
         if expr.op != "*" and terms[0] != terms[1]:
             alone = right if terms[0] else left
@@ -266,7 +327,9 @@ class Optimizer:
         if given["lr"].kind == "call" and "warmup" in given:
             name = str(given["lr"].value).rpartition(":")[2]
             help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
-            raise mistake("bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help)
+            raise mistake(
+                "bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help
+            )
         try:
             algorithms.optimizer(call)
         except ValueError as error:  # options that do not go together
@@ -276,7 +339,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Rate:
-    """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package or of a file."""
+    """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package
+    or of a file."""
 
     caller: Caller
 
@@ -295,7 +359,7 @@ class Rate:
                     raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
             return call
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
-            return Number(0).fit(key, evaluate(expr, names), origin(expr, names))
+            return fit(Number(0), key, evaluate(expr, names), origin(expr, names))
         if expr.text in caller.states:
             return Expr("state", expr.text, span=expr.span)
         if ("schedule", expr.text) in caller.library:
@@ -306,22 +370,31 @@ class Rate:
         if expr.text in names.others:
             what = f"{key} takes a number, a state or a schedule, and `{expr.text}` is a {names.others[expr.text]}"
             raise mistake("bad-value", what, expr.span)
-        raise mistake("unknown-name", f"nothing is called `{expr.text}`", expr.span, nearest(expr.text, (*names.params, *caller.states)))
+        raise mistake(
+            "unknown-name",
+            f"nothing is called `{expr.text}`",
+            expr.span,
+            nearest(expr.text, (*names.params, *caller.states)),
+        )
 
     def _bound(self, call: Expr) -> Expr:
-        """The call of a schedule, whose parameters are what it is filled with, options, and states that the update reads."""
+        """The call of a schedule, whose parameters are what it is filled with, options, and states that the update
+        reads."""
         caller, name = self.caller, str(call.value)
         signature = (caller.used if ("schedule", name) in caller.used else caller.library)["schedule", name][0]
         binds = {p: call.columns().get(p, p) for p in signature.columns}
         for parameter, state in binds.items():
             if state not in caller.states and parameter not in signature.optional:
-                what = f"`{signature.name}` needs `{parameter}`, which is neither `step` nor `last` nor a state that `{caller.node}` reads"
+                what = (
+                    f"`{signature.name}` needs `{parameter}`, which is neither `step` nor `last` nor a state that "
+                    f"`{caller.node}` reads"
+                )
                 help = f"read it, or make it an option: `def {signature.name}(step, *, {parameter})`"
                 raise mistake("term-column", what, call.span, help)
         return call
 
 
-def _find(library: Library, kind: Kind, name: ast.Name) -> Signature:
+def _find(library: Library, kind: CallKind, name: ast.Name) -> Signature:
     if (kind, name.text) in library:
         return library[kind, name.text][0]
     other = next((k for k in PLACES if (k, name.text) in library), None)

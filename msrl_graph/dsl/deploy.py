@@ -1,7 +1,7 @@
-"""`cluster` and `deploy` to Cluster and Deploy.
+"""`deploy` to Deploy.
 
-Invariant: every statement of a deploy is either in the result or told; nothing of it changes what the algorithm computes, except params,
-models and data.
+Invariant: every statement of a deploy is either in the result or told; nothing of it changes what the algorithm
+computes, except params, models and data.
 """
 
 from __future__ import annotations
@@ -14,55 +14,34 @@ from ..backends.spec import EngineSpec
 from ..diagnostics import Span, nearest
 from ..files.paths import hub_name, is_file
 from ..hardware import calibration
-from ..hardware.cluster import DEVICES, NETWORK, Cluster, Figure
+from ..hardware.cluster import NETWORK, Cluster
+from ..ir.attributes import SampleEdge, Update
 from ..ir.graph import ELEMENTS, KINDS, Expr, Graph
-from ..ir.plan import Data, Deploy, DockOptions, EngineChoice, Evaluation, ReshardOptions, Run, reported
+from ..ir.kinds import String, ValueKind
+from ..ir.options import (
+    DockOptions,
+    EngineOptions,
+    EvaluateOptions,
+    LayoutOptions,
+    ModelOptions,
+    ReshardOptions,
+    Run,
+)
+from ..ir.plan import Data, Deploy, EngineChoice, Evaluation, reported
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import ast
 from .algorithm import unknown_node
-from .attributes import COUNT, TABLE, Number, String, Type, Words, read
+from .attributes import read
 from .expressions import TOLD, Names, Problems, mistake
 from .place import lower_pools
 
 LoadModel = Callable[[str, Path, str | None, Span], Model]
 
 
-def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
-    """The cluster, its device's figures overridden where the file states them."""
-    attributes = read(cluster.attrs, "cluster", TABLE["cluster"], Names({}), problems)
-    if "device" not in attributes:
-        if not any(a.key.text in ("device", "devices") for a in cluster.attrs):  # told as misspelt
-            help = 'add `device = "cpu"`; devices are ' + ", ".join(f"`{d}`" for d in sorted(DEVICES))
-            problems.tell("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
-        return None
-    named = attributes["device"]
-    if named.value not in DEVICES:
-        problems.tell("unknown-device", f"no device is called `{named.value}`", named.span, nearest(str(named.value), DEVICES))
-        return None
-    stated = {k: Figure(float(e.value), "stated", "the program") for k, e in attributes.items() if isinstance(e.value, int | float)}
-    device = DEVICES[str(named.value)]
-    if device.name == "here":
-        peaks = device.peaks
-        device, told = calibration.here(device.name, _int(attributes, "devices_per_node", 1), named.span)
-        # What was measured is reached; what is stated in its place is what it was before.
-        device = replace(device, peaks=tuple(p for p in peaks if p in device.peaks or p in stated))
-        problems.found += told
-    flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
-    figures = {k: f for k, f in stated.items() if hasattr(device, k)}
-    curves = {k: c for k, c in device.curves.items() if k not in stated and f"flops_{k}" not in stated}
-    return Cluster(
-        name=cluster.name.text,
-        device=replace(device, flops=flops, curves=curves, **figures),  # type: ignore[arg-type]
-        nodes=_int(attributes, "nodes", 1),
-        devices_per_node=_int(attributes, "devices_per_node", 1),
-        network=stated.get("network", NETWORK),
-        span=cluster.span,
-    )
-
-
 def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[Cluster, Deploy]:
-    """What a program without a deploy gets when the command line names a model: the machine at hand, that model for every worker."""
+    """What a program without a deploy gets when the command line names a model: the machine at hand, that model for
+    every worker."""
     cluster = Cluster("here", calibration.here("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
     models = {w.model: model for w in graph.workers if w.model}
@@ -117,7 +96,9 @@ class _Deploy:
         span = self.deploy.head
         if model is not None:
             with self.problems.catching():
-                self.models = dict.fromkeys(self.needed, self.load_model(model, self.folder(span), None, Span("", 0, 0, 0, 0)))
+                self.models = dict.fromkeys(
+                    self.needed, self.load_model(model, self.folder(span), None, Span("", 0, 0, 0, 0))
+                )
         for name in sorted(self.needed - self.models.keys()):
             if f"model {name}" not in self.stated and not self.misnamed:
                 users = ", ".join(f"`{w.name}`" for w in self.graph.workers if w.model == name)
@@ -134,16 +115,32 @@ class _Deploy:
         self._warn_of_idle_updates()
         name = self.deploy.name.text
         evaluations = tuple(self.evaluations.values())
-        lowered = Deploy(name, self.models, self.data, self.layouts, self.chosen, self.dock, self.reshard, evaluations, self.run, span)
+        lowered = Deploy(
+            name,
+            self.models,
+            self.data,
+            self.layouts,
+            self.chosen,
+            self.dock,
+            self.reshard,
+            evaluations,
+            self.run,
+            span,
+        )
         return lowered, self.graph
 
     def _warn_of_idle_updates(self) -> None:
-        """Updates that begin when the run has ended. A run of one iteration, which none states, is there to be planned."""
+        """Updates that begin when the run has ended. A run of one iteration, which none states, is there to be
+        planned."""
         for node in self.graph.verb("update"):
-            if (after := int(node.number("after", 0))) >= self.run.iterations > 1:
-                message = f"`{node.name}` takes no step: it runs after {after:,} iterations, and the run has {self.run.iterations:,}"
-                at, help = node.attributes["after"].span, "let it begin earlier, or run for longer"
-                self.problems.tell("bad-value", message, at if at.line else node.span, help, "warning")
+            after = Update.of(node).after
+            if after >= self.run.iterations > 1:
+                message = (
+                    f"`{node.name}` takes no step: it runs after {after:,} iterations, and the run has "
+                    f"{self.run.iterations:,}"
+                )
+                help = "let it begin earlier, or run for longer"
+                self.problems.tell("bad-value", message, node.at("after"), help, "warning")
 
     def _statement(self, statement: ast.DeployStatement, model: str | None) -> None:
         match statement:
@@ -164,12 +161,14 @@ class _Deploy:
 
     def _once(self, what: str, span: Span) -> None:
         if what in self.stated:
-            raise mistake("duplicate-name", f"`{what}` is stated twice", span, related=((self.stated[what], "stated here first"),))
+            raise mistake(
+                "duplicate-name", f"`{what}` is stated twice", span, related=((self.stated[what], "stated here first"),)
+            )
         self.stated[what] = span
 
-    def _read(self, attrs: tuple[ast.Attr, ...], statement: str, types: Mapping[str, Type] | None = None) -> dict[str, Expr]:
+    def _read(self, attrs: tuple[ast.Attr, ...], statement: str, kinds: Mapping[str, ValueKind]) -> dict[str, Expr]:
         params = {k: _constant(v) for k, v in self.graph.params.items()}
-        return read(attrs, statement, TABLE[statement] if types is None else types, Names(params), self.problems)
+        return read(attrs, statement, kinds, Names(params), self.problems)
 
     def _model(self, statement: ast.Model, model: str | None) -> None:
         name = statement.name
@@ -177,33 +176,38 @@ class _Deploy:
             self.misnamed = True
             if any(w.kind != "function" and w.kind not in KINDS for w in self.graph.workers):
                 raise TOLD
-            raise mistake("unknown-name", f"no worker has the model `{name.text}`", name.span, nearest(name.text, self.needed))
-        self._once(f"model {name.text}", name.span)
-        dtype = self._read(statement.attrs, "model").get("dtype")
-        if model is None:
-            target = str(statement.target.value)
-            self.models[name.text] = self.load_model(
-                target, self.folder(statement.target.span), None if dtype is None else str(dtype.value), statement.target.span
+            raise mistake(
+                "unknown-name", f"no worker has the model `{name.text}`", name.span, nearest(name.text, self.needed)
             )
+        self._once(f"model {name.text}", name.span)
+        said = ModelOptions.of_stated(self._read(statement.attrs, "model", ModelOptions.kinds()))
+        if model is None:
+            target, span = str(statement.target.value), statement.target.span
+            self.models[name.text] = self.load_model(target, self.folder(span), said.dtype, span)
 
     def _data(self, statement: ast.Data) -> None:
         name, target = statement.name.text, str(statement.target.value)
         self._once(f"data {name}", statement.name.span)
         source = self.graph.node("source")
-        types = dict.fromkeys(source.writes, String())
+        kinds: dict[str, ValueKind] = dict.fromkeys(source.writes, String())
         for attr in statement.attrs:
-            if attr.key.text not in types:
+            if attr.key.text not in kinds:
                 message = f"the source writes no column `{attr.key.text}`"
-                self.problems.tell("unknown-column", message, attr.key.span, nearest(attr.key.text, types))
+                self.problems.tell("unknown-column", message, attr.key.span, nearest(attr.key.text, kinds))
         fields = {c: c for c in source.writes}
-        known = tuple(a for a in statement.attrs if a.key.text in types)
-        stated = self._read(known, "data", types)
+        known = tuple(a for a in statement.attrs if a.key.text in kinds)
+        stated = self._read(known, "data", kinds)
         fields |= {k: str(v.value) for k, v in stated.items()}
         span = statement.target.span
         if hub := hub_name(target):
             made = f"{hub.rsplit('/', 1)[-1]}.jsonl"
-            help = f'write a file of it: `datasets.load_dataset("{hub}", split="train").to_json("{made}")`, and name that: `"{made}"`'
-            message = f"`{target}` is no file: it looks like the name of data on the Hugging Face Hub, which is not read"
+            help = (
+                f'write a file of it: `datasets.load_dataset("{hub}", split="train").to_json("{made}")`, and name '
+                f'that: `"{made}"`'
+            )
+            message = (
+                f"`{target}` is no file: it looks like the name of data on the Hugging Face Hub, which is not read"
+            )
             raise mistake("bad-value", message, span, help)
         if not target.endswith((".jsonl", ".parquet")):
             raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
@@ -224,37 +228,43 @@ class _Deploy:
                     raise TOLD
                 node = self.graph.node(ref.text)
                 if node.verb == "source" or self.graph.worker(node.worker).kind == "function":
-                    raise mistake("bad-value", f"`{ref.text}` runs on the hosts' CPUs, so it has no {what}", ref.span, "leave it out")
+                    raise mistake(
+                        "bad-value",
+                        f"`{ref.text}` runs on the hosts' CPUs, so it has no {what}",
+                        ref.span,
+                        "leave it out",
+                    )
                 self._once(f"{what} {ref.text}", ref.span)
                 found.append(ref.text)
         return found
 
     def _layout(self, statement: ast.Layout) -> None:
         nodes = self._refs(statement.nodes, "layout")
-        attributes = self._read(statement.attrs, "layout")
-        sizes = {k: _int(attributes, k, 1) for k in ("tp", "cp", "pp", "ep", "etp", "vpp", "zero")}
-        stages = tuple(int(a.value) for a in attributes["stages"].args if isinstance(a.value, int)) if "stages" in attributes else ()
-        if stages and len(stages) != sizes["pp"] * sizes["vpp"]:
-            message = f"`stages` names {len(stages)} stages, and pp x vpp is {sizes['pp'] * sizes['vpp']}"
+        attributes = self._read(statement.attrs, "layout", LayoutOptions.kinds())
+        said = LayoutOptions.of_stated(attributes)
+        if said.stages and len(said.stages) != said.pp * said.vpp:
+            message = f"`stages` names {len(said.stages)} stages, and pp x vpp is {said.pp * said.vpp}"
             raise mistake("bad-layout", message, attributes["stages"].span)
-        cp_kind = str(attributes["cp_kind"].value) if "cp_kind" in attributes else "ring"
-        # dp 0: left to the placement.
-        layout = Layout(**sizes, dp=_int(attributes, "dp", 0), stages=stages, cp_kind=cp_kind, span=statement.span)
+        layout = Layout(**vars(said), span=statement.span)
         self.layouts |= dict.fromkeys(nodes, layout)
 
     def _engine(self, statement: ast.Engine) -> None:
         nodes = self._refs(statement.nodes, "engine")
         name = statement.name.text
         if name not in self.engines:
-            raise mistake("unknown-engine", f"no engine is called `{name}`", statement.name.span, nearest(name, self.engines))
+            raise mistake(
+                "unknown-engine", f"no engine is called `{name}`", statement.name.span, nearest(name, self.engines)
+            )
         spec = self.engines[name]
         for ref in statement.nodes:
             if ref.text in nodes and (verb := self.graph.node(ref.text).verb) not in spec.verbs:
                 can = [n for n, s in sorted(self.engines.items()) if verb in s.verbs]
                 message = f"the engine `{name}` cannot {verb}"
-                self.problems.tell("bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else "")
-        types = {k: option_type(v) for k, v in spec.options.items()}
-        values = self._read(statement.attrs, f"engine … = {name}", types)
+                self.problems.tell(
+                    "bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else ""
+                )
+        kinds = {k: kind for k, kind in EngineOptions.kinds().items() if k in spec.options}
+        values = self._read(statement.attrs, f"engine … = {name}", kinds)
         if "offload" in values:
             self._offload(nodes, values["offload"])
         choice = EngineChoice(name, {k: e.value for k, e in values.items()}, span=statement.span)
@@ -266,7 +276,8 @@ class _Deploy:
             trained = any(n.worker == self.graph.node(node).worker for n in self.graph.verb("update"))
             if stated.value == "weights" and trained:
                 message = (
-                    f"the weights of `{node}` are trained: they leave the devices for a generation by themselves, by the swap of resharding"
+                    f"the weights of `{node}` are trained: they leave the devices for a generation by "
+                    "themselves, by the swap of resharding"
                 )
             elif stated.value == "optimizer" and not trained:
                 message = f"`{node}` has no optimizer"
@@ -279,30 +290,41 @@ class _Deploy:
 
     def _options(self, statement: ast.Options) -> None:
         self._once(statement.kind, statement.span)
-        attributes = self._read(statement.attrs, statement.kind)
-        values = {k: e.value for k, e in attributes.items()}
-        span = statement.span
-        if statement.kind == "dock" and values.get("mode") == "central" and values.get("replicas", 1) != 1:
-            where = attributes["replicas"].span
-            raise mistake("bad-value", "a central dock has one warehouse", where, "leave `replicas` out, or `mode = central`")
-        if statement.kind == "dock":
-            kinds = {"deadline": float, "imbalance": float, "capacity": int}
-            self.dock = replace(self.dock, span=span, **{k: kinds[k](v) if k in kinds else v for k, v in values.items()})  # type: ignore
-        elif statement.kind == "reshard":
-            self.reshard = replace(self.reshard, span=span, **{k: int(v) if k == "bucket" else v for k, v in values.items()})  # type: ignore
-        else:
-            if values.get("resume"):
-                values["resume"] = str(self.folder(attributes["resume"].span) / str(values["resume"]))
-            self.run = replace(self.run, span=span, **values)  # type: ignore[arg-type]
+        match statement.kind:
+            case "dock":
+                attributes = self._read(statement.attrs, "dock", DockOptions.kinds())
+                self.dock = replace(DockOptions.of_stated(attributes), span=statement.span)
+                if self.dock.mode == "central" and self.dock.replicas != 1:
+                    where = attributes["replicas"].span
+                    raise mistake(
+                        "bad-value",
+                        "a central dock has one warehouse",
+                        where,
+                        "leave `replicas` out, or `mode = central`",
+                    )
+            case "reshard":
+                attributes = self._read(statement.attrs, "reshard", ReshardOptions.kinds())
+                self.reshard = replace(ReshardOptions.of_stated(attributes), span=statement.span)
+            case _:
+                attributes = self._read(statement.attrs, "run", Run.kinds())
+                run = replace(Run.of_stated(attributes), span=statement.span)
+                resume = str(self.folder(attributes["resume"].span) / run.resume) if run.resume else ""
+                self.run = replace(run, resume=resume)
 
     def _evaluate(self, statement: ast.Evaluate) -> None:
         name = statement.data.text
         self._once(f"evaluate {name}", statement.data.span)
         if name == "train":
-            # The plan's streams and a run's records are named by what they are for: `train`, or the data of an evaluation.
-            raise mistake("duplicate-name", "`train` is the name of the training itself", statement.data.span, "give the data another name")
-        attributes = self._read(statement.attrs, "evaluate")
-        report: list[str] = []
+            # The plan's streams and a run's records are named by what they are for: `train`, or the data of an
+            # evaluation.
+            raise mistake(
+                "duplicate-name",
+                "`train` is the name of the training itself",
+                statement.data.span,
+                "give the data another name",
+            )
+        attributes = self._read(statement.attrs, "evaluate", EvaluateOptions.kinds())
+        said = EvaluateOptions.of_stated(attributes)
         written = {c for n in self.graph.nodes for c in n.writes}
         value = attributes.get("report")
         for word in (value.args if value.kind == "list" else (value,)) if value else ():
@@ -310,20 +332,15 @@ class _Deploy:
                 message = f"no node writes a column `{word.value}`"
                 self.problems.tell("unknown-column", message, word.span, nearest(str(word.value), written))
             elif what := self._unreported(str(word.value)):
-                help = f"report a column such as {self._reportable()}, an f32 scalar that a function or a reward model writes"
+                help = (
+                    f"report a column such as {self._reportable()}, an f32 scalar that a function or a reward "
+                    "model writes"
+                )
                 self.problems.tell("bad-value", f"`{word.value}` cannot be reported: it is {what}", word.span, help)
-            report.append(str(word.value))
         if not any(a.key.text == "report" for a in statement.attrs):
-            raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, "add `report = reward`")
-        self.evaluations[name] = Evaluation(
-            data=name,
-            every=_int(attributes, "every", 0),
-            report=tuple(report),
-            samples=_int(attributes, "samples", 0),
-            temperature=float(attributes["temperature"].value or 0) if "temperature" in attributes else None,
-            label=str(attributes["label"].value) if "label" in attributes else "",
-            span=statement.data.span,
-        )
+            help = f"add `report = {EvaluateOptions.declared()['report'].must}`"
+            raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, help)
+        self.evaluations[name] = Evaluation(name, **vars(said), span=statement.data.span)
 
     def _unreported(self, column: str) -> str:
         """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
@@ -340,8 +357,10 @@ class _Deploy:
 
     def _edge(self, statement: ast.Edge) -> None:
         if statement.kind == "reshard":
-            raise mistake("bad-value", "a deploy changes no resharding edge", statement.span, "state it in the algorithm")
-        attributes = self._read(statement.attrs, "sample edge")
+            raise mistake(
+                "bad-value", "a deploy changes no resharding edge", statement.span, "state it in the algorithm"
+            )
+        attributes = self._read(statement.attrs, "sample edge", SampleEdge.kinds())
         edges = {(e.src, e.dst): i for i, e in enumerate(self.graph.edges) if e.kind == "sample"}
         changed = list(self.graph.edges)
         for sources, targets in zip(statement.groups[:-1], statement.groups[1:], strict=True):
@@ -355,24 +374,17 @@ class _Deploy:
                             raise TOLD
                         if (src.text, dst.text) not in edges:
                             message = f"the algorithm has no edge `{src.text} -> {dst.text}`"
-                            raise mistake("unknown-name", message, src.span.to(dst.span), "a deploy changes how rows move, not where to")
+                            raise mistake(
+                                "unknown-name",
+                                message,
+                                src.span.to(dst.span),
+                                "a deploy changes how rows move, not where to",
+                            )
                         at = edges[src.text, dst.text]
                         changed[at] = replace(changed[at], attributes={**changed[at].attributes, **attributes})
         self.graph = replace(self.graph, edges=tuple(changed))
 
 
-def _int(attributes: Mapping[str, Expr], key: str, default: int) -> int:
-    value = attributes[key].value if key in attributes else default
-    assert isinstance(value, int)
-    return value
-
-
 def _constant(value: object) -> Expr:
     kind = "bool" if isinstance(value, bool) else "string" if isinstance(value, str) else "number"
     return Expr(kind, value)  # type: ignore[arg-type]
-
-
-def option_type(kind: str | tuple[str, ...]) -> Type:
-    if isinstance(kind, tuple):
-        return Words(kind)
-    return COUNT if kind == "int" else Number(0, 1, above=True)

@@ -1,7 +1,8 @@
 """`extends`, patches and `drop`: an algorithm that changes another one, to one that stands for itself.
 
-Invariant: the result has neither base, patch nor drop, and lowers as if it had been written out. Statements keep their spans, so that
-what is wrong is told where it was written. What an algorithm declares twice itself stays there twice, for lowering to tell.
+Invariant: the result has neither base, patch nor drop, and lowers as if it had been written out. Statements keep their
+spans, so that what is wrong is told where it was written. What an algorithm declares twice itself stays there twice,
+for lowering to tell.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ def derive(
     broken: bool = False,
     dropped: dict[str, Dropped] | None = None,
 ) -> ast.Algorithm | None:
-    """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import failed. None where
-    what it extends cannot be had. What is dropped on the way, and stays so, is added to `dropped`."""
+    """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import
+    failed. None where what it extends cannot be had. What is dropped on the way, and stays so, is added to
+    `dropped`."""
     line = lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
         return None
@@ -47,9 +49,11 @@ def derive(
     return replace(algorithm, extends=None, body=tuple(written.statements()))
 
 
-def lineage(part: T, known: Mapping[str, T], what: str, problems: Problems, broken: bool, others: str = "") -> list[T] | None:
-    """An algorithm or a deploy, and all that it extends, the next one first; None where that cannot be had. `others` is the help where a
-    base is none of those that are `known`."""
+def lineage(
+    part: T, known: Mapping[str, T], what: str, problems: Problems, broken: bool, others: str = ""
+) -> list[T] | None:
+    """An algorithm or a deploy, and all that it extends, the next one first; None where that cannot be had. `others` is
+    the help where a base is none of those that are `known`."""
     line: list[T] = [part]
     seen = {id(part)}
     while (base := line[-1].extends) is not None:
@@ -73,9 +77,11 @@ def lineage(part: T, known: Mapping[str, T], what: str, problems: Problems, brok
     return line
 
 
-def _regrouped(node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems) -> None:
-    """Tells of a node that takes the place of one that was handed groups, states no `per`, and calls a function of a user's file, which
-    says nothing of its scope: it would get single rows."""
+def _regrouped(
+    node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems
+) -> None:
+    """Tells of a node that takes the place of one that was handed groups, states no `per`, and calls a function of a
+    user's file, which says nothing of its scope: it would get single rows."""
     if node.reads is None or not isinstance(old, ast.Node) or any(a.key.text == "per" for a in node.attrs):
         return
     per = next((a.value for a in old.attrs if a.key.text == "per"), None)
@@ -84,7 +90,9 @@ def _regrouped(node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: as
         return
     base = f" in `{algorithm.extends.text}`" if algorithm.extends else ""
     message = f"`{node_name(node)}` had `per = {per.text}`{base}; this one states none, so it gets single rows"
-    problems.tell("bad-scope", message, node.head, f"add `per = {per.text}`; or `per = row`, if single rows are meant", "warning")
+    problems.tell(
+        "bad-scope", message, node.head, f"add `per = {per.text}`; or `per = row`, if single rows are meant", "warning"
+    )
 
 
 def _of_file(call: ast.Expr) -> bool:
@@ -151,7 +159,9 @@ class _Written:
         if not isinstance(old, ast.Node):
             nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
             help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
-            raise mistake("unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", node.title, help)
+            raise mistake(
+                "unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", node.title, help
+            )
         new = {a.key.text: a for a in node.attrs}
         kept = [new.pop(a.key.text, a) for a in old.attrs]
         # What is stated twice in one patch is told as in any statement.
@@ -164,20 +174,26 @@ class _Written:
     def _drop(self, ref: ast.Ref) -> None:
         node, name = ("node", ref.text), ("name", ref.text)
         if ref.text == "source":
-            raise mistake("bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place")
+            raise mistake(
+                "bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place"
+            )
         if node in self.declared:
             self._drop_nodes({ref.text}, ref)
         elif name in self.declared:
             gone = self.declared.pop(name)
             if isinstance(gone, ast.Worker):
-                nodes = {key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text}
+                nodes = {
+                    key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text
+                }
                 self._drop_nodes(nodes, ref)
             elif isinstance(gone, (ast.Columns, ast.State)):
                 self._drop_from_lists(ref.text)
         else:
             what = "node" if "." in ref.text else "param, column, state, worker or node"
             help = nearest(ref.text, [key[1] for key in self.declared if key[1] != "source"])
-            raise mistake("unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help)
+            raise mistake(
+                "unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help
+            )
         self.dropped[ref.text] = Dropped(ref.span)
 
     def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
@@ -185,7 +201,9 @@ class _Written:
             gone = self.declared.pop(("node", name))
             assert isinstance(gone, ast.Node)
             # Of what is dropped itself that is the cause.
-            self.dropped |= {column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared}
+            self.dropped |= {
+                column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared
+            }
         self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
 
     def _drop_from_lists(self, name: str) -> None:

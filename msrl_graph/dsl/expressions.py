@@ -1,7 +1,8 @@
 """Expressions of the syntax tree to values: params substituted, arithmetic done, units kept.
 
-Invariant: `evaluate` gives an Expr without params (number, bool, string, quantity or list of them) whose numbers are finite, or raises
-a Fault. A Fault without diagnostics means that the mistake was told where it was made, so that no second one follows from it.
+Invariant: `evaluate` gives an Expr without params (number, bool, string, quantity or list of them) whose numbers are
+finite, or raises a Fault. A Fault without diagnostics means that the mistake was told where it was made, so that no
+second one follows from it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Self
 
 from ..diagnostics import Diagnostic, Fault, Severity, Span, nearest
 from ..ir.graph import Expr
+from ..ir.kinds import UNIT_NAMES
 from . import ast
 
 PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -37,14 +39,6 @@ ARITHMETIC: dict[str, Callable[[float, float], float]] = {
 }
 RATED = {p + base for p in (*PREFIXES, *BINARY) for base in ("B", "FLOP")}
 SECOND = ("s", "sec", "secs", "second", "seconds")
-UNIT_NAMES = {
-    "": "a plain number",
-    "B": "bytes",
-    "B/s": "bytes a second",
-    "FLOP": "FLOP",
-    "FLOP/s": "FLOP a second",
-    "s": "a time",
-}
 # What has a unit when two values with units meet.
 PRODUCTS = {
     ("B", "/", "s"): "B/s",
@@ -88,7 +82,8 @@ def mistake(code: str, message: str, span: Span, help: str = "", related: tuple[
 
 @dataclass(frozen=True)
 class Names:
-    """What a bare word may mean: params with their values (None: its mistake was told already), and other names by what they are."""
+    """What a bare word may mean: params with their values (None: its mistake was told already), and other names by what
+    they are."""
 
     params: Mapping[str, Expr | None]
     others: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +119,12 @@ def evaluate(expr: ast.Expr, names: Names) -> Expr:
         help = help if help.startswith("did") else "comments begin with `#`"
         raise mistake("unknown-name", f"nothing is called `{right.text}`", right.span, help)
     left = evaluate(expr.left, names)
-    if isinstance(right, ast.NameExpr) and left.unit and expr.op == "/" and right.text not in (*names.params, *names.others):
+    if (
+        isinstance(right, ast.NameExpr)
+        and left.unit
+        and expr.op == "/"
+        and right.text not in (*names.params, *names.others)
+    ):
         help = "a rate has the unit `B/s` or `FLOP/s`, as in `300 MB/s`"
         if isinstance(expr.left, ast.Literal_) and expr.left.unit in RATED and right.text.lower() in SECOND:
             help = f"did you mean `{expr.left.unit}/s`?"

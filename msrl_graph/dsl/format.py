@@ -1,20 +1,24 @@
 """A program's text in its one canonical layout.
 
-Invariant: the layout depends on the program's tokens, its comments and the author's blank lines, on nothing else; so it is its own layout.
-The tree stays the same and every comment stays, in order: both are looked at before the text is given out.
+Invariant: the layout depends on the program's tokens, its comments and the author's blank lines, on nothing else; so it
+is its own layout. The tree stays the same and every comment stays, in order: both are looked at before the text is
+given out.
 
-- Two spaces an indentation, one statement, column or attribute a line, no line of code longer than `WIDTH` that can be broken. One blank
-  line at most, where the author had one or more between statements, columns, attributes or comments; none at the ends of a block.
-- Attributes stand on their statement's line, with commas, where all of it fits and there is neither a comment nor a blank line among them;
-  else one a line, without commas. Columns stand one a line, unless there is only one, without commas but for one that is needed. An
-  algorithm or a deploy is always open.
-- A run is what follows line by line, with no blank line or comment between. In a run of params, sets, attributes, engines, or models and
-  data, the `=` stand in one column; the `:` in one of columns, states or workers; and the `{` of attributes on the same line, in these
-  and in layouts and nodes without parentheses. A comma has a space behind it, a binary operator, `->`, `=>`, `=` and `:` one on each side.
-- A statement that is too long goes on four spaces further in: before an arrow, behind a comma, before an operator, whichever holds least
-  together, the last that fits.
-- A comment stands two spaces behind the code, in one column with those on the lines above and below, or on lines of its own. One in the
-  midst of a statement moves above it. White space at a comment's end goes, else its text is untouched, like strings' and numbers'.
+- Two spaces an indentation, one statement, column or attribute a line, no line of code longer than `WIDTH` that can be
+  broken. One blank line at most, where the author had one or more between statements, columns, attributes or comments;
+  none at the ends of a block.
+- Attributes stand on their statement's line, with commas, where all of it fits and there is neither a comment nor a
+  blank line among them; else one a line, without commas. Columns stand one a line, unless there is only one, without
+  commas but for one that is needed. An algorithm or a deploy is always open.
+- A run is what follows line by line, with no blank line or comment between. In a run of params, sets, attributes,
+  engines, or models and data, the `=` stand in one column; the `:` in one of columns, states or workers; and the `{` of
+  attributes on the same line, in these and in layouts and nodes without parentheses. A comma has a space behind it, a
+  binary operator, `->`, `=>`, `=` and `:` one on each side.
+- A statement that is too long goes on four spaces further in: before an arrow, behind a comma, before an operator,
+  whichever holds least together, the last that fits.
+- A comment stands two spaces behind the code, in one column with those on the lines above and below, or on lines of its
+  own. One in the midst of a statement moves above it. White space at a comment's end goes, else its text is untouched,
+  like strings' and numbers'.
 - Lines end with LF, the last one too; a byte order mark goes.
 """
 
@@ -84,7 +88,8 @@ class _Comment:
 
 @dataclass
 class _Piece:
-    """A token, the spaces before it, and what a line that is broken before it tears: the smaller the better, None for never."""
+    """A token, the spaces before it, and what a line that is broken before it tears: the smaller the better, None for
+    never."""
 
     text: str
     kind: str
@@ -137,7 +142,8 @@ class _Reader:
     def __init__(self, text: str, file: str) -> None:
         self.tree = parse_tokens(text, file)
         self.gaps: dict[int, tuple[list[_Comment], bool]] = {}
-        """By where a token begins: the comments before it, and whether a blank line stands between the last of them and the token."""
+        """By where a token begins: the comments before it, and whether a blank line stands between the last of them and
+        the token."""
         end = 0
         for token in _leaves(self.tree.children):
             self.gaps[token.start_pos] = _gap(text, end, token.start_pos)
@@ -253,7 +259,9 @@ def _pieces(tokens: list[Token], rule: str) -> list[_Piece]:
         )
         # Behind a comma, not before it; `<=` behind a bracket or comma is no operator.
         loose = "COMMA" if before == "COMMA" else "" if before in OPENING or kind == "COMMA" else kind
-        pieces.append(_Piece(str(token), kind, 0 if tight else 1, (depth, LOOSE.index(loose)) if loose in LOOSE else None))
+        pieces.append(
+            _Piece(str(token), kind, 0 if tight else 1, (depth, LOOSE.index(loose)) if loose in LOOSE else None)
+        )
         depth += kind in OPENING
         before = kind
     return pieces
@@ -305,7 +313,12 @@ def _runs(parts: list[_Part]) -> list[list[_Part]]:
 def _align(run: list[_Part]) -> None:
     """Gives the run's `=` or `:` one column."""
     kind = ALIGNED.get(run[0].rule, ("", ""))[1]
-    found = [(p.head[at], _text(p.head[:at])) for p in run for at in [next((i for i, x in enumerate(p.head) if x.kind == kind), 0)] if at]
+    found = [
+        (p.head[at], _text(p.head[:at]))
+        for p in run
+        for at in [next((i for i, x in enumerate(p.head) if x.kind == kind), 0)]
+        if at
+    ]
     short = [(piece, lead) for piece, lead in found if len(lead) <= LONG]
     width = max((len(lead) for _, lead in short), default=0)
     for piece, lead in short:
@@ -330,7 +343,8 @@ def _text(pieces: list[_Piece]) -> str:
 
 
 def _wrapped(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
-    """The code in lines that fit behind `indent` columns, with room for `tail` more behind the last; FURTHER leads all but the first."""
+    """The code in lines that fit behind `indent` columns, with room for `tail` more behind the last; FURTHER leads all
+    but the first."""
     lines = list[str]()
     lead = ""
     while (at := _break(pieces, WIDTH - indent - len(lead), tail)) is not None:

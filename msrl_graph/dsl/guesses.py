@@ -20,7 +20,10 @@ _CALLED: dict[str, dict[str, tuple[str, ...]]] = {
         "ep": ("expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
         "vpp": ("virtual_pipeline", "virtual_pipeline_model_parallel_size", "interleave"),
     },
-    "cluster": {"devices_per_node": ("gpus", "num_gpus", "gpus_per_node", "n_gpus_per_node"), "memory": ("vram", "hbm")},
+    "cluster": {
+        "devices_per_node": ("gpus", "num_gpus", "gpus_per_node", "n_gpus_per_node"),
+        "memory": ("vram", "hbm"),
+    },
     "generate": {
         "samples": ("n", "group", "num_return_sequences", "num_generations"),
         "max_tokens": ("max_new_tokens",),
@@ -36,7 +39,9 @@ _OTHER: dict[str, dict[str, str]] = {
         **dict.fromkeys(("world_size", "devices", "gpus"), _ALL),
     },
     "update": {
-        **dict.fromkeys(("lr", "learning_rate", "weight_decay", "warmup"), "the optimizer has it: `optimizer = adamw(lr = 1e-6)`"),
+        **dict.fromkeys(
+            ("lr", "learning_rate", "weight_decay", "warmup"), "the optimizer has it: `optimizer = adamw(lr = 1e-6)`"
+        ),
         **dict.fromkeys(("kl_coef", "kl_loss_coef", "beta", "clip_ratio", "eps", "clip_range", "entropy_coef"), _LOSS),
     },
 }

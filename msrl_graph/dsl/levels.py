@@ -1,8 +1,8 @@
 """Levels: which rows each column has a value in.
 
-Invariant: the source's rows are level 0; each generation makes a level under that of the rows it generates from, `samples` rows for each;
-all else stays on the deepest level that it reads, but for columns whose type says `per`. Levels form a tree: checks/levels.py tells of
-what reads from two branches.
+Invariant: the source's rows are level 0; each generation makes a level under that of the rows it generates from,
+`samples` rows for each; all else stays on the deepest level that it reads, but for columns whose type says `per`.
+Levels form a tree: checks/levels.py tells of what reads from two branches.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..ir.attributes import Generate
 from ..ir.graph import Column, Node
 
 
@@ -28,7 +29,7 @@ class Levels:
         if node.verb == "generate":
             self.under.append(level)
             self.depths.append(self.depths[level] + 1)
-            self.rows.append(self.rows[level] * int(node.number("samples", 1)))
+            self.rows.append(self.rows[level] * Generate.of(node).samples)
             level = len(self.rows) - 1
         for column in node.writes:
             self.of.setdefault(column, level)

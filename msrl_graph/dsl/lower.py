@@ -18,7 +18,8 @@ from ..ir.plan import Deploy
 from . import ast
 from .algorithm import Lowering, lower_algorithm
 from .calls import Library
-from .deploy import LoadModel, bare_deploy, lower_cluster, lower_deploy
+from .cluster import lower_cluster
+from .deploy import LoadModel, bare_deploy, lower_deploy
 from .derive import derive
 from .dropped import Dropped, missed
 from .expressions import Problems, mistake
@@ -31,7 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Context:
-    """What lowering needs from outside: how files and models are found, what names the package knows, and the command line."""
+    """What lowering needs from outside: how files and models are found, what names the package knows, and the command
+    line."""
 
     load: Callable[[str, bool, Span], ast.File]  # an import's target, whether it is a file, and where it stands
     library: Library
@@ -109,7 +111,9 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         own = [i for i in file.items if isinstance(i, ast.Algorithm)]
         chosen = own[-1] if own else list(algorithms.values())[-1]
     elif not broken:
-        problems.tell("empty-file", "the file holds no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one")
+        problems.tell(
+            "empty-file", "the file holds no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one"
+        )
     lowering: Lowering | None = None
 
     def folder(span: Span) -> Path:
@@ -180,7 +184,12 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> Gathered:
                             seen[other.path] = False
                             add(other)
                         elif not seen[other.path]:
-                            raise mistake("cycle", f"`{item.target}` imports itself", item.span, "move what both need to a third file")
+                            raise mistake(
+                                "cycle",
+                                f"`{item.target}` imports itself",
+                                item.span,
+                                "move what both need to a third file",
+                            )
                     broken.extend(problems.found[whole:])
                 case ast.Deploy():
                     # Two of one name are told where one is chosen; of an import's and the file's own, its own is meant.
@@ -188,12 +197,18 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> Gathered:
                     if part is file:
                         deploys[item.name.text] = item
                 case ast.Algorithm() | ast.Cluster():
-                    known: dict[str, ast.Algorithm] | dict[str, ast.Cluster] = algorithms if isinstance(item, ast.Algorithm) else clusters
+                    known: dict[str, ast.Algorithm] | dict[str, ast.Cluster] = (
+                        algorithms if isinstance(item, ast.Algorithm) else clusters
+                    )
                     what = type(item).__name__.lower()
                     if item.name.text in known:
                         note = ((known[item.name.text].name.span, "the first one"),)
                         problems.found += mistake(
-                            "duplicate-name", f"a second {what} `{item.name.text}`", item.name.span, "give it another name", note
+                            "duplicate-name",
+                            f"a second {what} `{item.name.text}`",
+                            item.name.span,
+                            "give it another name",
+                            note,
                         ).diagnostics
                     else:
                         known[item.name.text] = item  # type: ignore[assignment]
@@ -211,7 +226,13 @@ def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
             name = item.name
             if name.text in deploys:
                 note = ((deploys[name.text].head, "the first one"),)
-                raise mistake("duplicate-name", f"a second deploy `{name.text}`", name.span, "name them: `deploy … on … as NAME`", note)
+                raise mistake(
+                    "duplicate-name",
+                    f"a second deploy `{name.text}`",
+                    name.span,
+                    "name them: `deploy … on … as NAME`",
+                    note,
+                )
             deploys[name.text] = item
     listed = ", ".join(f"`{n}`" for n in deploys)
     if context.deploy is not None:
@@ -221,7 +242,10 @@ def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
         return deploys[context.deploy]
     if len(deploys) > 1:
         raise mistake(
-            "no-deploy", f"the file has {len(deploys)} deploys, and none was chosen", NOWHERE, f"choose one with --deploy: {listed}"
+            "no-deploy",
+            f"the file has {len(deploys)} deploys, and none was chosen",
+            NOWHERE,
+            f"choose one with --deploy: {listed}",
         )
     return next(iter(deploys.values()), None)
 

@@ -1,7 +1,7 @@
 """The params of an algorithm and what overrides them.
 
-Invariant: a param has one value, whatever the order of declarations: the command line's, else the deploy's, else its own. One whose
-expression is wrong has None, so that nothing that uses it is blamed.
+Invariant: a param has one value, whatever the order of declarations: the command line's, else the deploy's, else its
+own. One whose expression is wrong has None, so that nothing that uses it is blamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ class Override:
 
 
 def evaluate_params(
-    algorithm: str, defaults: Mapping[str, ast.Expr], overrides: Sequence[Override], others: Mapping[str, str], problems: Problems
+    algorithm: str,
+    defaults: Mapping[str, ast.Expr],
+    overrides: Sequence[Override],
+    others: Mapping[str, str],
+    problems: Problems,
 ) -> dict[str, Expr | None]:
     """The values of the params, in the order of their declaration."""
     given: dict[str, ast.Expr] = {}
@@ -34,7 +38,10 @@ def evaluate_params(
         else:
             message = f"`{algorithm}` has no param `{override.name.text}`"
             problems.tell(
-                "unknown-name", message, override.name.span, nearest(override.name.text, defaults) or ("" if defaults else "it has none")
+                "unknown-name",
+                message,
+                override.name.span,
+                nearest(override.name.text, defaults) or ("" if defaults else "it has none"),
             )
     values: dict[str, Expr | None] = {}
     active: list[str] = []
@@ -56,7 +63,9 @@ def evaluate_params(
             default, *rest = (_plain(evaluate(expr, Names(values, others)), name) for expr in exprs)
             last = rest[0] if rest else default
             if last.kind != default.kind:
-                raise mistake("bad-value", f"the param `{name}` is a {default.kind}, and this is a {last.kind}", last.span)
+                raise mistake(
+                    "bad-value", f"the param `{name}` is a {default.kind}, and this is a {last.kind}", last.span
+                )
             value = last
         active.pop()
         values.setdefault(name, value)
@@ -99,5 +108,7 @@ def _plain(value: Expr, name: str) -> Expr:
     if value.kind == "quantity":
         raise mistake("bad-unit", f"the param `{name}` is a plain number, and this has a unit", value.span)
     if value.kind == "list":
-        raise mistake("bad-value", f"the param `{name}` is a number, a string, true or false, and this is a list", value.span)
+        raise mistake(
+            "bad-value", f"the param `{name}` is a number, a string, true or false, and this is a list", value.span
+        )
     return value

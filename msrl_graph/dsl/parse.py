@@ -1,6 +1,7 @@
 """Text to syntax tree.
 
-Invariant: any text whatever gives a tree or a Fault with one diagnostic, and every part of the tree has the span that it was read from.
+Invariant: any text whatever gives a tree or a Fault with one diagnostic, and every part of the tree has the span that
+it was read from.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def parse_undo(text: str, file: str) -> ast.Undo:
 
 
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
-    """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see `flag_text`)."""
+    """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see
+    `flag_text`)."""
     lead = f"{FLAG}{name}="
     file = lead + value
     # With blanks for what stands before it, the value's parts have their columns in the flag.
@@ -76,15 +78,16 @@ def flag_text(file: str) -> str | None:
 
 
 def parse_tokens(text: str, file: str) -> Tree[Token]:
-    """The program as the grammar's rules with every token: for what is about how it is written. Less is refused than by `parse`."""
+    """The program as the grammar's rules with every token: for what is about how it is written. Less is refused than by
+    `parse`."""
     tree: Tree[Token] = _tree(text, file, "start", True)
     return tree
 
 
 @cache
 def _parser(start: str, tokens: bool = False) -> Lark:
-    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each start. With `tokens`
-    its trees hold every token, and no places but theirs.
+    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each
+    start. With `tokens` its trees hold every token, and no places but theirs.
 
     One for each rule, since tables for all would be twice as long to load, and few programs need the second.
     A cache that is missing, torn, or of another version is built anew; one that cannot be written is done without.
@@ -176,7 +179,9 @@ class _Builder:
 
     def algorithm(self, tree: Any) -> ast.Algorithm:
         name, extends, *body = tree.children
-        return ast.Algorithm(self.name(name), self.maybe(extends), tuple(self.statement(s) for s in body), self.span(tree))
+        return ast.Algorithm(
+            self.name(name), self.maybe(extends), tuple(self.statement(s) for s in body), self.span(tree)
+        )
 
     def cluster(self, tree: Any) -> ast.Cluster:
         name, attrs = tree.children
@@ -210,10 +215,16 @@ class _Builder:
     def _source(self, _word: Token, count: Any, _arrow: Token, writes: Any, attrs: Any, span: Span) -> ast.Source:
         return ast.Source(self.expr(count), self.names(writes), self.attrs(attrs), span)
 
-    def _node(self, label: Token | None, worker: Token, verb: Token, signature: Any, attrs: Any, span: Span) -> ast.Node:
-        reads, writes = (None, ()) if signature is None else (self.names(signature.children[0]), self.names(signature.children[-1]))
+    def _node(
+        self, label: Token | None, worker: Token, verb: Token, signature: Any, attrs: Any, span: Span
+    ) -> ast.Node:
+        reads, writes = (
+            (None, ()) if signature is None else (self.names(signature.children[0]), self.names(signature.children[-1]))
+        )
         head = span.to(self.span(verb if signature is None else signature))
-        return ast.Node(self.maybe(label), self.name(worker), self.name(verb), reads, writes, self.attrs(attrs), span, head)
+        return ast.Node(
+            self.maybe(label), self.name(worker), self.name(verb), reads, writes, self.attrs(attrs), span, head
+        )
 
     def _drop(self, target: Any, span: Span) -> ast.Drop:
         return ast.Drop(self.statement(target) if target.data == "edge" else self.ref(target), span)

@@ -1,7 +1,8 @@
 """What to say of a text that does not follow the grammar.
 
-Invariant: one diagnostic, of the first place that cannot be right, in the user's words: what was found, and what could stand there.
-Runs only after the parser has given up, so it may be slow; it reads the text again by a scanner of its own that never fails.
+Invariant: one diagnostic, of the first place that cannot be right, in the user's words: what was found, and what could
+stand there. Runs only after the parser has given up, so it may be slow; it reads the text again by a scanner of its own
+that never fails.
 """
 
 from __future__ import annotations
@@ -138,10 +139,13 @@ def _character(text: str, here: _Piece) -> Diagnostic:
     if here.text == '"':
         line = text[here.start :].split("\n", 1)[0].rstrip("\r")
         end = Span(span.file, span.line, span.column, span.line, span.column + len(line))
-        return Diagnostic("syntax", "the string is not closed", end, 'a string ends with `"` on the line that it begins on')
-    help = {"'": 'strings stand between double quotes, `"…"`', ";": "a statement ends where the next one begins, without a sign"}.get(
-        here.text, ""
-    )
+        return Diagnostic(
+            "syntax", "the string is not closed", end, 'a string ends with `"` on the line that it begins on'
+        )
+    help = {
+        "'": 'strings stand between double quotes, `"…"`',
+        ";": "a statement ends where the next one begins, without a sign",
+    }.get(here.text, "")
     return Diagnostic("syntax", f"{_quote(here.text)} is no sign of the language", span, help)
 
 
@@ -189,19 +193,28 @@ def _unquoted(first: _Piece, name: str, ending: str = "") -> Diagnostic:
 
 
 def _frozen(before: list[_Piece]) -> Diagnostic | None:
-    """`worker NAME : KIND word`: the parser takes the word for the start of an edge, and stumbles on what follows it."""
+    """`worker NAME : KIND word`: the parser takes the word for the start of an edge, and stumbles on what follows
+    it."""
     if len(before) < 5:
         return None
     first, _, colon, kind, word = before[-5:]
     if first.text != "worker" or colon.text != ":" or word.kind != "name" or word.span.line != kind.span.line:
         return None
-    return Diagnostic("syntax", f"`{word.text}` cannot follow a worker's kind", word.span, nearest(word.text, ("frozen",)))
+    return Diagnostic(
+        "syntax", f"`{word.text}` cannot follow a worker's kind", word.span, nearest(word.text, ("frozen",))
+    )
 
 
 def _unit(before: list[_Piece], here: _Piece, text: str) -> Diagnostic | None:
     """A number and a word that is no unit: the parser stumbles on the word, or on what follows it."""
     row = [*before, here]
-    for number, word in ((row[-2], row[-1]),) if len(row) == 2 else tuple(zip(row[-3:-1], row[-2:], strict=True)) if len(row) > 2 else ():
+    for number, word in (
+        ((row[-2], row[-1]),)
+        if len(row) == 2
+        else tuple(zip(row[-3:-1], row[-2:], strict=True))
+        if len(row) > 2
+        else ()
+    ):
         between = text[number.start + len(number.text) : word.start]
         if number.kind == "number" and word.kind == "name" and not between.strip(" \t") and word.text not in RESERVED:
             if word.text in JOINING:
@@ -240,13 +253,23 @@ def unit_help(word: str) -> str:
 def _ends(here: _Piece, brackets: list[_Piece]) -> Diagnostic | None:
     if here.kind == "end" and brackets:
         closing = next(c for c, o in CLOSES.items() if o == brackets[-1].text)
-        return Diagnostic("syntax", f"this `{brackets[-1].text}` is never closed", brackets[-1].span, f"add `{closing}`")
+        return Diagnostic(
+            "syntax", f"this `{brackets[-1].text}` is never closed", brackets[-1].span, f"add `{closing}`"
+        )
     depth = sum(b.text == "{" for b in brackets)
-    if here.kind == "name" and depth and (here.text in ITEMS or (here.text in ALGORITHM and depth > 1 and brackets[-1].text == "{")):
+    if (
+        here.kind == "name"
+        and depth
+        and (here.text in ITEMS or (here.text in ALGORITHM and depth > 1 and brackets[-1].text == "{"))
+    ):
         opened = next(b for b in reversed(brackets) if b.text == "{")
         message = f"`{here.text}` cannot stand inside of {'a' if here.text in ITEMS else 'this'} block"
         return Diagnostic(
-            "syntax", message, here.span, "close the block with `}` first", related=((opened.span, "the block that is open"),)
+            "syntax",
+            message,
+            here.span,
+            "close the block with `}` first",
+            related=((opened.span, "the block that is open"),),
         )
     return None
 
@@ -258,13 +281,18 @@ def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Pi
         if here.text == "{" and not before:
             return Diagnostic("syntax", "this is a plan, not a program", here.span, "run it with `msrl-run`")
         if here.text in ("}", ")", "]"):
-            return Diagnostic("syntax", f"this `{here.text}` closes nothing", here.span, "remove it, or open its block before")
+            return Diagnostic(
+                "syntax", f"this `{here.text}` closes nothing", here.span, "remove it, or open its block before"
+            )
         if head and last and last.text != "}" and not _whole(before, head):
             return None
         if here.text in ALGORITHM or here.text in DEPLOY:
             owner = "algorithm NAME { … }" if here.text in ALGORITHM else "deploy ALGORITHM on CLUSTER { … }"
             return Diagnostic(
-                "syntax", f"`{here.text}` stands outside of a block", here.span, f"it belongs between the braces of `{owner}`"
+                "syntax",
+                f"`{here.text}` stands outside of a block",
+                here.span,
+                f"it belongs between the braces of `{owner}`",
             )
         if here.kind == "name":
             help = nearest(here.text, ITEMS)
@@ -275,10 +303,17 @@ def _misplaced(here: _Piece, before: list[_Piece], head: str, brackets: list[_Pi
     if head == "deploy" and here.text in ALGORITHM and here.text not in ("source", *DEPLOY):
         return Diagnostic("syntax", f"`{here.text}` belongs in an algorithm, not in a deploy", here.span)
     if last and last.kind == "name" and here.kind in ("name", "sign") and here.text not in ("}", ",", "."):
-        words, other, name = (ALGORITHM, DEPLOY, "a deploy, not in an algorithm") if head == "algorithm" else (DEPLOY, ALGORITHM, "")
+        words, other, name = (
+            (ALGORITHM, DEPLOY, "a deploy, not in an algorithm") if head == "algorithm" else (DEPLOY, ALGORITHM, "")
+        )
         if name and last.text in other and last.text not in words and head == "algorithm":
             return Diagnostic("syntax", f"`{last.text}` belongs in {name}", last.span)
-        if head in ("algorithm", "deploy") and last.text not in words and _begins(before) and here.text not in ("->", "=>"):
+        if (
+            head in ("algorithm", "deploy")
+            and last.text not in words
+            and _begins(before)
+            and here.text not in ("->", "=>")
+        ):
             lead = "param" if head == "algorithm" else "set"
             help = f"write `{lead} {last.text} = …`" if here.text == "=" else nearest(last.text, words)
             return Diagnostic("syntax", f"no statement begins with `{last.text}`", last.span, help)

@@ -1,7 +1,8 @@
 """Deploys that extend others, to deploys that stand for themselves.
 
-Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written out. Statements keep their
-spans, so that what is wrong is told where it was written. What a deploy states twice itself stays there twice, for lowering to tell.
+Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written out.
+Statements keep their spans, so that what is wrong is told where it was written. What a deploy states twice itself stays
+there twice, for lowering to tell.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ PARTING = "place and apart"
 def written_out(
     deploy: ast.Deploy, known: Mapping[str, ast.Deploy], algorithms: Collection[str], problems: Problems, broken: bool
 ) -> ast.Deploy | None:
-    """The deploy with all that it extends; `known` are those that can be extended, by name, `broken` says that an import failed. None
-    where what it extends cannot be had."""
+    """The deploy with all that it extends; `known` are those that can be extended, by name, `broken` says that an
+    import failed. None where what it extends cannot be had."""
     base = deploy.extends.text if deploy.extends else ""
-    help = f"it is an algorithm: write `deploy {base} on CLUSTER as {deploy.name.text}`" if base in algorithms and base not in known else ""
+    help = (
+        f"it is an algorithm: write `deploy {base} on CLUSTER as {deploy.name.text}`"
+        if base in algorithms and base not in known
+        else ""
+    )
     line = lineage(deploy, known, "deploy", problems, broken, help)
     if line is None:
         return None
@@ -90,8 +95,13 @@ def _ends(edge: ast.Edge) -> str:
 
 
 def _merged(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.DeployStatement:
-    """A statement in the place of another: `evaluate`, `dock`, `reshard` and `run` change only the attributes that they state."""
-    if type(old) is not type(new) or not isinstance(new, ast.Options | ast.Evaluate) or not isinstance(old, ast.Options | ast.Evaluate):
+    """A statement in the place of another: `evaluate`, `dock`, `reshard` and `run` change only the attributes that they
+    state."""
+    if (
+        type(old) is not type(new)
+        or not isinstance(new, ast.Options | ast.Evaluate)
+        or not isinstance(old, ast.Options | ast.Evaluate)
+    ):
         return new
     stated = {a.key.text for a in new.attrs}
     return replace(new, attrs=(*(a for a in old.attrs if a.key.text not in stated), *new.attrs))
@@ -105,7 +115,9 @@ def _drop(there: dict[Key, ast.DeployStatement], undo: ast.Undo, deploy: ast.Dep
         if key not in there:
             others = [name for kind, name in there if kind == key[0] and name]
             help = nearest(key[1], others) if key[1] and others else ""
-            raise mistake("unknown-name", f"`{deploy.extends.text}` states no `{what}`, so there is nothing to drop", span, help)
+            raise mistake(
+                "unknown-name", f"`{deploy.extends.text}` states no `{what}`, so there is nothing to drop", span, help
+            )
         del there[key]
 
 
@@ -116,4 +128,6 @@ def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo) -> list[t
     if undo.kind in ("place", "apart"):
         found = [key for key, s in there.items() if type(s).__name__.lower() == undo.kind]
         return [(undo.kind, key, undo.span) for key in found or [(undo.kind, "")]]
-    return [(f"{undo.kind} {ref.text}", (undo.kind, ref.text), ref.span) for ref in undo.names] or [(undo.kind, (undo.kind, ""), undo.span)]
+    return [(f"{undo.kind} {ref.text}", (undo.kind, ref.text), ref.span) for ref in undo.names] or [
+        (undo.kind, (undo.kind, ""), undo.span)
+    ]

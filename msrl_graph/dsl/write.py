@@ -1,7 +1,8 @@
 """Syntax tree to text.
 
-Invariant: `parse(write(tree))` is the tree again, apart from spans, for every tree that `parse` can give. (A name that is a word of the
-grammar where it stands, such as a worker `run` at the start of a deploy's edge, cannot be written in any way.)
+Invariant: `parse(write(tree))` is the tree again, apart from spans, for every tree that `parse` can give. (A name that
+is a word of the grammar where it stands, such as a worker `run` at the start of a deploy's edge, cannot be written in
+any way.)
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _indented(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _attrs(head: str, attrs: tuple[ast.Attr, ...], *, braces: bool = False, lines: bool = False) -> Iterator[str]:
-    """A statement and its attributes, on one line where they fit and `lines` does not say otherwise; `braces`: even if it has none."""
+    """A statement and its attributes, on one line where they fit and `lines` does not say otherwise; `braces`: even if
+    it has none."""
     each = [f"{a.key.text} = {_expr(a.value)}" for a in attrs]
     whole = f"{head} {{ {', '.join(each)} }}"
     if not each:
@@ -137,7 +139,10 @@ def _range(r: ast.Range) -> str:
 def _column(column: ast.Column) -> str:
     kind = column.type
     dims = ", ".join(f"{'<= ' if d.at_most else ''}{_expr(d.value, SUM)}" for d in kind.dims)
-    return f"{column.name.text} : {kind.element.text}{f'[{dims}]' if dims else ''}{f' per {kind.per.text}' if kind.per else ''}"
+    return (
+        f"{column.name.text} : "
+        f"{kind.element.text}{f'[{dims}]' if dims else ''}{f' per {kind.per.text}' if kind.per else ''}"
+    )
 
 
 def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:

@@ -1,7 +1,7 @@
 """What changed between two plans.
 
-Invariant: the difference of a plan with itself is empty, and that of two the other way round has the opposite signs; what is the same is
-not shown.
+Invariant: the difference of a plan with itself is empty, and that of two the other way round has the opposite signs;
+what is the same is not shown.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import msgspec
 
 from ..ir.plan import FORMAT_VERSION, Plan
 from .facts import Fact, facts
-from .text import WIDTH, Page, duration, many, size
+from .page import WIDTH, Page, duration, many, size
 
 Value = str | float | bool | None
 
 
 @dataclass(frozen=True)
 class Change:
-    """Of an item, what was `old` and is `new`, None where there was, or is, nothing; numbers of a `unit` have a difference, and where the
-    old one is not 0 the percentage of it that this is. A `detail` follows from other changes of its item."""
+    """Of an item, what was `old` and is `new`, None where there was, or is, nothing; numbers of a `unit` have a
+    difference, and where the old one is not 0 the percentage of it that this is. A `detail` follows from other changes
+    of its item."""
 
     part: str
     item: str
@@ -91,7 +92,9 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
     """Tables by part; `old` is what the old plan is called."""
     page = Page(width, colour)
     if not changes:
-        page.closing(f"No differences from {old}: the same program, placements, docks, resharding, bytes, memory and seconds.")
+        page.closing(
+            f"No differences from {old}: the same program, placements, docks, resharding, bytes, memory and seconds."
+        )
         return page.text()
     shown = [c for c in changes if not c.detail]
     for part in dict.fromkeys(c.part for c in shown):
@@ -114,7 +117,9 @@ def _whole(changes: tuple[Change, ...]) -> str:
     for c in changes:
         if c.part == "Seconds" and c.item == "an iteration" and c.difference is not None:
             percent = f" ({_percent(c)})" if c.percent is not None else ""
-            return f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'}{percent}."
+            return (
+                f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'}{percent}."
+            )
     return " An iteration takes as long as before."
 
 
@@ -131,14 +136,18 @@ def _shown(value: Value, unit: str) -> str:
         return duration(value)
     if unit == "FLOP/s":
         return f"{value / 1e12:.4g} T"
-    return f"{value:,.4g}" if unit == "tokens/s/device" else f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+    return (
+        f"{value:,.4g}" if unit == "tokens/s/device" else f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+    )
 
 
 def _signed(change: Change) -> str:
     if change.difference is None:
         return "added" if change.old is None else "removed" if change.new is None else ""
     sign = "+" if change.difference > 0 else "-"
-    return f"{sign}{_shown(abs(change.difference), change.unit)}" + (f" ({_percent(change)})" if change.percent is not None else "")
+    return f"{sign}{_shown(abs(change.difference), change.unit)}" + (
+        f" ({_percent(change)})" if change.percent is not None else ""
+    )
 
 
 def _percent(change: Change) -> str:

@@ -1,7 +1,7 @@
 """Graphviz text of a picture: what `dot -Tsvg` reads.
 
-Invariant: every name is a quoted string, whatever it holds, so that no name can end another or be taken for a keyword; the same picture
-gives the same bytes.
+Invariant: every name is a quoted string, whatever it holds, so that no name can end another or be taken for a keyword;
+the same picture gives the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ def dot_text(picture: Picture) -> str:
     ]
     for number, (group, what) in enumerate(picture.groups):
         # Graphviz takes a subgraph for a cluster by the beginning of its name.
-        lines += [f"  subgraph cluster_{number} {{", f"    label={_quoted([group, what])}", "    fontsize=11", "    color=gray"]
+        lines += [
+            f"  subgraph cluster_{number} {{",
+            f"    label={_quoted([group, what])}",
+            "    fontsize=11",
+            "    color=gray",
+        ]
         lines += [f"    {_box(b)}" for b in picture.boxes if b.group == group]
         lines.append("  }")
     lines += [f"  {_box(b)}" for b in picture.boxes if not b.group]

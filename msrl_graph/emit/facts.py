@@ -1,7 +1,8 @@
 """What a plan says, as facts that can be held against another plan's.
 
-Invariant: everything that a run or its figures follow from is a fact, under a name that a person knows it by; left out is what says no more
-than the rest: spans, words that explain (reasons, formulas, the record of a search), and tensors (the sizes of a model tell them).
+Invariant: everything that a run or its figures follow from is a fact, under a name that a person knows it by; left out
+is what says no more than the rest: spans, words that explain (reasons, formulas, the record of a search), and tensors
+(the sizes of a model tell them).
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from ..ir.plan import Plan, Reshard
 
 @dataclass(frozen=True)
 class Fact:
-    """A value; a number with a `unit` (bytes, s, …) can be subtracted from another. A `detail` follows from what else is said."""
+    """A value; a number with a `unit` (bytes, s, …) can be subtracted from another. A `detail` follows from what else
+    is said."""
 
     value: str | float | bool | None
     unit: str = ""
     detail: bool = False
 
 
-# By item (a state, an edge, a phase) and by what is said of it.
+# By item (a node, an edge, a phase) and by what is said of it.
 Section = dict[str, dict[str, Fact]]
 
 
@@ -36,7 +38,7 @@ def facts(plan: Plan) -> dict[str, Section]:
         "Program": program,
         "Params": {name: {"": Fact(value)} for name, value in graph.params.items()},
         "Columns and workers": _declared(graph),
-        "States": {n.name: _state(n) for n in graph.nodes},
+        "States": {n.name: _node(n) for n in graph.nodes},
         "Edges": _edges(graph),
         "Models, data and run": _deployed(plan),
         "Cluster": _cluster(plan),
@@ -60,7 +62,11 @@ def _declared(graph: Graph) -> Section:
     for w in graph.workers:
         found[f"worker {w.name}"] = {"kind": Fact(w.kind), "frozen": Fact(w.frozen), "model": Fact(w.model or None)}
     for s in graph.states:
-        found[f"state {s.name}"] = {"type": Fact(s.element), "per": Fact(s.per or None), "initial": Fact(str(s.initial))}
+        found[f"state {s.name}"] = {
+            "type": Fact(s.element),
+            "per": Fact(s.per or None),
+            "initial": Fact(str(s.initial)),
+        }
     return found
 
 
@@ -69,7 +75,7 @@ def _type(column: Column) -> str:
     return (f"{column.element}[{dims}]" if dims else column.element) + (f" per {column.per}" if column.per else "")
 
 
-def _state(node: Node) -> dict[str, Fact]:
+def _node(node: Node) -> dict[str, Fact]:
     names = {"reads": node.reads, "writes": node.writes, "reads states": node.states, "gives": node.gives}
     found = {k: Fact(", ".join(v)) for k, v in names.items() if v}
     return {
@@ -93,7 +99,7 @@ def _number(value: Expr) -> bool:
 def _edges(graph: Graph) -> Section:
     found: Section = {}
     for e in graph.edges:
-        columns = graph.carried[e.src, e.dst] if e.kind == "sample" else ()
+        columns = graph.flow.carried[e.src, e.dst] if e.kind == "sample" else ()
         carries = {"columns": Fact(", ".join(columns))} if columns else {}
         found[f"{e.src} {'->' if e.kind == 'sample' else '=>'} {e.dst}"] = {**carries, **_attributes(e.attributes)}
     return found
@@ -127,7 +133,10 @@ def _leaves(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
 
 def _cluster(plan: Plan) -> Section:
     device = plan.cluster.device
-    found = {"hosts": Fact(float(plan.cluster.nodes), "hosts"), "devices a host": Fact(float(plan.cluster.devices_per_node), "devices")}
+    found = {
+        "hosts": Fact(float(plan.cluster.nodes), "hosts"),
+        "devices a host": Fact(float(plan.cluster.devices_per_node), "devices"),
+    }
     found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
     found |= _figure("network", plan.cluster.network, "bytes/s")
     found["peaks"] = Fact(", ".join(device.peaks))
@@ -158,7 +167,9 @@ def _placements(plan: Plan) -> Section:
         found[f"pool {pool.name}"] = where | {"of each host": Fact(pool.each, detail=True)}
     for p in plan.placements:
         more = {
-            f"layout: {k}": replace(v, detail=True) for k, v in _leaves(p.layout).items() if k in ("zero", "inner", "cp_kind", "stages")
+            f"layout: {k}": replace(v, detail=True)
+            for k, v in _leaves(p.layout).items()
+            if k in ("zero", "inner", "cp_kind", "stages")
         }
         layout = f"{p.layout} zero{p.layout.zero}" if p.layout.zero > 1 else str(p.layout)
         options = {f"engine option {k}": Fact(v) for k, v in p.engine.options.items()}
@@ -190,7 +201,9 @@ def _reshard(r: Reshard) -> dict[str, Fact]:
     found = {"mode": Fact(r.mode), "order": Fact(r.order)}
     found["moves a device"] = Fact(float(sum(w.bytes for w in r.ways)), "bytes")
     for w in r.ways:
-        among = f" in groups of {w.ranks}, blocks of {w.block}{' of each stage' if w.across else ''}" if w.ranks > 1 else ""
+        among = (
+            f" in groups of {w.ranks}, blocks of {w.block}{' of each stage' if w.across else ''}" if w.ranks > 1 else ""
+        )
         found[w.of] = Fact(f"{w.how}{among}")
         found[f"{w.of}, a device"] = Fact(float(w.bytes), "bytes", True)
     found["buckets"] = Fact(float(len(r.buckets)), "buckets", True)
@@ -224,8 +237,7 @@ def _traffic(plan: Plan) -> Section:
 def _schedule(plan: Plan) -> Section:
     found: Section = {}
     for s in plan.schedule:
-        words = [f"{i.op} {i.node}{f' => {i.other}' if i.other else ''}" for i in s.instructions]
-        found[f"{s.task}, {s.pool}"] = {"": Fact(", ".join(words))}
+        found[f"{s.task}, {s.pool}"] = {"": Fact(", ".join(map(str, s.instructions)))}
     return found
 
 

@@ -1,7 +1,8 @@
 """A stage as one page that opens anywhere: pictures first, then all that the text says, as tables.
 
-Invariant: the page holds all that it shows and asks for nothing, no script, no file, no network; text of a program is escaped wherever it
-stands; its length follows from the program and from classes of equal hosts, never from the number of devices.
+Invariant: the page holds all that it shows and asks for nothing, no script, no file, no network; text of a program is
+escaped wherever it stands; its length follows from the program and from classes of equal hosts, never from the number
+of devices.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import jinja2
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
 from ..sharding.stretch import runs
+from .page import duration, many, size
 from .picture import Picture, graph_picture, placed_picture, plan_picture
 from .svg import COLOURS, clean, shorten, svg
-from .text import duration, many, size, write_graph, write_placed, write_plan
+from .text import write_graph, write_placed, write_plan
 
 FUNCTIONS = "functions"
 # What memory is taken by, and the words that tell it in an item's name; the first that fits.
@@ -39,7 +41,8 @@ WIDEST = 16  # devices of a host that are drawn one by one
 
 @dataclass(frozen=True)
 class Stretch:
-    """Seconds of an iteration, from its start, in which some devices of a pool worked at something; `share` of the pool's devices."""
+    """Seconds of an iteration, from its start, in which some devices of a pool worked at something; `share` of the
+    pool's devices."""
 
     pool: str
     what: str
@@ -79,7 +82,9 @@ class Sections:
     def line(self, text: str) -> None:
         self.parts[-1].blocks.append({"line": text})
 
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
+    def table(
+        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+    ) -> None:
         self.parts[-1].blocks.append({"head": head, "rows": list(rows), "right": right, "keep": keep})
 
     def closing(self, text: str) -> None:
@@ -94,17 +99,27 @@ def graph_html(graph: Graph) -> str:
 
 
 def placed_html(plan: Plan) -> str:
-    """A page of a placed graph: docks and allgather-swaps between the states, and the devices."""
+    """A page of a placed graph: docks and allgather-swaps between the nodes, and the devices."""
     sheet = Sections()
     write_placed(sheet, plan)
-    return _page(f"Placed graph of {plan.graph.name} on {plan.cluster.name}", sheet, **_drawn(placed_picture(plan)), **_devices(plan))
+    return _page(
+        f"Placed graph of {plan.graph.name} on {plan.cluster.name}",
+        sheet,
+        **_drawn(placed_picture(plan)),
+        **_devices(plan),
+    )
 
 
 def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
     """A page of a plan, and of an iteration of it, where somebody has worked one out."""
     sheet = Sections()
     write_plan(sheet, plan)
-    shown = {**_drawn(plan_picture(plan)), **_devices(plan), "memory": _memory(plan), "timeline": _timeline(plan, timeline)}
+    shown = {
+        **_drawn(plan_picture(plan)),
+        **_devices(plan),
+        "memory": _memory(plan),
+        "timeline": _timeline(plan, timeline),
+    }
     return _page(f"Plan of {plan.graph.name} on {plan.cluster.name}", sheet, figures=_figures(plan), **shown)
 
 
@@ -124,7 +139,9 @@ def plan_fragment(plan: Plan) -> str:
 
 def _template(name: str) -> jinja2.Template:
     here = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=here, undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=here, undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["clean"] = clean
     return environment.get_template(name)
 
@@ -138,7 +155,12 @@ def _drawn(picture: Picture) -> dict[str, Any]:
     kinds = {b.kind for b in picture.boxes}
     legend = [(n % COLOURS, name, more) for n, (name, more) in enumerate(picture.groups)]
     arrows = dict.fromkeys(a.kind for a in picture.arrows)
-    return {"svg": svg(picture), "legend": legend, "arrows": list(arrows), "puts": bool(kinds & {"dock", "allgather_swap", "send"})}
+    return {
+        "svg": svg(picture),
+        "legend": legend,
+        "arrows": list(arrows),
+        "puts": bool(kinds & {"dock", "allgather_swap", "send"}),
+    }
 
 
 def _colours(plan: Plan) -> dict[str, int]:
@@ -158,17 +180,27 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.memory:
         fullest = max(plan.memory, key=lambda m: m.total / m.capacity.value)
         where = "a host" if fullest.place == "host" else "a device"
-        found.append(("fullest", f"{100 * fullest.total / fullest.capacity.value:.1f} %", f"of {where}'s memory, in phase {fullest.phase}"))
+        found.append(
+            (
+                "fullest",
+                f"{100 * fullest.total / fullest.capacity.value:.1f} %",
+                f"of {where}'s memory, in phase {fullest.phase}",
+            )
+        )
     if plan.traffic:
         found.append(("sample edges", size(sum(t.bytes for t in plan.traffic)), "an iteration, at the columns' bounds"))
     if plan.reshards:
         released = sum(r.released_bytes_per_device for r in plan.reshards)
-        found.append(("released", size(released), "a device while it generates") if released else ("resharding", "sends", "between pools"))
+        found.append(
+            ("released", size(released), "a device while it generates")
+            if released
+            else ("resharding", "sends", "between pools")
+        )
     return found
 
 
 def _devices(plan: Plan) -> dict[str, Any]:
-    """Hosts in classes of those whose devices are in the same pools, and the pools with their states."""
+    """Hosts in classes of those whose devices are in the same pools, and the pools with their nodes."""
     colours, each = _colours(plan), plan.cluster.devices_per_node
     # Pools are runs of devices: what a host holds changes only on hosts where a run begins or ends.
     cuts = {0, plan.cluster.nodes}
@@ -195,11 +227,13 @@ def _devices(plan: Plan) -> dict[str, Any]:
         host["cells"] = each <= WIDEST
     pools = []
     for name in dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)]):
-        states = [p for p in plan.placements if p.pool == name]
+        placed = [p for p in plan.placements if p.pool == name]
         on = next((p for p in plan.pools if p.name == name), None)
-        rows = [(s.node, str(s.layout) if on else "", s.engine.name if on else "") for s in states]
+        rows = [(s.node, str(s.layout) if on else "", s.engine.name if on else "") for s in placed]
         what = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
-        pools.append({"name": name, "colour": colours.get(name), "what": what, "reason": on.reason if on else "", "states": rows})
+        pools.append(
+            {"name": name, "colour": colours.get(name), "what": what, "reason": on.reason if on else "", "states": rows}
+        )
     return {"hosts": hosts, "pools": pools}
 
 
@@ -213,7 +247,9 @@ def _memory(plan: Plan) -> list[dict[str, Any]]:
         bars = [_bar(m, whole) for m in phases]
         there = {s["colour"] for b in bars for s in b["parts"]}
         legend = [(n, k) for n, (k, _) in enumerate(KINDS) if n in there]
-        found.append({"title": title, "capacity": size(capacity), "at": 100 * capacity / whole, "bars": bars, "legend": legend})
+        found.append(
+            {"title": title, "capacity": size(capacity), "at": 100 * capacity / whole, "bars": bars, "legend": legend}
+        )
     return found
 
 
@@ -241,14 +277,27 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
     pools = []
     for pool in dict.fromkeys([*(p.name for p in plan.pools), FUNCTIONS]):
         rows = []
-        for what in dict.fromkeys(s.what for s in sorted(timeline.stretches, key=lambda s: (s.begin, s.what)) if s.pool == pool):
+        for what in dict.fromkeys(
+            s.what for s in sorted(timeline.stretches, key=lambda s: (s.begin, s.what)) if s.pool == pool
+        ):
             worked = [s for s in timeline.stretches if (s.pool, s.what) == (pool, what)]
             busy = sum((s.end - s.begin) * s.share for s in worked)
             bars = []
             for begin, end in _joined(worked, timeline.seconds / FINEST):
                 words = f"{what}: from {duration(begin)} to {duration(end)}"
-                bars.append({"left": 100 * begin / timeline.seconds, "width": 100 * (end - begin) / timeline.seconds, "words": words})
-            row = {"what": what, "short": shorten(what, 19), "busy": duration(busy), "share": f"{100 * busy / timeline.seconds:.1f} %"}
+                bars.append(
+                    {
+                        "left": 100 * begin / timeline.seconds,
+                        "width": 100 * (end - begin) / timeline.seconds,
+                        "words": words,
+                    }
+                )
+            row = {
+                "what": what,
+                "short": shorten(what, 19),
+                "busy": duration(busy),
+                "share": f"{100 * busy / timeline.seconds:.1f} %",
+            }
             rows.append({**row, "bars": bars})
         if rows:
             pools.append({"name": pool, "colour": colours.get(pool, 0), "rows": rows})

@@ -1,8 +1,9 @@
 """A layered drawing: where boxes stand and which points arrows pass, from the order of the boxes alone.
 
-Invariant: boxes and labels of a layer never overlap, and an arrow that passes a layer has a place of its own in it, so it crosses neither;
-arrows between boxes lead from an earlier box to a later one or are drawn the other way round; the same input gives the same numbers.
-After Sugiyama et al. 1981: ranks, an order by barycentres, positions by least squares.
+Invariant: boxes and labels of a layer never overlap, and an arrow that passes a layer has a place of its own in it, so
+it crosses neither; arrows between boxes lead from an earlier box to a later one or are drawn the other way round; the
+same input gives the same numbers. After Sugiyama et al. 1981: ranks, an order by barycentres, positions by least
+squares.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
     """Boxes in dependency order by name, arrows with the extents of their labels (0, 0: none)."""
     order = {name: i for i, name in enumerate(boxes)}
     ends = [(a, b) if order[a] <= order[b] else (b, a) for a, b, _ in arrows]
-    items = {n: Item(w, h, rank, box=True) for (n, (w, h)), rank in zip(boxes.items(), _ranks(boxes, ends), strict=True)}
+    items = {
+        n: Item(w, h, rank, box=True) for (n, (w, h)), rank in zip(boxes.items(), _ranks(boxes, ends), strict=True)
+    }
     chains: list[list[Item]] = []
     labels: list[Item | None] = []
     every = list(items.values())
@@ -90,7 +93,9 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
     for path, (a, _, _), label in zip(chains, arrows, labels, strict=True):
         points = _points(path, heights)
         forth = path[0] is items[a]
-        routes.append(Route(tuple(points if forth else points[::-1]), (label.x, label.y) if label is not None else None))
+        routes.append(
+            Route(tuple(points if forth else points[::-1]), (label.x, label.y) if label is not None else None)
+        )
     width = max((i.x + i.width / 2 for i in every), default=0.0)
     return Drawing(width, max(0.0, top - BETWEEN), {n: (i.x, i.y) for n, i in items.items()}, tuple(routes))
 
@@ -147,8 +152,13 @@ def _place(layers: Sequence[Sequence[Item]]) -> None:
 
 
 def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item]]) -> None:
-    """Arrows that pass several layers pass them at one position, as far as what stands beside them leaves room for it."""
-    beside = {id(i): (one, two) for layer in layers for one, i, two in zip([None, *layer], layer, [*layer[1:], None], strict=False)}
+    """Arrows that pass several layers pass them at one position, as far as what stands beside them leaves room for
+    it."""
+    beside = {
+        id(i): (one, two)
+        for layer in layers
+        for one, i, two in zip([None, *layer], layer, [*layer[1:], None], strict=False)
+    }
     for first, *inner, last in 2 * [*chains]:
         if len(inner) < 2:
             continue
@@ -166,7 +176,8 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 
 
 def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """The positions nearest to those wanted, by weighted least squares, at which nothing overlaps (pool adjacent violators)."""
+    """The positions nearest to those wanted, by weighted least squares, at which nothing overlaps (pool adjacent
+    violators)."""
     offsets, at = [], 0.0
     for before, item in zip([None, *layer], layer, strict=False):
         at += (before.width + item.width) / 2 + APART if before is not None else 0.0

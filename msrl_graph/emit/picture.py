@@ -1,7 +1,7 @@
 """What a stage shows as a picture, apart from how it is drawn: boxes in groups, and arrows between them.
 
-Invariant: boxes stand in dependency order, so that every sample arrow leads onwards; a group is a worker (of a graph) or a pool (of a
-plan), named once and in the order of its first box.
+Invariant: boxes stand in dependency order, so that every sample arrow leads onwards; a group is a worker (of a graph)
+or a pool (of a plan), named once and in the order of its first box.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Plan, Reshard
+from .page import duration, many, size
 from .placed import placed
-from .text import duration, many, size
 
 
 @dataclass(frozen=True)
 class Box:
-    """`kind`: source, function, generate, infer, update (states), dock, allgather_swap or send; `group` "" for what stands in none."""
+    """`kind`: source, function, generate, infer, update (nodes), dock, allgather_swap or send; `group` "" for what
+    stands in none."""
 
     name: str
     kind: str
@@ -27,7 +28,8 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """`kind`: sample, reshard (drawn dashed), or kept: a state, from who sets it to who reads it an iteration later (dotted)."""
+    """`kind`: sample, reshard (drawn dashed), or kept: a state, from who sets it to who reads it an iteration later
+    (dotted)."""
 
     src: str
     dst: str
@@ -46,15 +48,19 @@ class Picture:
 
 
 def graph_picture(graph: Graph) -> Picture:
-    """States by worker; sample edges with the columns that they carry."""
+    """Nodes by worker; sample edges with the columns that they carry."""
     boxes = []
     for node in graph.nodes:
         scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_sets(node))
-        # The source is no worker's state.
+        # The source is no worker's node.
         boxes.append(Box(node.name, _kind(graph, node), "" if node.verb == "source" else node.worker, scope))
     groups = []
     for w in graph.workers:
-        words = [w.kind, *(["frozen"] if w.frozen else []), *([f"model {w.model}"] if w.model and w.model != w.kind else [])]
+        words = [
+            w.kind,
+            *(["frozen"] if w.frozen else []),
+            *([f"model {w.model}"] if w.model and w.model != w.kind else []),
+        ]
         groups.append((w.name, ", ".join(words)))
     arrows = [Arrow(e.src, e.dst, e.kind, (*_columns(graph, e), *_stated(e))) for e in graph.edges]
     arrows += _kept(graph)
@@ -62,7 +68,7 @@ def graph_picture(graph: Graph) -> Picture:
 
 
 def plan_picture(plan: Plan) -> Picture:
-    """States by pool, with layouts and seconds; what each edge moves."""
+    """Nodes by pool, with layouts and seconds; what each edge moves."""
     graph = plan.graph
     seconds = {p.name: p.seconds.value for p in plan.estimate.phases} if plan.estimate else {}
     boxes = []
@@ -83,7 +89,7 @@ def plan_picture(plan: Plan) -> Picture:
 
 
 def placed_picture(plan: Plan) -> Picture:
-    """States by pool, and between them what the passes put in: docks, allgather-swaps, sends."""
+    """Nodes by pool, and between them what the passes put in: docks, allgather-swaps, sends."""
     graph = plan.graph
     vertices, arcs = placed(plan)
     found = {v.name: v for v in vertices}
@@ -91,8 +97,12 @@ def placed_picture(plan: Plan) -> Picture:
     boxes = []
     for node in graph.nodes:
         into = [n for n, dst in feeds.items() if dst == node.name]
-        # A dock stands before its state; what brings weights stands between the state and the update, which comes later.
-        order = [*(n for n in into if found[n].kind == "dock"), node.name, *(n for n in into if found[n].kind != "dock")]
+        # A dock stands before its node; what brings weights stands between the node and the update, which comes later.
+        order = [
+            *(n for n in into if found[n].kind == "dock"),
+            node.name,
+            *(n for n in into if found[n].kind != "dock"),
+        ]
         for v in (found[n] for n in order):
             facts = tuple(f"{k} {w}" for k, w in v.facts.items())
             if v.kind == "state":
@@ -101,7 +111,7 @@ def placed_picture(plan: Plan) -> Picture:
                 boxes.append(Box(v.name, v.kind, "", (v.where, *facts)))
     arrows = []
     for a in arcs:
-        columns = graph.carried.get((a.src, feeds.get(a.dst, "")), ()) if a.kind == "sample" else ()
+        columns = graph.flow.carried.get((a.src, feeds.get(a.dst, "")), ()) if a.kind == "sample" else ()
         arrows.append(Arrow(a.src, a.dst, a.kind, (", ".join(columns),) if columns else ()))
     arrows += _kept(graph)
     return Picture(f"{graph.name} on {plan.cluster.name}, placed", _pools(plan, boxes), tuple(boxes), tuple(arrows))
@@ -128,7 +138,7 @@ def _kept(graph: Graph) -> list[Arrow]:
 
 
 def _columns(graph: Graph, edge: Edge) -> tuple[str, ...]:
-    columns = graph.carried.get((edge.src, edge.dst), ()) if edge.kind == "sample" else ()
+    columns = graph.flow.carried.get((edge.src, edge.dst), ()) if edge.kind == "sample" else ()
     return (", ".join(columns),) if columns else ()
 
 

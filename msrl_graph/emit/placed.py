@@ -1,7 +1,7 @@
 """The placed graph: an algorithm's graph with what the passes put in, as nodes and edges.
 
-Invariant: every sample edge goes through the `dock` node of the state that it leads to, every resharding edge through a node of its
-own, an `allgather_swap` or between two pools a `send`.
+Invariant: every sample edge goes through the `dock` before the node that it leads to, every resharding edge through a
+node of its own, an `allgather_swap` or between two pools a `send`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
         facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool != "functions" else {}
         vertices.append(Vertex(p.node, "state", p.pool, facts))
     for c in plan.docks.controllers:
-        where = f"host {c.host}; rows on {'host' if len(plan.docks.hosts) == 1 else 'hosts'} {', '.join(map(str, plan.docks.hosts))}"
-        vertices.append(Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)}))
+        where = (
+            f"host {c.host}; rows on {'host' if len(plan.docks.hosts) == 1 else 'hosts'} "
+            f"{', '.join(map(str, plan.docks.hosts))}"
+        )
+        vertices.append(
+            Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)})
+        )
         arcs.append(Arc(f"dock {c.node}", c.node, "sample"))
     for r in plan.reshards:
         kind = "send" if r.mode == "send" else "allgather_swap"

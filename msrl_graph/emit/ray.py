@@ -19,11 +19,11 @@ def ray_script(plan: Plan) -> str:
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
     pools = dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)])
-    states = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
+    placed = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
     # Two quotes in a row end no JSON string but an empty one, so three never meet, and no backslash stands last.
     data = msgspec.json.format(plan.to_json(), indent=-1)
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
-    return template.render(plan=plan, pools=states, data=_lines(data), title=title, name=plan.graph.name, size=_size)
+    return template.render(plan=plan, pools=placed, data=_lines(data), title=title, name=plan.graph.name, size=_size)
 
 
 def _lines(data: str) -> str:

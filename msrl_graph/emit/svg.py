@@ -1,7 +1,7 @@
 """A picture as SVG, drawn without any other program: what stands in a page and what a notebook shows.
 
-Invariant: well-formed XML, and text of a program is text in it, whatever it holds; colours come from the page (the classes in
-drawing.html.j2), so that one drawing serves light and dark.
+Invariant: well-formed XML, and text of a program is text in it, whatever it holds; colours come from the page (the
+classes in drawing.html.j2), so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def clean(text: str) -> str:
 
 
 def svg(picture: Picture) -> str:
-    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, and an arrow's kind."""
+    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, and an
+    arrow's kind."""
     boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
     labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
     drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
@@ -52,7 +53,7 @@ def svg(picture: Picture) -> str:
 
 
 def shorten(text: str, most: int = LONGEST) -> str:
-    """At most so many letters of a text, its beginning and its end: the verb of a state stands last."""
+    """At most so many letters of a text, its beginning and its end: the verb of a node stands last."""
     text = clean(text)
     if cell_len(text) <= most:
         return text
@@ -63,7 +64,9 @@ def shorten(text: str, most: int = LONGEST) -> str:
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [s for line in lines for s in textwrap.wrap(clean(line), LONGEST, break_long_words=False, break_on_hyphens=False)]
+    return [
+        s for line in lines for s in textwrap.wrap(clean(line), LONGEST, break_long_words=False, break_on_hyphens=False)
+    ]
 
 
 def _extent(name: str, lines: Sequence[str], more_width: float, more_height: float) -> Extent:
@@ -74,10 +77,14 @@ def _extent(name: str, lines: Sequence[str], more_width: float, more_height: flo
 
 def _box(root: ET.Element, box: Box, at: tuple[float, float], extent: Extent, colour: int | None) -> None:
     (x, y), (width, height) = at, extent
-    state = box.kind not in ("dock", "allgather_swap", "send")
-    group = ET.SubElement(root, "g", {"class": f"{'state' if state else 'put'}{f' c{colour}' if colour is not None else ''}"})
+    is_node = box.kind not in ("dock", "allgather_swap", "send")
+    group = ET.SubElement(
+        root, "g", {"class": f"{'state' if is_node else 'put'}{f' c{colour}' if colour is not None else ''}"}
+    )
     ET.SubElement(group, "title").text = clean("\n".join([box.name, *box.lines]))
-    radius = {"dock": height / 2, "function": 1, "source": 1, "allgather_swap": height / 2, "send": height / 2}.get(box.kind, 7)
+    radius = {"dock": height / 2, "function": 1, "source": 1, "allgather_swap": height / 2, "send": height / 2}.get(
+        box.kind, 7
+    )
     place = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height, "rx": min(radius, 16)}
     ET.SubElement(group, "rect", {k: f"{v:.1f}" for k, v in place.items()})
     _text(group, x, y - height / 2 + 7, [box.name], "name")
@@ -95,7 +102,9 @@ def _label(root: ET.Element, at: tuple[float, float], extent: Extent, lines: Seq
 
 def _text(root: ET.Element, x: float, top: float, lines: Sequence[str], kind: str) -> None:
     for n, line in enumerate(_wrapped(lines) if kind == "fact" else lines):
-        ET.SubElement(root, "text", {"class": kind, "x": f"{x:.1f}", "y": f"{top + n * LINE + 11.5:.1f}"}).text = shorten(line)
+        ET.SubElement(
+            root, "text", {"class": kind, "x": f"{x:.1f}", "y": f"{top + n * LINE + 11.5:.1f}"}
+        ).text = shorten(line)
 
 
 def _curve(points: Sequence[tuple[float, float]]) -> str:

@@ -1,91 +1,19 @@
 """A plan as text for a person: what runs where, what moves, what fits, how long it takes, and why.
 
-Invariant: every figure stands beside its source (measured, derived, datasheet, stated, assumed), every choice beside its reason. At 100
-columns no table is cut off; without a terminal there is no colour.
+Invariant: every figure stands beside its source (measured, derived, datasheet, stated, assumed), every choice beside
+its reason. At 100 columns no table is cut off; without a terminal there is no colour.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from ..diagnostics.shown import shown
 from ..hardware.cluster import Figure
 from ..ir.graph import Graph
-from ..ir.plan import EngineChoice, Instruction, Plan, Way
+from ..ir.plan import EngineChoice, Plan, Way
 from ..sharding.layout import Layout
+from .page import WIDTH, Page, Sheet, duration, many, size
 from .placed import placed
-
-WIDTH = 100
-
-
-def size(number: float) -> str:
-    """Bytes, decimal units, three digits."""
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= one:
-            return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
-    return f"{number:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    if seconds == 0:
-        return "0"
-    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= one:
-            return f"{seconds / one:,.0f} {unit}" if seconds >= 100 * one else f"{seconds / one:.3g} {unit}"
-    return "< 1 us"
-
-
-class Sheet(Protocol):
-    """What sections are written on: headings, and under each lines and tables."""
-
-    def heading(self, text: str, more: str = "") -> None: ...
-    def line(self, text: str) -> None: ...
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
-        """`right` are the columns of figures, `keep` those that are never wrapped."""
-
-    def closing(self, text: str) -> None:
-        """What it comes to, in a sentence."""
-
-
-class Page:
-    """A sheet as text."""
-
-    def __init__(self, width: int, colour: bool) -> None:
-        self.out = io.StringIO()
-        self.console = Console(
-            file=self.out, width=width, force_terminal=colour, color_system="standard" if colour else None, highlight=False, emoji=False
-        )
-
-    def heading(self, text: str, more: str = "") -> None:
-        self.console.print()
-        self.console.print(Text.assemble((shown(text), "bold"), f"  {shown(more)}" if more else ""))
-
-    def line(self, text: str) -> None:
-        self.console.print(Padding(Text(shown(text)), (0, 0, 0, 2)))
-
-    def table(self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)) -> None:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
-        for i, name in enumerate(head):
-            figure = i in right
-            table.add_column(name, justify="right" if figure else "left", no_wrap=figure or i in keep, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(shown(cell)) for cell in row))
-        self.console.print(Padding(table, (0, 0, 0, 2)))
-
-    def closing(self, text: str) -> None:
-        self.console.print()
-        self.console.print(Text(shown(text), style="bold"))
-
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
@@ -132,7 +60,10 @@ def write_graph(page: Sheet, graph: Graph) -> None:
     if graph.params:
         page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
     page.heading("Workers")
-    page.table(("worker", "kind", "model"), [(w.name, w.kind + (", frozen" if w.frozen else ""), w.model or "-") for w in graph.workers])
+    page.table(
+        ("worker", "kind", "model"),
+        [(w.name, w.kind + (", frozen" if w.frozen else ""), w.model or "-") for w in graph.workers],
+    )
     page.heading("Columns")
     writers = {c: n.name for n in graph.nodes for c in n.writes}
     rows = []
@@ -145,18 +76,29 @@ def write_graph(page: Sheet, graph: Graph) -> None:
     page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
     _kept(page, graph)
     page.heading("States")
-    states = []
+    listed = []
     for n in graph.nodes:
         attributes = ", ".join(f"{k} = {v}" for k, v in n.attributes.items())
-        states.append((n.name, ", ".join((*n.reads, *n.states)) or "-", ", ".join(n.gives or n.writes) or "-", n.per, attributes or "-"))
-    page.table(("state", "reads", "writes", "per", "attributes"), states)
+        listed.append(
+            (
+                n.name,
+                ", ".join((*n.reads, *n.states)) or "-",
+                ", ".join(n.gives or n.writes) or "-",
+                n.per,
+                attributes or "-",
+            )
+        )
+    page.table(("state", "reads", "writes", "per", "attributes"), listed)
     page.heading("Edges")
     edges = [
-        (e.src, "->" if e.kind == "sample" else "=>", e.dst, ", ".join(f"{k} = {v}" for k, v in e.attributes.items())) for e in graph.edges
+        (e.src, "->" if e.kind == "sample" else "=>", e.dst, ", ".join(f"{k} = {v}" for k, v in e.attributes.items()))
+        for e in graph.edges
     ]
     page.table(("from", "", "to", "attributes"), edges)
     samples, reshards = len(graph.samples()), len(graph.reshards())
-    page.closing(f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}.")
+    page.closing(
+        f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}."
+    )
 
 
 def _kept(page: Sheet, graph: Graph) -> None:
@@ -168,7 +110,16 @@ def _kept(page: Sheet, graph: Graph) -> None:
     for state in graph.states:
         setters = [n.name for n in graph.nodes if state.name in n.sets]
         users = [n.name for n in graph.nodes if state.name in n.states]
-        kept.append((state.name, state.element, state.per or "-", str(state.initial), ", ".join(setters) or "-", ", ".join(users) or "-"))
+        kept.append(
+            (
+                state.name,
+                state.element,
+                state.per or "-",
+                str(state.initial),
+                ", ".join(setters) or "-",
+                ", ".join(users) or "-",
+            )
+        )
     page.table(("state", "type", "per", "first", "set by", "read by"), kept)
 
 
@@ -212,7 +163,10 @@ def _head(page: Sheet, plan: Plan) -> None:
         )
     ]
     rows.insert(-1, ("host memory", size(device.host_memory.value), "", device.host_memory))
-    lines = [(what, value, f"{100 * device.share(name):.0f} %" if name else "", f.source, f.basis) for what, value, name, f in rows]
+    lines = [
+        (what, value, f"{100 * device.share(name):.0f} %" if name else "", f.source, f.basis)
+        for what, value, name, f in rows
+    ]
     page.table(("what", "figure", "reached", "source", "where from"), lines, right=(1, 2), keep=(0, 3))
 
 
@@ -225,8 +179,14 @@ def _rows(graph: Graph) -> str:
     words = [many(graph.rows[0], "prompt")]
     for level in range(1, len(graph.rows)):
         above = graph.under[level]
-        what = "response" if len(graph.rows) == 2 else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
-        words.append(many(graph.fan(level, above), what) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {what}")
+        what = (
+            "response"
+            if len(graph.rows) == 2
+            else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
+        )
+        words.append(
+            many(graph.fan(level, above), what) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {what}"
+        )
     return f"{' x '.join(words[:2])}{''.join(f', {w}' for w in words[2:])}"
 
 
@@ -234,7 +194,7 @@ def _pools(page: Sheet, plan: Plan) -> None:
     seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
     on_devices = {p.name: p for p in plan.pools}
     for pool in dict.fromkeys([*on_devices, *(p.pool for p in plan.placements)]):
-        states = [p for p in plan.placements if p.pool == pool]
+        listed = [p for p in plan.placements if p.pool == pool]
         what = "the hosts' CPUs"
         if pool in on_devices:
             found = on_devices[pool]
@@ -243,7 +203,7 @@ def _pools(page: Sheet, plan: Plan) -> None:
         page.heading(f"Pool {pool}", what)
         if pool in on_devices:
             rows = []
-            for p in states:
+            for p in listed:
                 time = seconds.get(p.node)
                 cells = (
                     p.node,
@@ -256,17 +216,22 @@ def _pools(page: Sheet, plan: Plan) -> None:
                 )
                 rows.append((*cells, p.reason))
             page.table(
-                ("state", "layout", "engine", "devices", "weights", "seconds", "source", "why this layout"), rows, (3, 4, 5), (0, 1, 2, 6)
+                ("state", "layout", "engine", "devices", "weights", "seconds", "source", "why this layout"),
+                rows,
+                (3, 4, 5),
+                (0, 1, 2, 6),
             )
-            for p in states:
+            for p in listed:
                 stated = plan.deploy.engines.get(p.node)
                 page.line(f"engine of {p.node}: {_engine(p.engine, stated)}")
         else:
-            page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in states], (1,))
+            page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in listed], (1,))
 
 
 def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
-    options = ", ".join(f"{k} = {v}{'' if stated and k in stated.options else ' (planned)'}" for k, v in engine.options.items())
+    options = ", ".join(
+        f"{k} = {v}{'' if stated and k in stated.options else ' (planned)'}" for k, v in engine.options.items()
+    )
     return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"
 
 
@@ -276,10 +241,17 @@ def _layout(layout: Layout) -> str:
 
 def _docks(page: Sheet, plan: Plan) -> None:
     docks = plan.docks
-    where = f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} {_range(docks.hosts)}"
+    where = (
+        f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} "
+        f"{_range(docks.hosts)}"
+    )
     what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
     what += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
-    what += f"; a share may be {docks.imbalance:g} x an even one, for rows to stay on their host" if docks.imbalance > 1 else ""
+    what += (
+        f"; a share may be {docks.imbalance:g} x an even one, for rows to stay on their host"
+        if docks.imbalance > 1
+        else ""
+    )
     page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:
@@ -294,7 +266,13 @@ def _traffic(page: Sheet, plan: Plan) -> None:
     page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
     rows = []
     for t in plan.traffic:
-        cells = (f"{t.src} -> {t.dst}", ", ".join(t.columns) or "-", f"{t.rows:,}", size(t.bytes), duration(t.seconds.value))
+        cells = (
+            f"{t.src} -> {t.dst}",
+            ", ".join(t.columns) or "-",
+            f"{t.rows:,}",
+            size(t.bytes),
+            duration(t.seconds.value),
+        )
         rows.append((*cells, duration(t.central_seconds.value), t.seconds.source))
     page.table(("edge", "columns", "rows", "bytes", "dock", "central", "source"), rows, (2, 3, 4, 5), (0, 6))
     for how in dict.fromkeys(t.how for t in plan.traffic):
@@ -306,24 +284,46 @@ def _traffic(page: Sheet, plan: Plan) -> None:
 
 def _reshards(page: Sheet, plan: Plan) -> None:
     for r in plan.reshards:
-        page.heading(f"Reshard {r.name}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}")
+        page.heading(
+            f"Reshard {r.name}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}"
+        )
         sends = r.mode == "send"
         page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
         largest = "as large as the largest bucket"
-        how = "each rank receives from ranks that hold its slices" if sends else "; ".join(_way(w, len(r.ways)) for w in r.ways)
+        how = (
+            "each rank receives from ranks that hold its slices"
+            if sends
+            else "; ".join(_way(w, len(r.ways)) for w in r.ways)
+        )
         page.line(f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; {how}; the buffer is {largest}")
         steps = [
-            (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis) for i, s in enumerate(r.steps, 1)
+            (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis)
+            for i, s in enumerate(r.steps, 1)
         ]
         s = r.swap_in
         if s.bytes:
-            steps.append(("", s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, "after the generation, behind inference"))
+            steps.append(
+                (
+                    "",
+                    s.name,
+                    size(s.bytes),
+                    duration(s.seconds.value),
+                    s.seconds.source,
+                    "after the generation, behind inference",
+                )
+            )
         page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
         if sends:
-            page.line(f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are (derived)")
+            page.line(
+                f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are "
+                "(derived)"
+            )
             page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak('staged')} (derived)")
             continue
-        page.line(f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; derived)")
+        page.line(
+            f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; "
+            "derived)"
+        )
         page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
         devices = many(plan.cluster.devices, "device")
         page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
@@ -344,12 +344,8 @@ def _peak(order: str) -> str:
 
 def _schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
-    rows = [(s.task, s.pool, ", ".join(map(_instruction, s.instructions)) or "-") for s in plan.schedule]
+    rows = [(s.task, s.pool, ", ".join(map(str, s.instructions)) or "-") for s in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
-
-
-def _instruction(i: Instruction) -> str:
-    return f"{i.op} {i.node} => {i.other}" if i.other else f"{i.op} {i.node}"
 
 
 def _memory(page: Sheet, plan: Plan) -> None:
@@ -393,15 +389,12 @@ def _range(numbers: Sequence[int]) -> str:
     return f"{numbers[0]}..{numbers[-1]}" if len(numbers) > 2 else ", ".join(map(str, numbers))
 
 
-def many(number: int, noun: str) -> str:
-    """So many of a thing, in words: `1 host`, `2 hosts`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def _count(plan: Plan) -> str:
     """The closing count: what this plan adds to the graph."""
     hosts, released = plan.cluster.nodes, sum(r.released_bytes_per_device for r in plan.reshards)
-    parts = [f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"]
+    parts = [
+        f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"
+    ]
     parts += [many(len(plan.docks.controllers), "controller"), many(len(plan.docks.warehouses), "warehouse")]
     moved = f" ({size(sum(t.bytes for t in plan.traffic))} an iteration)" if plan.traffic else ""
     parts.append(many(len(plan.graph.samples()), "sample edge") + moved)

@@ -1,17 +1,19 @@
 """Why a plan is as it is: what a search over layouts took, the runners-up, and what each loses by.
 
-Invariant: a runner-up's figures are those of the passes on the plan that it would be; where only a bound is known, that is said.
+Invariant: a runner-up's figures are those of the passes on the plan that it would be; where only a bound is known, that
+is said.
 """
 
 from __future__ import annotations
 
 from ..ir.plan import Plan
 from ..ir.searched import Candidate, Searched
-from .text import WIDTH, Page, duration
+from .page import WIDTH, Page, duration
 
 
 def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colour: bool = False) -> str:
-    """What the search found; for a plan whose layouts are all stated, `other` is what it would have found without them."""
+    """What the search found; for a plan whose layouts are all stated, `other` is what it would have found without
+    them."""
     page = Page(width, colour)
     if plan.search is not None:
         _searched(page, "Search", plan.search)
@@ -19,8 +21,16 @@ def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colo
     page.heading("Search", "nothing to choose: the file states every layout")
     if other is not None and other.seconds and plan.estimate is not None:
         stated, best = plan.estimate.iteration_seconds.value, other.seconds
-        less = f"{100 * (1 - best / stated):.2g} % less than" if best < stated else "as long as" if best == stated else "longer than"
-        page.line(f"without them an iteration would take {duration(best)}, {less} the {duration(stated)} of what is stated")
+        less = (
+            f"{100 * (1 - best / stated):.2g} % less than"
+            if best < stated
+            else "as long as"
+            if best == stated
+            else "longer than"
+        )
+        page.line(
+            f"without them an iteration would take {duration(best)}, {less} the {duration(stated)} of what is stated"
+        )
         _searched(page, "What the search would take", other)
     return page.text()
 
@@ -32,14 +42,19 @@ def _searched(page: Page, heading: str, found: Searched) -> None:
         page.line(f"nothing that fits was found: {found.ended}")
     elif found.optimal:
         page.line(
-            f"an iteration of {duration(found.seconds)} is optimal in the plan's own model: all others are bounded by as much or more"
+            f"an iteration of {duration(found.seconds)} is optimal in the plan's own model: all others are bounded by "
+            "as much or more"
         )
     else:
         gap = (
-            f"none takes less than {duration(found.bound)}, a gap of {found.percent}" if found.bound else "of the others no bound is known"
+            f"none takes less than {duration(found.bound)}, a gap of {found.percent}"
+            if found.bound
+            else "of the others no bound is known"
         )
         page.line(f"{found.ended} ended it at {duration(found.seconds)}: {gap}")
-    rows = [("chosen", _layouts(found.best), duration(found.seconds) if found.seconds else "-", found.best.wrong or "-")]
+    rows = [
+        ("chosen", _layouts(found.best), duration(found.seconds) if found.seconds else "-", found.best.wrong or "-")
+    ]
     for number, runner in enumerate(found.runners, 1):
         rows.append((str(number), _layouts(runner), _seconds(runner), _loses(runner, found.seconds)))
     page.table(("", "pools, layouts, engines", "iteration", "loses by"), rows, (2,))
@@ -50,7 +65,13 @@ def _layouts(candidate: Candidate) -> str:
 
 
 def _seconds(candidate: Candidate) -> str:
-    return duration(candidate.seconds) if candidate.exact else f">= {duration(candidate.seconds)}" if candidate.seconds else "-"
+    return (
+        duration(candidate.seconds)
+        if candidate.exact
+        else f">= {duration(candidate.seconds)}"
+        if candidate.seconds
+        else "-"
+    )
 
 
 def _loses(candidate: Candidate, best: float) -> str:

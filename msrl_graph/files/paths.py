@@ -1,6 +1,7 @@
 """Whether something is there, for paths that a user wrote.
 
-Invariant: any text may stand where a path belongs. Path's own questions raise where a name is too long or holds a NUL; these say no.
+Invariant: any text may stand where a path belongs. Path's own questions raise where a name is too long or holds a NUL;
+these say no.
 """
 
 from __future__ import annotations

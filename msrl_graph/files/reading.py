@@ -11,7 +11,8 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 
 
 def read(path: Path, name: str, span: Span = NOWHERE) -> str:
-    """The text of a program's file, which messages call `name`. Raises Fault where it cannot be read, at `span` if another names it."""
+    """The text of a program's file, which messages call `name`. Raises Fault where it cannot be read, at `span` if
+    another names it."""
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
@@ -29,7 +30,8 @@ def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
 
 
 def plain(text: str, name: str) -> str:
-    """A text as the parser counts its lines, whatever an editor writes: without a byte order mark, each line ended by `\\n`."""
+    """A text as the parser counts its lines, whatever an editor writes: without a byte order mark, each line ended by
+    `\\n`."""
     if not text.isascii():
         try:
             text.encode()

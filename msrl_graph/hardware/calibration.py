@@ -1,7 +1,7 @@
 """What `msrl-doctor --calibrate` measured of this machine: its file, and the device that it makes.
 
-Invariant: a file that is missing where nobody named it is no news; any other that cannot be used is told in one warning, and the assumed
-figures stand in for it. The measuring itself is in runtime/calibrate/measure.py.
+Invariant: a file that is missing where nobody named it is no news; any other that cannot be used is told in one
+warning, and the assumed figures stand in for it. The measuring itself is in runtime/calibrate/measure.py.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Busy:
-    """What each of so many processes of one machine can do while all are busy: figures as Device has them, collectives as (seconds at
-    least, bytes/s)."""
+    """What each of so many processes of one machine can do while all are busy: figures as Device has them, collectives
+    as (seconds at least, bytes/s)."""
 
     threads: int
     launch: float
@@ -90,7 +90,8 @@ def this_machine() -> Machine:
 
 
 def location() -> tuple[Path | None, bool]:
-    """Where the file is looked for, and whether that was stated: MSRL_HERE (empty: nowhere), else a file among the user's settings."""
+    """Where the file is looked for, and whether that was stated: MSRL_HERE (empty: nowhere), else a file among the
+    user's settings."""
     stated = os.environ.get("MSRL_HERE")
     if stated is not None:
         return (Path(stated) if stated else None), True
@@ -157,7 +158,8 @@ def _unsound(found: Calibration) -> str:
 
 
 def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
-    """The CPU preset `name` for a host of so many ranks, with what was measured of this machine, and what there is to tell of that."""
+    """The CPU preset `name` for a host of so many ranks, with what was measured of this machine, and what there is to
+    tell of that."""
     path, stated = location()
     if path is None or not (stated or path.is_file()):
         return DEVICES[name], []
@@ -167,7 +169,7 @@ def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diag
 
 def applied(cluster: Cluster) -> tuple[Cluster, list[Diagnostic]]:
     """A cluster of CPUs with what was measured of this machine, where the program states no figure of its own."""
-    if cluster.device.backend != "cpu":
+    if not cluster.device.kind.is_host:
         return cluster, []
     found, told = here(cluster.device.name, cluster.devices_per_node, cluster.span)
     stated: dict[str, Any] = {f.name: getattr(cluster.device, f.name) for f in fields(cluster.device)}
@@ -175,7 +177,9 @@ def applied(cluster: Cluster) -> tuple[Cluster, list[Diagnostic]]:
     flops = {k: f for k, f in cluster.device.flops.items() if f.source == "stated"}
     curves = {k: c for k, c in found.curves.items() if k not in {*stated, *flops}}
     peaks = tuple(p for p in cluster.device.peaks if p in {*found.peaks, *stated, *(f"flops_{k}" for k in flops)})
-    return replace(cluster, device=replace(found, **stated, flops={**found.flops, **flops}, curves=curves, peaks=peaks)), told
+    return replace(
+        cluster, device=replace(found, **stated, flops={**found.flops, **flops}, curves=curves, peaks=peaks)
+    ), told
 
 
 def device(found: Calibration, name: str, ranks: int) -> Device:

@@ -1,8 +1,8 @@
 """Devices, hosts and links, each figure with its source.
 
-Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed, `basis` where. A
-device's figure is what it could do at best, a peak, or what is reached, and the device says which, wherever the figure comes from; of a
-peak a share is counted.
+Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed,
+`basis` where. A device's figure is what it could do at best, a peak, or what is reached, and the device says which,
+wherever the figure comes from; of a peak a share is counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from ..diagnostics import NOWHERE, Span
+from .device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST, DeviceKind
 
 Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
 # How much each source is to be trusted: a derived figure is worth what its weakest input is worth.
@@ -49,8 +50,8 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """The rate at a size: a straight line between the two nearest on scales of logarithms, level beyond the ends. So size / rate
-    never falls with size, if it does not between the curve's own points."""
+    """The rate at a size: a straight line between the two nearest on scales of logarithms, level beyond the ends. So
+    size / rate never falls with size, if it does not between the curve's own points."""
     before = [p for p in curve if p[0] <= size] or [curve[0]]
     after = [p for p in curve if p[0] >= size] or [curve[-1]]
     (low, slow), (high, fast) = before[-1], after[0]
@@ -62,7 +63,8 @@ def rate_at(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective takes among the devices of a host: seconds at least, and beyond that bytes/s that a device receives."""
+    """What a collective takes among the devices of a host: seconds at least, and beyond that bytes/s that a device
+    receives."""
 
     least: Figure
     rate: Figure
@@ -73,21 +75,23 @@ class Overheads:
     """What the runtime itself takes, in seconds."""
 
     turn: Figure  # to begin an iteration and to end it
-    handover: Figure  # from a state's rows to the next state's having them, through the dock
-    share: Figure  # what the dock's own processes take of a processor for each share that a group of a state takes and gives back
+    handover: Figure  # from a node's rows to the next node's having them, through the dock
+    # what the dock's own processes take of a processor for each share that a group of a node takes and gives back
+    share: Figure
     row: Figure  # a row on its way into tensors and out of them
     function: Figure  # a row that a Python function is called with, what it does itself left out
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. Bytes, bytes/s and FLOP/s, as they stand in a program; with what of it to count, methods and properties tell.
-    `resource` is Ray's name for one device. Where rates were measured at several sizes, `curves` has them: FLOP/s of a matrix product by
-    its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of the memory by the bytes that an operation moves, streaming
-    (`memory_bandwidth`) or in the order of an eager `layer`."""
+    """A kind of device. Bytes, bytes/s and FLOP/s, as they stand in a program; with what of it to count, methods and
+    properties tell. `resource` is Ray's name for one device. Where rates were measured at several sizes, `curves` has
+    them: FLOP/s of a matrix product by its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of
+    the memory by the bytes that an operation moves, streaming (`memory_bandwidth`) or in the order of an eager
+    `layer`."""
 
     name: str
-    backend: str  # cpu, cuda, ascend
+    backend: str  # of DEVICE_KINDS
     resource: str
     memory: Figure
     flops: dict[str, Figure]  # by dtype
@@ -103,10 +107,18 @@ class Device:
     collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
     curves: dict[str, Curve] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> DeviceKind:
+        return DEVICE_KINDS[self.backend]
+
     def rate(self, of: str, size: float) -> Figure:
-        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory (`memory_bandwidth`, `layer`), as
-        they are reached."""
-        name = "memory_bandwidth" if of in ("memory_bandwidth", "layer") else f"flops_{of if of in self.flops else next(iter(self.flops))}"
+        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory
+        (`memory_bandwidth`, `layer`), as they are reached."""
+        name = (
+            "memory_bandwidth"
+            if of in ("memory_bandwidth", "layer")
+            else f"flops_{of if of in self.flops else next(iter(self.flops))}"
+        )
         whole, curve = self._reached[name], self.curves.get(of)
         return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
 
@@ -200,10 +212,13 @@ def _ascend_910c(name: str, dies: int) -> Device:
     whole = "one package of two dies" if dies == 2 else "one die of two"
     return Device(
         name=name,
-        backend="ascend",
-        resource="NPU",
+        backend=ASCEND.name,
+        resource=ASCEND.resource,
         memory=_datasheet(64e9 * dies, f"{_CM384}; {whole}"),
-        flops={"bf16": _datasheet(376e12 * dies, f"{_CM384}; {whole}"), "f32": _assumed(94e12 * dies, "a quarter of bf16")},
+        flops={
+            "bf16": _datasheet(376e12 * dies, f"{_CM384}; {whole}"),
+            "f32": _assumed(94e12 * dies, "a quarter of bf16"),
+        },
         memory_bandwidth=_datasheet(1.6e12 * dies, f"{_CM384}; {whole}"),
         host_link=_PAPER_LINK,
         device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
@@ -220,8 +235,8 @@ def _hopper(name: str, memory: float, bandwidth: float) -> Device:
     sheet = f"NVIDIA {name.upper()} SXM datasheet"
     return Device(
         name=name,
-        backend="cuda",
-        resource="GPU",
+        backend=CUDA.name,
+        resource=CUDA.resource,
         memory=_datasheet(memory, sheet),
         flops={"bf16": _datasheet(989e12, f"{sheet}, dense"), "f32": _datasheet(67e12, f"{sheet}, no tensor cores")},
         memory_bandwidth=_datasheet(bandwidth, sheet),
@@ -245,8 +260,8 @@ def _cpu(name: str) -> Device:
         memory = _assumed(8e9, "no figure from the system")
     return Device(
         name=name,
-        backend="cpu",
-        resource="CPU",
+        backend=HOST.name,
+        resource=HOST.resource,
         memory=memory,
         flops={
             "f32": _assumed(9.6e10, "one core of 3 GHz, two 8-wide fused multiply-adds a cycle"),
@@ -271,8 +286,8 @@ def _presets() -> dict[str, Device]:
             _ascend_910c("ascend-910c-die", 1),
             Device(
                 name="ascend-910b",
-                backend="ascend",
-                resource="NPU",
+                backend=ASCEND.name,
+                resource=ASCEND.resource,
                 memory=_datasheet(64e9, "Atlas A2: 64 GB a device"),
                 flops={"bf16": _assumed(376e12, _AS_A_DIE), "f32": _assumed(94e12, "a quarter of bf16")},
                 memory_bandwidth=_assumed(1.6e12, _AS_A_DIE),

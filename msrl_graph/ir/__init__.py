@@ -1,1 +1,2 @@
-"""The intermediate representation: the graph of an algorithm, the plan, and what both are made of. Plain data, immutable."""
+"""The intermediate representation: the graph of an algorithm, the plan, and what both are made of. Plain data,
+immutable."""

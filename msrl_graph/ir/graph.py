@@ -1,20 +1,18 @@
 """The IR: what an algorithm is, apart from where it runs.
 
-Invariant: a Graph is immutable, its names are resolved and its expressions evaluated as far as params reach; every part knows the
-span that it came from. It is logical: one node a worker state, never one a rank.
+Invariant: a Graph is immutable, its names are resolved and its expressions evaluated as far as params reach; every part
+knows the span that it came from. It is logical: one node a worker state, never one a rank.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-import networkx as nx
-
 from ..diagnostics import NOWHERE, Span
+from .flow import Flow
 from .views import GraphViews
 
 Value = bool | int | float | str | None
@@ -30,9 +28,9 @@ KINDS = {
 class Expr:
     """An evaluated expression.
 
-    `kind` is number, string, bool, quantity (value in bytes, bytes/s, FLOP/s or seconds; `unit` says which), word (an option word),
-    column, state, call, list, neg or an operator sign. `value` is the literal or the name, `args` the operands, `keys` a call's
-    argument names ("" for a positional one).
+    `kind` is number, string, bool, quantity (value in bytes, bytes/s, FLOP/s or seconds; `unit` says which), word (an
+    option word), column, state, call, list, neg or an operator sign. `value` is the literal or the name, `args` the
+    operands, `keys` a call's argument names ("" for a positional one).
     """
 
     kind: str
@@ -73,7 +71,9 @@ class Expr:
         if self.kind == "bool":
             return "true" if self.value else "false"
         if self.args:
-            left, right = (f"({a})" if a.kind in ("+", "-") and self.kind not in ("+", "-") else str(a) for a in self.args)
+            left, right = (
+                f"({a})" if a.kind in ("+", "-") and self.kind not in ("+", "-") else str(a) for a in self.args
+            )
             return f"{left} {self.kind} {right}"
         if isinstance(self.value, float):
             return f"{self.value:g}{self.unit and ' ' + self.unit}"
@@ -82,7 +82,8 @@ class Expr:
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension of a column: `size` fixed, or at most `size` when ragged, or as long as column `like` of the same row."""
+    """A dimension of a column: `size` fixed, or at most `size` when ragged, or as long as column `like` of the same
+    row."""
 
     size: int = 0
     ragged: bool = False
@@ -91,8 +92,8 @@ class Dim:
 
 @dataclass(frozen=True)
 class Column:
-    """A field of a row of a level: 0 are the source's rows (prompts), each generation makes one more under that of its prompts. `per`
-    names the column that has such a row's value, where the type says so."""
+    """A field of a row of a level: 0 are the source's rows (prompts), each generation makes one more under that of its
+    prompts. `per` names the column that has such a row's value, where the type says so."""
 
     name: str
     element: str
@@ -124,11 +125,36 @@ class Worker:
     span: Span = NOWHERE
 
 
+class Saying:
+    """A part of a graph with `attributes`, as the program states them. Their typed values are a declaration's:
+    `Update.of(node)`."""
+
+    attributes: dict[str, Expr]
+    span: Span
+
+    def stated(self, key: str) -> Expr | None:
+        """The expression that is stated for an attribute, for messages of it; None where it has its default."""
+        return self.attributes.get(key)
+
+    def at(self, key: str) -> Span:
+        """Where an attribute stands; where that is not known, the part itself."""
+        expr = self.stated(key)
+        return expr.span if expr is not None and expr.span.line else self.span
+
+    @cached_property
+    def views(self) -> dict[type, Any]:
+        return {}  # what each declaration made of the attributes (declared.py)
+
+
 @dataclass(frozen=True)
-class Node:
-    """A worker state. `per` is its scope: row, batch, or a column whose rows stay together. `states` are the names of those that it
-    reads, as they were when the iteration began. Where it gives next values of states, `gives` are all names that it writes, in order.
-    `whole` says of an update that a term of its loss needs all rows of the mini-batch at once."""
+class Node(Saying):
+    """A node of the graph: a worker state, such as `actor.generate`.
+
+    - `per`: what it sees at once: a row, the batch, or the name of a column whose rows stay together, as `prompt`.
+    - `states`: the states that it reads, with the values that they had when the iteration began. `gives`: where it
+      gives next values of states, all that it writes, columns and states, in order.
+    - `whole`: of an update: a term of its loss needs all rows of the mini-batch at once.
+    """
 
     name: str
     worker: str
@@ -150,22 +176,17 @@ class Node:
     @property
     def weighs(self) -> tuple[str, ...]:
         """Of the source, its columns that rows are drawn by."""
-        named = self.attributes["weights"].columns().values() if "weights" in self.attributes else ()
-        return tuple(name for name in self.writes if name in named)
+        call = self.stated("weights")
+        return () if call is None else tuple(name for name in self.writes if name in call.columns().values())
 
     @property
     def filters(self) -> bool:
         """Whether rows leave the iteration here."""
-        return bool({"keep", "select"} & self.attributes.keys())
-
-    def number(self, key: str, default: float) -> float:
-        """The number of an attribute, or its default."""
-        expr = self.attributes.get(key)
-        return default if expr is None or not isinstance(expr.value, (int, float)) else expr.value
+        return "keep" in self.attributes or "select" in self.attributes
 
 
 @dataclass(frozen=True)
-class Edge:
+class Edge(Saying):
     """`kind` sample: rows go from `src` to `dst`; reshard: the weights of src's worker go to `dst`."""
 
     kind: Literal["sample", "reshard"]
@@ -173,12 +194,6 @@ class Edge:
     dst: str
     attributes: dict[str, Expr] = field(default_factory=dict)
     span: Span = NOWHERE
-
-    @property
-    def staleness(self) -> int:
-        """By how many versions the weights at a resharding edge's end may be behind."""
-        expr = self.attributes.get("staleness")
-        return int(expr.value) if expr is not None and isinstance(expr.value, (int, float)) else 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,7 +206,9 @@ class Graph(GraphViews):
     workers: tuple[Worker, ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    rows: tuple[int, ...]  # rows an iteration at each level: (prompts, responses), and more where there are more generations
+    rows: tuple[
+        int, ...
+    ]  # rows an iteration at each level: (prompts, responses), and more where there are more generations
     span: Span = NOWHERE
     states: tuple[State, ...] = ()
     under: tuple[int, ...] = (-1, 0)  # the level above each: several may lie side by side under one
@@ -225,10 +242,13 @@ class Graph(GraphViews):
         for node in self.nodes:
             for column in node.writes:
                 found.setdefault(column, []).append(node)
-        return {column: sorted(nodes, key=lambda n: n.span) if len(nodes) > 1 else nodes for column, nodes in found.items()}
+        return {
+            column: sorted(nodes, key=lambda n: n.span) if len(nodes) > 1 else nodes for column, nodes in found.items()
+        }
 
     def sharing(self, worker: str) -> tuple[Node, ...]:
-        """The states that compute with the weights that a worker keeps: its updates first, then its infers, in the order of the text."""
+        """The nodes that compute with the weights that a worker keeps: its updates first, then its infers, in the order
+        of the text."""
         return self._sharing.get(worker, ())
 
     @cached_property
@@ -292,8 +312,11 @@ class Graph(GraphViews):
         return 0 if level == 0 else 1 + self.depth(self.under[level])
 
     def made(self, level: int) -> str:
-        """The column that stands for the rows of a level: the tokens that were generated, or the first of the source."""
-        found = [c for n in self.verb("generate" if level else "source") for c in n.writes if self.column(c).level == level]
+        """The column that stands for the rows of a level: the tokens that were generated, or the first of the
+        source."""
+        found = [
+            c for n in self.verb("generate" if level else "source") for c in n.writes if self.column(c).level == level
+        ]
         return next((c for c in found if self.column(c).element == "i32"), found[0] if found else "row")
 
     def common(self, one: int, other: int) -> int:
@@ -315,7 +338,8 @@ class Graph(GraphViews):
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
     def bound(self, column: str) -> int:
-        """The most elements that a row of the column can hold (text and json count as the bound of a prompt: unknown, 0)."""
+        """The most elements that a row of the column can hold (text and json count as the bound of a prompt: unknown,
+        0)."""
         total = 1
         for dim in self.column(column).dims:
             total *= self.bound(dim.like) if dim.like else dim.size
@@ -333,83 +357,6 @@ class Graph(GraphViews):
         return {c.name: 0 for c in self.columns} | {c.name: self.row_bytes(c.name) * self.rows[c.level] for c in sized}
 
     @cached_property
-    def flow(self) -> nx.DiGraph[str]:
-        """The nodes and the sample edges between them, by name; not to be changed."""
-        flow: nx.DiGraph[str] = nx.DiGraph()
-        flow.add_nodes_from(n.name for n in self.nodes)
-        flow.add_edges_from((e.src, e.dst) for e in self.samples())
-        return flow
-
-    @cached_property
-    def knots(self) -> list[list[str]]:
-        """Nodes that sample edges lead from and back to, those of each knot by name. An algorithm has none, as a check sees to."""
-        place = {n.name: i for i, n in enumerate(self.nodes)}
-        if all(place[e.src] < place[e.dst] for e in self.samples()):
-            return []
-        parts = (sorted(part) for part in nx.strongly_connected_components(self.flow))
-        return sorted(part for part in parts if len(part) > 1 or self.flow.has_edge(part[0], part[0]))
-
-    @cached_property
-    def _joined(self) -> set[tuple[str, str]]:
-        return {(e.src, e.dst) for e in self.samples()}
-
-    @cached_property
-    def _above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """A bit for each writer that a reader has no edge from, and for each node the bits of those from which a path leads there."""
-        writers, joined = self._index[3], self._joined
-        apart = (writers[c].name for n in self.nodes for c in n.reads if c in writers and (writers[c].name, n.name) not in joined)
-        bits = {name: 1 << i for i, name in enumerate(dict.fromkeys(apart))}
-        above: dict[str, int] = {}
-        # In dependency order, knots as a whole: what is above a node is known when its turn comes.
-        parts: Sequence[Collection[str]] = [[n.name] for n in self.nodes]
-        if self.knots:
-            parts = list(nx.strongly_connected_components(self.flow))[::-1]
-        for part in parts:
-            found = 0
-            for name in part:
-                for edge in self.into(name):
-                    found |= above.get(edge.src, 0) | bits.get(edge.src, 0)
-            above |= dict.fromkeys(part, found)
-        return bits, above
-
-    def arrives(self, column: str, node: str) -> bool:
-        """Whether a path of sample edges leads to a node from the writer of a column that some node reads."""
-        writer, (bits, above) = self.writer(column).name, self._above
-        return (writer, node) in self._joined or bool(above[node] & bits.get(writer, 0))
-
-    @cached_property
-    def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """The columns that each sample edge carries: of those that its end reads, each on the edge from its writer, else on the first
-        that leads there from the writer."""
-        found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in self.samples()}
-        for node in self.nodes:
-            for column in node.reads:
-                ends = self.writer(column).name, node.name
-                if ends not in found:
-                    ends = next(((e.src, e.dst) for e in self.into(node.name) if self.arrives(column, e.src)), ends)
-                if ends in found:
-                    found[ends].append(column)
-        return {ends: tuple(columns) for ends, columns in found.items()}
-
-
-def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
-    """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
-    waits: dict[str, set[str]] = {name: set() for name in nodes}
-    for edge in edges:
-        if edge.kind == "sample" and edge.dst in waits and edge.src in waits:
-            waits[edge.dst].add(edge.src)
-    after: dict[str, list[str]] = {name: [] for name in nodes}
-    for name, sources in waits.items():
-        for src in sources:
-            after[src].append(name)
-    ready = [(name != "source", name) for name, sources in waits.items() if not sources]
-    heapq.heapify(ready)
-    order: list[str] = []
-    while ready:
-        name = heapq.heappop(ready)[1]
-        order.append(name)
-        for other in after[name]:
-            waits[other].discard(name)
-            if not waits[other]:
-                heapq.heappush(ready, (other != "source", other))
-    return order + sorted(set(nodes) - set(order))
+    def flow(self) -> Flow:
+        """Who comes after whom along the sample edges, and what each edge carries."""
+        return Flow(self)

@@ -21,7 +21,9 @@ def absolute(plan: Plan) -> Plan:
 
 def located(plan: Plan) -> Plan:
     """With absolute paths of what is there; what is not yet on this machine keeps the path that was written."""
-    return _moved(plan, lambda path: str(Path(path).absolute()) if is_file(Path(path)) or is_folder(Path(path)) else path)
+    return _moved(
+        plan, lambda path: str(Path(path).absolute()) if is_file(Path(path)) or is_folder(Path(path)) else path
+    )
 
 
 def _moved(plan: Plan, to: Callable[[str], str]) -> Plan:

@@ -1,8 +1,8 @@
 """The plan: everything that running needs, and everything that was worked out about it.
 
-Invariant: a plan is plain data; `to_json` and `from_json` are inverse (files are where they were, whatever their paths begin at), and
-compiling twice gives the same bytes. Passes fill it from top to bottom: placements, docks, reshards, schedule, then traffic, memory and
-estimate.
+Invariant: a plan is plain data; `to_json` and `from_json` are inverse (files are where they were, whatever their paths
+begin at), and compiling twice gives the same bytes. Passes fill it from top to bottom: placements, docks, reshards,
+schedule, then traffic, memory and estimate.
 """
 
 from __future__ import annotations
@@ -16,20 +16,51 @@ from ..hardware.cluster import Cluster, Figure
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from ..sharding.stretch import Stretch
+from .attributes import ReshardingEdge
 from .graph import Edge, Expr, Graph, Value
+from .instruction import Stream
+from .options import DockOptions, ReshardOptions, Run
 from .searched import Searched
 from .views import PlanViews
 
 FORMAT_VERSION = 1
 # The names of the pool that has all devices, and of the hosts' processes that call functions.
 DEVICES, FUNCTIONS = "devices", "functions"
-# What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another name.
+# What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another
+# name.
 METRICS = frozenset(
     {
-        *("iteration", "seconds", "rows", "loss", "grad_norm", "updates", "response_length", "prompt_tokens", "response_tokens"),
-        *("tokens_per_second", "throughput_eq5", "prompts", "phases", "dock_bytes", "reshard_bytes", "evaluation", "after_iterations"),
+        *(
+            "iteration",
+            "seconds",
+            "rows",
+            "loss",
+            "grad_norm",
+            "updates",
+            "response_length",
+            "prompt_tokens",
+            "response_tokens",
+        ),
+        *(
+            "tokens_per_second",
+            "throughput_eq5",
+            "prompts",
+            "phases",
+            "dock_bytes",
+            "reshard_bytes",
+            "evaluation",
+            "after_iterations",
+        ),
         *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens"),
-        *("response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows", "skipped", "logp_drift", "logp_drift_max"),
+        *(
+            "response_length_max",
+            "distinct_prompt_tokens",
+            "distinct_tokens",
+            "distinct_rows",
+            "skipped",
+            "logp_drift",
+            "logp_drift_max",
+        ),
         *("lr", "entropy", "truncated"),
     }
 )
@@ -37,7 +68,7 @@ METRICS = frozenset(
 
 def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
     """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
-    return [e for e in graph.reshards() if e.staleness and pool_of(e.src) == pool_of(e.dst)]
+    return [e for e in graph.reshards() if ReshardingEdge.of(e).staleness and pool_of(e.src) == pool_of(e.dst)]
 
 
 def reported(graph: Graph, column: str) -> bool:
@@ -48,7 +79,8 @@ def reported(graph: Graph, column: str) -> bool:
 
 @dataclass(frozen=True)
 class Data:
-    """A data file and which of its fields fills which column; `stated` is where the program names the field of a column."""
+    """A data file and which of its fields fills which column; `stated` is where the program names the field of a
+    column."""
 
     name: str
     path: str
@@ -67,14 +99,15 @@ class EngineChoice:
     span: Span = NOWHERE
 
     def shared(self) -> dict[str, Value]:
-        """The options that states of the same weights have in common: all but the micro-batch."""
+        """The options that nodes of the same weights have in common: all but the micro-batch."""
         return {k: v for k, v in self.options.items() if k != "micro_batch"}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th iteration (0: never).
-    Generations that read prompts draw `samples` responses (0: as many as each does in training) at a `temperature` (None: its own)."""
+    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th
+    iteration (0: never). Generations that read prompts draw `samples` responses (0: as many as each does in training)
+    at a `temperature` (None: its own)."""
 
     data: str
     every: int
@@ -90,46 +123,8 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Run:
-    """`save`: a checkpoint every so many iterations (0: none), of which the newest `keep` stay. `restarts`: how often processes that died
-    are started anew before the run ends. `on_nan`: what a wrong number does, end the run or skip the optimizer step that it is in.
-    `warn_…`: the thresholds of symptoms.py."""
-
-    iterations: int = 1
-    seed: int = 0
-    save: int = 0
-    keep: int = 2
-    resume: str = ""  # the folder of a run or of a checkpoint
-    restarts: int = 3
-    on_nan: str = "stop"
-    warn_flat: int = 5
-    warn_truncated: float = 0.5
-    warn_entropy: float = 0.1
-    warn_kl: float = 1.0
-    span: Span = NOWHERE
-
-
-@dataclass(frozen=True)
-class DockOptions:
-    mode: str = "distributed"
-    replicas: int = 1  # warehouses a host; rows are spread over them, each is kept once
-    deadline: float = 600.0  # seconds that a wait may last
-    capacity: int = 0  # bytes of rows that a host may hold; 0: what its memory holds
-    imbalance: float = 1.0  # the most that a group's share may be, of an even one, for rows to stay on their host
-    span: Span = NOWHERE
-
-
-@dataclass(frozen=True)
-class ReshardOptions:
-    mode: str = "swap"
-    order: str = ""  # direct or staged; empty: the plan chooses
-    bucket: int = 0  # bytes; 0: the plan chooses
-    span: Span = NOWHERE
-
-
-@dataclass(frozen=True)
 class Pool(Stretch):
-    """States that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
+    """Nodes that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
 
     nodes: tuple[str, ...]
     first: int = 0
@@ -149,18 +144,18 @@ class Deploy:
     data: dict[str, Data]
     layouts: dict[str, Layout]  # by node
     engines: dict[str, EngineChoice]  # by node
-    dock: DockOptions = DockOptions()
-    reshard: ReshardOptions = ReshardOptions()
+    dock: DockOptions = field(default_factory=DockOptions)
+    reshard: ReshardOptions = field(default_factory=ReshardOptions)
     evaluations: tuple[Evaluation, ...] = ()
-    run: Run = Run()
+    run: Run = field(default_factory=Run)
     span: Span = NOWHERE
     pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
-    together: tuple[tuple[str, ...], ...] = ()  # states that stay together, wherever that is
+    together: tuple[tuple[str, ...], ...] = ()  # nodes that stay together, wherever that is
 
 
 @dataclass(frozen=True)
 class Placement(Stretch):
-    """A node-state on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+    """A node on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
 
     node: str
     pool: str
@@ -168,13 +163,13 @@ class Placement(Stretch):
     first: int
     engine: EngineChoice
     reason: str
-    weight_bytes: int = 0  # the state's weights at rest, on the busiest device
+    weight_bytes: int = 0  # the node's weights at rest, on the busiest device
     each: int = 0
 
 
 @dataclass(frozen=True)
 class Controller:
-    """The controller of a node-state: hears only of the columns that the state reads."""
+    """The controller of a node: hears only of the columns that the node reads."""
 
     node: str
     host: int
@@ -210,9 +205,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Way:
-    """How some weights (`of`: weights, embeddings, experts) come to where they are wanted: in place, all-gather, all-to-all, or send.
-    Aligned blocks of `block` consecutive ranks take part together, the same blocks of all pipeline stages where layers go `across` them:
-    `ranks` in all. `bytes`: what the busiest device receives."""
+    """How weights of a kind (`of`: weights, embeddings or experts) come to the ranks that generate with them: `how`
+    is in place, all-gather, all-to-all or send.
+
+    `block` consecutive ranks take part together; with `block` 2, the ranks 0 and 1, 2 and 3, and so on. Where layers
+    change their pipeline stage the move goes `across` stages: the same block of every stage takes part, so that
+    `ranks` do in all. `bytes` is what the busiest device receives.
+    """
 
     of: str
     how: str
@@ -246,25 +245,6 @@ class Reshard:
     def name(self) -> str:
         """As the program writes the edge; ranks count its bytes under this name."""
         return f"{self.src} => {self.dst}"
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """`op` is RESHARD (edge `node` => `other`), RUN, RELEASE (generation weights), SWAP_IN (starts), WAIT (for the swap-in), AGAIN (back
-    to `other`, if the filter `node` asks for another round of prompts)."""
-
-    op: str
-    node: str
-    other: str = ""
-
-
-@dataclass(frozen=True)
-class Stream:
-    """What the processes of a pool do, in order; `task` is `train` or the name of the evaluated data."""
-
-    pool: str
-    task: str
-    instructions: tuple[Instruction, ...]
 
 
 @dataclass(frozen=True)
@@ -350,20 +330,18 @@ class Plan(PlanViews):
         return self._by_node[1][node]
 
     def model(self, node: str) -> Model:
-        """The model of a node-state's worker."""
+        """The model of a node's worker."""
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         return model.scoring if worker.kind in ("value", "reward_model") else model
 
 
 def from_json(text: str | bytes) -> Plan:
-    """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none."""
+    """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none. Whether it is right, verify.py
+    says."""
     import msgspec
 
-    plan = msgspec.json.decode(text, type=Plan)
-    if not plan.pools:
-        raise msgspec.ValidationError("it does not say which devices its states share")
-    return plan
+    return msgspec.json.decode(text, type=Plan)
 
 
 __all__ = ["Expr", "Plan", "from_json"]

@@ -1,8 +1,9 @@
-"""rowsets: the rows that node-states work on, which of them belong to which, and which filters they have passed.
+"""rowsets: the rows that nodes work on, which of them belong to which, and which filters they have passed.
 
-Invariant: the sets of a graph are a tree: a generation makes one under that of the rows it generates from, a `select` one under that of
-the rows it chooses from. A row's number tells the rows above it, so that nobody has to be asked: response r of fan N belongs to prompt
-r // N, and the k-th repeat of row r is row r + k * (as many rows as there can be). Rows that a filter drops leave gaps.
+Invariant: the sets of a graph are a tree: a generation makes one under that of the rows it generates from, a `select`
+one under that of the rows it chooses from. A row's number tells the rows above it, so that nobody has to be asked:
+response r of fan N belongs to prompt r // N, and the k-th repeat of row r is row r + k * (as many rows as there can
+be). Rows that a filter drops leave gaps.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import networkx as nx
-
+from .attributes import Call, Generate
 from .graph import Graph, Node
 
 if TYPE_CHECKING:
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 
-VERDICT = ".times"  # ends the dock's name for how often each row of a filter goes on
+REPEATS = 1024  # a `select` may let a row go on so often, or as often as there are rows where these are more
+NUMBERS = 1 << 62  # below this is every row's number: fewer repeats where many `select` follow each other
 
 
 @dataclass(frozen=True)
 class Rowset:
-    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a generation makes of each of
-    those; `repeats`: a `select` chose them, so that some may be repeats of others."""
+    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a generation
+    makes of each of those; `repeats`: a `select` chose them, so that some may be repeats of others."""
 
     level: int
     above: int = -1
@@ -38,8 +39,8 @@ class Rowset:
 
 @dataclass(frozen=True)
 class Sieve:
-    """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may repeat; `refill`: how
-    many more rounds of prompts it may ask for."""
+    """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may
+    repeat; `refill`: how many more rounds of prompts it may ask for."""
 
     node: str
     rows: int
@@ -48,14 +49,21 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        return f"{self.node}{VERDICT}"
+        """The dock's name for how often each row goes on."""
+        return f"{self.node}.times"
 
 
 @dataclass
 class Rowsets:
-    """`nodes`: the set that each works on; `units`: that of what it is handed at once, where it has `per` a group's row; `passed`: the
-    filters before each node, in the order of the graph; `apart`: two sets of which a node would need a common row and none lies above the
-    other. At most one filter is `refilling`, as a check sees to."""
+    """Which rows each column and node of a graph is about, as indices into `sets`.
+
+    - `nodes`: the set that a node works on; `units`: the set of what it is handed at once, with `per = prompt` that
+      of prompts.
+    - `sieves`: the graph's filters; `passed`: those before each node, in the order of the graph. At most one is
+      `refilling`, as a check sees to.
+    - `apart`: nodes that would need rows of two sets of which neither lies above the other, with the two. A check
+      refuses them.
+    """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
     columns: dict[str, int] = field(default_factory=dict)
@@ -89,15 +97,15 @@ class Rowsets:
         made = rows
         if node.verb == "generate":
             made = len(self.sets)
-            self.sets.append(Rowset(graph.row_level(node), rows, int(node.number("samples", 1))))
+            self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples))
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
         if node.filters:
-            left = rows
-            if "select" in node.attributes:
+            left, said = rows, Call.of(node)
+            if said.select is not None:
                 left = len(self.sets)
                 self.sets.append(Rowset(level, rows, repeats=True))
-            self.sieves[node.name] = Sieve(node.name, rows, left, int(node.number("refill", 0)))
+            self.sieves[node.name] = Sieve(node.name, rows, left, said.refill)
 
     def _sieve(self, node: str) -> tuple[Sieve, ...]:
         return (self.sieves[node],) if node in self.sieves else ()
@@ -115,9 +123,23 @@ def rowsets(graph: Graph) -> Rowsets:
 
 
 def looping(graph: Graph) -> tuple[str, frozenset[str]]:
-    """The filter that refills, and it with all nodes before it: those that work round by round of prompts; "" and none without one."""
-    filter = next((n.name for n in graph.nodes if "refill" in n.attributes), "")
-    return filter, frozenset((filter, *nx.ancestors(graph.flow, filter))) if filter else frozenset()
+    """The filter that refills, and it with all nodes before it: those that work round by round of prompts; "" and none
+    without one."""
+    filter = next((n.name for n in graph.nodes if Call.of(n).refill), "")
+    return filter, frozenset((filter, *graph.flow.before(filter))) if filter else frozenset()
+
+
+def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
+    """The nodes that columns need: their writers, and the writers of what those read; and the source, which gives the
+    states of a row."""
+    needed = {n.name for n in graph.verb("source")}
+    todo = [graph.writer(c) for c in columns]
+    while todo:
+        node = todo.pop()
+        if node.name not in needed:
+            needed.add(node.name)
+            todo += [graph.writer(c) for c in node.reads]
+    return needed
 
 
 def chain(sets: Sequence[Rowset], rows: int) -> list[int]:
@@ -135,23 +157,26 @@ def common(sets: Sequence[Rowset], one: int, other: int) -> int:
 
 
 class Numbers:
-    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them. `fan` is of the generations that read
-    prompts (0: their own `samples`); `size` are the rows that each set can have, repeats aside, and its numbers are below `space`."""
+    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them. `fan` is of the
+    generations that read prompts (0: their own `samples`); `size` are the rows that each set can have, repeats aside,
+    and its numbers are below `space`; a `select` may let a row of a set go on `repeats` times."""
 
     def __init__(self, sets: Sequence[Rowset], prompts: int, fan: int = 0) -> None:
         self.sets = sets
         self.fans: list[int] = []
         self.size: list[int] = []
         self.space: list[int] = []
+        self.repeats: list[int] = []
         for rows in sets:
             if rows.above < 0:
                 sizes = (1, prompts, prompts)
             else:
                 own = fan if fan and not rows.repeats and sets[rows.above].level == 0 else rows.fan
                 size = self.size[rows.above]
-                sizes = (own, size * own, self.space[rows.above] * (size if rows.repeats else own))
+                sizes = (own, size * own, self.space[rows.above] * (self.repeats[rows.above] if rows.repeats else own))
             for known, number in zip((self.fans, self.size, self.space), sizes, strict=True):
                 known.append(number)
+            self.repeats.append(min(max(self.size[-1], REPEATS), NUMBERS // max(self.space[-1], 1)))
 
     def above(self, rows: Rows, start: int, end: int) -> Rows:
         """The row of set `end` that each row of set `start`, which is under it, came from."""

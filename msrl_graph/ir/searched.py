@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layouts that were looked at: pools in words, layout and engine by state. `seconds` of an iteration, or where `exact` is False a bound
-    below it; `loses` by phase against the plan (negative: gains); `wrong` says why it cannot be taken."""
+    """Layouts that were looked at: pools in words, layout and engine by node. `seconds` of an iteration, or where
+    `exact` is False a bound below it; `loses` by phase against the plan (negative: gains); `wrong` says why it cannot
+    be taken."""
 
     pools: tuple[str, ...]
     layouts: dict[str, str]
@@ -23,8 +24,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Searched:
-    """`candidates` are all combinations of divisions and layouts that the devices and engines allow, of which `evaluated` went through all
-    passes; no other takes less than `bound` seconds. `optimal`: nothing is better, in the plan's own model."""
+    """`candidates` are all combinations of divisions and layouts that the devices and engines allow, of which
+    `evaluated` went through all passes; no other takes less than `bound` seconds. `optimal`: nothing is better, in the
+    plan's own model."""
 
     candidates: int
     evaluated: int

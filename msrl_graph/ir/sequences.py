@@ -1,13 +1,14 @@
 """sequences: which columns of tokens a worker state with weights computes on.
 
-Invariant: of each row that it works on a state makes one sequence for each column that it scores: the context, then that column; where it
-scores none, the context alone. What a generation writes stands where another state has what it scores.
+Invariant: of each row that it works on a node makes one sequence for each column that it scores: the context, then that
+column; where it scores none, the context alone. What a generation writes stands where another node has what it scores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .attributes import Generate
 from .graph import Expr, Graph, Node, Worker
 
 # Tokens of a text that nothing is known of.
@@ -28,8 +29,8 @@ class Sequences:
 
 
 def sequences(graph: Graph, node: Node) -> Sequences:
-    """Of a state with weights. What is scored: of an infer the columns whose length it writes; of an update those whose length a column
-    that it reads has, else what was generated, else its last column of tokens."""
+    """Of a node with weights. What is scored: of an infer the columns whose length it writes; of an update those whose
+    length a column that it reads has, else what was generated, else its last column of tokens."""
     tokens = [c for c in node.reads if _is_read(graph, node, c)]
     if node.verb == "generate":
         return Sequences(tuple(tokens), tuple(c for c in node.writes if is_tokens(graph, c)))
@@ -48,23 +49,24 @@ def is_tokens(graph: Graph, column: str) -> bool:
 
 
 def of_response(graph: Graph, node: Node, element: str) -> str:
-    """The first column of an element that a generation writes of each token of its response: its log-probabilities, its mask; "" where it
-    writes none."""
+    """The first column of an element that a generation writes of each token of its response: its log-probabilities, its
+    mask; "" where it writes none."""
     responses = [c for c in node.writes if is_tokens(graph, c)]
     columns = (c for c in map(graph.column, node.writes) if c.element == element)
     return next((c.name for c in columns if [d.like for d in c.dims] == responses[:1]), "")
 
 
 def temperature(graph: Graph, column: str) -> Expr:
-    """What the tokens of a column were drawn at: a number, or the column or state that holds each row's; 1 where they were not drawn."""
-    drawn = (n.attributes["temperature"] for n in graph.writers.get(column, ()) if n.verb == "generate" and "temperature" in n.attributes)
-    return next(drawn, Expr("number", 1.0))
+    """What the tokens of a column were drawn at: a number, or the column or state that holds each row's; 1 where they
+    were not drawn."""
+    drawn = (Generate.of(n).temperature for n in graph.writers.get(column, ()) if n.verb == "generate")
+    return next(drawn, Generate.temperature)
 
 
 def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
-    """The columns and states that say at which temperatures a state draws, or a policy scores what was drawn."""
+    """The columns and states that say at which temperatures a node draws, or a policy scores what was drawn."""
     if node.verb == "generate":
-        found = [node.attributes[key] for key in ("temperature",) if key in node.attributes]
+        found = [Generate.of(node).temperature]
     elif node.verb in ("infer", "update") and graph.worker(node.worker).kind == "policy":
         found = [temperature(graph, c) for c in sequences(graph, node).scored]
     else:
@@ -73,22 +75,22 @@ def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
 
 
 def speaker(graph: Graph) -> Worker | None:
-    """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the first that is trained,
-    else the first."""
+    """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the
+    first that is trained, else the first."""
     trained = {n.worker for n in graph.verb("update")}
     found = [w for w in graph.workers if w.kind != "function"]
     return min(found, key=lambda w: (w.kind != "policy", w.name not in trained), default=None)
 
 
 def models(graph: Graph) -> list[Node]:
-    """The states with weights."""
+    """The nodes with weights."""
     kinds = {w.name: w.kind for w in graph.workers}
     return [n for n in graph.nodes if kinds.get(n.worker, "function") != "function"]
 
 
 def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """The source's columns that some state scores and none has before what it scores: a response that was not generated. Each with
-    the source's columns that stand before it."""
+    """The source's columns that some node scores and none has before what it scores: a response that was not generated.
+    Each with the source's columns that stand before it."""
     found = [sequences(graph, n) for n in models(graph)]
     given = {c for n in graph.verb("source") for c in n.writes}
     before = {c for s in found for c in s.context}
@@ -102,22 +104,29 @@ def token_columns(graph: Graph) -> list[str]:
 
 
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
-    """Whether a state's model reads a column: tokens, or text that is tokenised; an environment reads its own text."""
-    return is_tokens(graph, column) or (graph.column(column).element == "text" and "environment" not in node.attributes)
+    """Whether a node's model reads a column: tokens, or text that is tokenised; an environment reads its own text."""
+    return is_tokens(graph, column) or (
+        graph.column(column).element == "text" and Generate.of(node).environment is None
+    )
 
 
 def bound(graph: Graph, column: str) -> int:
-    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, which is known of tokens and of text
-    that states them, TEXT_TOKENS at least."""
+    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, which is known of
+    tokens and of text that states them, TEXT_TOKENS at least."""
     found = graph.column(column)
     if found.element != "text" or found.dims:
         return graph.bound(column)
-    known = (c for c in map(graph.column, graph.writer(column).reads) if is_tokens(graph, c.name) or (c.element == "text" and c.dims))
+    known = (
+        c
+        for c in map(graph.column, graph.writer(column).reads)
+        if is_tokens(graph, c.name) or (c.element == "text" and c.dims)
+    )
     return max(TEXT_TOKENS, sum(bound(graph, c.name) for c in known))
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on them."""
+    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on
+    them."""
     if node.verb == "source":
         return node
     reads = dict.fromkeys((*node.reads, *(str(e.value) for e in tempered(graph, node) if e.kind == "column")))

@@ -1,27 +1,32 @@
 """What the compiler knows of a Python function that a program calls: its parameters, never its body.
 
-Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the same path.
+Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the
+same path.
 
-Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term` makes it a term of a
-loss, `@loss_term(scope="mini_batch")` one that needs all rows of the mini-batch at once, `@optimizer` an optimizer, `@schedule` a learning
-rate; `@option` makes it a value of those options that are annotated with what it returns.
+Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term`
+makes it a term of a loss, `@loss_term(scope="mini_batch")` one that needs all rows of the mini-batch at once,
+`@optimizer` an optimizer, `@schedule` a learning rate; `@option` makes it a value of those options that are annotated
+with what it returns.
 
-Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node reads, in its order.
-Keyword-only parameters are options, given in the call by order or by name; one annotated `Sequence[float]` takes all the numbers. Plain
-types are checked, and what registry.py names: `Count`, `Positive`, `NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
+Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node
+reads, in its order. Keyword-only parameters are options, given in the call by order or by name; one annotated
+`Sequence[float]` takes all the numbers. Plain types are checked, and what registry.py names: `Count`, `Positive`,
+`NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
 
-Filled by the runtime are `rng`, `tokenizer` and `iteration`; of a loss term `rng` where its scope is the mini-batch (what a micro-batch
-drew would depend on its size), and these, for the rows of a micro-batch, or of the mini-batch, one after another:
+Filled by the runtime are `rng`, `tokenizer` and `iteration`; of a loss term `rng` where its scope is the mini-batch
+(what a micro-batch drew would depend on its size), and these, for the rows of a micro-batch, or of the mini-batch, one
+after another:
 
-- `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its distribution, in nats;
+- `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its
+  distribution, in nats;
 - `values`, a value worker's prediction before each response token;
 - `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds.
 
-Of a schedule they are `step`, the number of the optimizer step from 1, and `last`, that of the run's last one; other positional parameters
-bind states.
+Of a schedule they are `step`, the number of the optimizer step from 1, and `last`, that of the run's last one; other
+positional parameters bind states.
 
-A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights being updated. A term
-that returns `Rows` gives one number a row, others one a token.
+A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights
+being updated. A term that returns `Rows` gives one number a row, others one a token.
 """
 
 from __future__ import annotations
@@ -31,12 +36,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Kind = Literal["function", "loss", "optimizer", "schedule", "option"]
+CallKind = Literal["function", "loss", "optimizer", "schedule", "option"]
 Scope = Literal["row", "group", "batch", "mini_batch"]
 Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share", "Below", "Betas", "Rate"]
 SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "loss": ("row", "mini_batch")}
 PLAIN: tuple[Plain, ...] = get_args(Plain)
-MARKS: dict[str, Kind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
+MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
 OF_STEP = ("step", "last")
 GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
@@ -44,8 +49,8 @@ GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and sche
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter: `words` are its option words, if it takes words, `calls` the functions that it takes a call of; `kind` is
-    the plain type that it is annotated with, `several` whether it takes a list of numbers."""
+    """A keyword-only parameter: `words` are its option words, if it takes words, `calls` the functions that it takes a
+    call of; `kind` is the plain type that it is annotated with, `several` whether it takes a list of numbers."""
 
     name: str
     required: bool = False
@@ -57,14 +62,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Signature:
-    """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that receive decoded
-    text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one that takes all other columns.
-    Of the parameters in `together`, options too, a call gives all or none.
-    `fills` are the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what it must see
-    at once. `gives` are a function's results as its annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown."""
+    """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that
+    receive decoded text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one
+    that takes all other columns. Of the parameters in `together`, options too, a call gives all or none. `fills` are
+    the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what it must see at
+    once. `gives` are a function's results as its annotation has them: an array a row (`list[Array]`), a number a row,
+    or "": unknown."""
 
     name: str
-    kind: Kind
+    kind: CallKind
     columns: tuple[str, ...]
     optional: frozenset[str] = frozenset()
     text: frozenset[str] = frozenset()
@@ -92,17 +98,19 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item, makers) for item in items}
 
 
-def called_as(kind: Kind, source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a user's file as terms of a loss, or schedules: which they are by where they are called.
-    As functions, by their marks."""
+def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
+    """The signatures of the top-level functions of a user's file as terms of a loss, or schedules: which they are by
+    where they are called. As functions, by their marks."""
     if kind == "function":
         return signatures(source)
-    return {item.name: _signature(item, {}, kind) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)}
+    return {
+        item.name: _signature(item, {}, kind) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)
+    }
 
 
 def classes(source: str) -> dict[str, dict[str, Signature]]:
-    """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without the instance; by
-    class and name. SyntaxError where it is not Python."""
+    """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without
+    the instance; by class and name. SyntaxError where it is not Python."""
     found: dict[str, dict[str, Signature]] = {}
     for item in (item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)):
         methods = [method for method in item.body if isinstance(method, ast.FunctionDef)]
@@ -116,7 +124,7 @@ def classes(source: str) -> dict[str, dict[str, Signature]]:
     return found
 
 
-def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | None = None) -> Signature:
+def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: CallKind | None = None) -> Signature:
     a = item.args
     kind = kind or _kind(item)
     positional = [*a.posonlyargs, *a.args]
@@ -136,7 +144,11 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
         # For the same reason none of it can be missing.
         optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
         text=frozenset(p.arg for p in (*columns, *([a.vararg] if a.vararg else [])) if _is_text(p.annotation)),
-        options=tuple(_option(p, d is None, makers) for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True) if p.arg not in fills),
+        options=tuple(
+            _option(p, d is None, makers)
+            for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)
+            if p.arg not in fills
+        ),
         scope=scope,
         rest=a.vararg.arg if a.vararg else "",
         together=_together(item),
@@ -149,12 +161,12 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: Kind | 
     return replace(signature, logps=logps, rows="Rows" in _names(item.returns))
 
 
-def _kind(item: ast.FunctionDef) -> Kind:
+def _kind(item: ast.FunctionDef) -> CallKind:
     marks = [d.func if isinstance(d, ast.Call) else d for d in item.decorator_list]
     return next((MARKS[d.id] for d in marks if isinstance(d, ast.Name) and d.id in MARKS), "function")
 
 
-def _filled(kind: Kind, name: str, names: set[str]) -> bool:
+def _filled(kind: CallKind, name: str, names: set[str]) -> bool:
     """Whether the runtime fills a parameter of a loss term or a schedule."""
     if kind != "loss":
         return kind == "schedule" and name in OF_STEP
@@ -185,12 +197,15 @@ def _words(annotation: ast.expr | None) -> tuple[str, ...]:
     """The words of a `Literal["a", "b"]` annotation, or of one that is a part of it."""
     for part in ast.walk(annotation) if annotation else ():
         if isinstance(part, ast.Subscript) and ast.unparse(part.value).endswith("Literal"):
-            return tuple(c.value for c in ast.walk(part.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+            return tuple(
+                c.value for c in ast.walk(part.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+            )
     return ()
 
 
 def _plain(annotation: ast.expr | None) -> Plain | None:
-    """The plain type of an annotation such as `float`, `"float"`, `float | None` or `Optional[float]`; None where it has no one such."""
+    """The plain type of an annotation such as `float`, `"float"`, `float | None` or `Optional[float]`; None where it
+    has no one such."""
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal"):
         return None
     parts = [] if annotation is None else list(ast.walk(annotation))
@@ -203,7 +218,8 @@ def _plain(annotation: ast.expr | None) -> Plain | None:
 
 
 def _mark(item: ast.FunctionDef, key: str) -> object:
-    """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no plain value."""
+    """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no
+    plain value."""
     given = [k.value for d in item.decorator_list if isinstance(d, ast.Call) for k in d.keywords if k.arg == key]
     try:
         return ast.literal_eval(given[0]) if given else None
@@ -211,13 +227,17 @@ def _mark(item: ast.FunctionDef, key: str) -> object:
         return None
 
 
-def _scope(item: ast.FunctionDef, kind: Kind) -> Scope:
+def _scope(item: ast.FunctionDef, kind: CallKind) -> Scope:
     stated = _mark(item, "scope")
     return next((s for s in SCOPES.get(kind, ()) if s == stated), "row")
 
 
 def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:
-    several = isinstance(returns, ast.Subscript) and ast.unparse(returns.value) == "tuple" and isinstance(returns.slice, ast.Tuple)
+    several = (
+        isinstance(returns, ast.Subscript)
+        and ast.unparse(returns.value) == "tuple"
+        and isinstance(returns.slice, ast.Tuple)
+    )
     parts = returns.slice.elts if several else [returns]  # type: ignore[union-attr]
     known: dict[str, Literal["array", "number"]] = {"list[Array]": "array", "float": "number"}
     known |= {f"NDArray[np.{dtype}]": "number" for dtype in ("float32", "float64")}

@@ -1,4 +1,4 @@
-"""What an optimizer is: by which rule which tensors step, and what it keeps of them; and how many steps a run takes.
+"""What an optimizer is: by which rule which tensors step, and what it keeps of them.
 
 Invariant: torch-free, and a function of the call in the program: the planner counts by it, and engines step by it.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..sharding.layout import Kind, Kinds, Tensor
-from .graph import Expr, Node
+from ..sharding.layout import Tensor, TensorKind, TensorKinds
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, by which any optimizer steps
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How tensors step: as the class `name` of torch.optim does, with `options` beside the learning rate. `keeps` are its states, each as
-    large as the weights: bytes an element, by name. `whole`: a step needs the whole matrix; else elements step one by one."""
+    """How tensors step: as the class `name` of torch.optim does, with `options` beside the learning rate. `keeps` are
+    its states, each as large as the weights: bytes an element, by name. `whole`: a step needs the whole matrix; else
+    elements step one by one."""
 
     name: str
     options: Mapping[str, Any]
@@ -34,7 +34,8 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Optimizer:
-    """The rule of all tensors, or of all but the `matrices` of the layers. What does not run can be planned; `why` tells."""
+    """The rule of all tensors, or of all but the `matrices` of the layers. What does not run can be planned; `why`
+    tells."""
 
     rule: Rule
     matrices: Rule | None = None
@@ -53,21 +54,8 @@ class Optimizer:
 
 
 @lru_cache(maxsize=1 << 10)
-def parted(optimizer: Optimizer, kinds: tuple[Kind, ...]) -> tuple[tuple[Rule, tuple[Kind, ...]], ...]:
+def parted(optimizer: Optimizer, kinds: tuple[TensorKind, ...]) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
     """Each rule of an optimizer, and the kinds of a model's tensors that step by it."""
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)
-    return tuple((rule, Kinds(k for k in kinds if optimizer.of(k.tensor) is rule)) for rule in optimizer.rules)
-
-
-def rate(node: Node) -> Expr:
-    """The learning rate of an update: a number, a state, or the call of a schedule."""
-    call = node.attributes["optimizer"]
-    return call.args[call.keys.index("lr")]
-
-
-def steps(rows: int, node: Node, iterations: int) -> int:
-    """Optimizer steps of an update in a run, at most: filters may leave fewer."""
-    each = -(-rows // max(1, int(node.number("mini_batch", rows)))) * int(node.number("epochs", 1))
-    begin, every = int(node.number("after", 0)), int(node.number("every", 1))
-    return each * max(0, -(-(iterations - begin) // every))
+    return tuple((rule, TensorKinds(k for k in kinds if optimizer.of(k.tensor) is rule)) for rule in optimizer.rules)

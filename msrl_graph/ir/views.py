@@ -1,7 +1,7 @@
 """How a graph or a plan shows itself, for who has one in Python.
 
-Invariant: what is shown is what the command line shows. This room knows nothing of those above it: the package hands it the emitters, which
-are loaded when somebody asks. A plan that is run or sent has loaded nothing of them.
+Invariant: what is shown is what the command line shows. This room knows nothing of those above it: the package hands it
+the emitters, which are loaded when somebody asks. A plan that is run or sent has loaded nothing of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GraphViews:
         return f"<Graph {self.name}: {len(self.nodes)} states>"
 
     def _repr_html_(self: Graph) -> str:  # type: ignore[misc]
-        """What a notebook shows: a picture, states by worker."""
+        """What a notebook shows: a picture, nodes by worker."""
         return str(emitter("html").graph_fragment(self))
 
     def to_networkx(self: Graph) -> nx.MultiDiGraph[str]:  # type: ignore[misc]
@@ -52,7 +52,8 @@ class PlanViews:
     """The methods of a Plan that need rooms above this one."""
 
     def explain(self: Plan, width: int = 100) -> str:  # type: ignore[misc]
-        """The text that `msrl-compile` shows: what runs where, what moves, what fits, how long it takes, and why. `width` in characters."""
+        """The text that `msrl-compile` shows: what runs where, what moves, what fits, how long it takes, and why.
+        `width` in characters."""
         return str(emitter("text").plan_text(self, width))
 
     def to_json(self: Plan) -> str:  # type: ignore[misc]
@@ -69,5 +70,5 @@ class PlanViews:
         return f"<Plan of {on}: {len(self.graph.nodes)} states, {self.cluster.devices} devices>"
 
     def _repr_html_(self: Plan) -> str:  # type: ignore[misc]
-        """What a notebook shows: a picture, states by pool."""
+        """What a notebook shows: a picture, nodes by pool."""
         return str(emitter("html").plan_fragment(self))

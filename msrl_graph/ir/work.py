@@ -1,4 +1,4 @@
-"""What a node-state computes at once: all that an engine must know to say what it holds meanwhile.
+"""What a node computes at once: all that an engine must know to say what it holds meanwhile.
 
 Invariant: plain figures at the columns' bounds, of one rank; where they come from is cost/holdings.py's business.
 """
@@ -14,10 +14,15 @@ from .stepping import Optimizer
 
 @dataclass(frozen=True)
 class Work:
-    """What a node-state computes at once on a rank: `rows` of a micro-batch (of a generation, prompts at once), which have `prompts`
-    distinct beginnings of `prompt` tokens, and `response` tokens each; `batches` micro-batches before an optimizer step. `divided`:
-    weights at rest are divided over dp; `trained`: they have an optimizer. An update's loss has an `entropy`, or log-probabilities of ids
-    that are `given` beside the tokens; it steps by `optimizer`."""
+    """What a node computes at once on one rank.
+
+    - `rows` of a micro-batch (of a generation: prompts at once), which have `prompts` different beginnings of
+      `prompt` tokens, and `response` tokens each. 8 responses to 2 prompts are 8 rows of 2 prompts.
+    - `batches`: micro-batches before an optimizer step. `divided`: weights at rest are divided over dp. `trained`:
+      they have an optimizer.
+    - Of an update: whether its loss has an `entropy`, or log-probabilities of ids that are `given` beside the tokens;
+      and the `optimizer` that it steps by.
+    """
 
     model: Model
     layout: Layout
@@ -34,3 +39,9 @@ class Work:
     entropy: bool = False
     given: bool = False
     optimizer: Optimizer | None = None
+
+
+def kv_elements(model: Model, layout: Layout) -> int:
+    """Elements of keys and values that a token leaves on one rank, in all of its layers."""
+    each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
+    return layout.most_layers(model.layers) * each

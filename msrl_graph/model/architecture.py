@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
-from ..sharding.layout import Kind, Tensor, kinds
+from ..sharding.layout import Tensor, TensorKind, kinds
 
 HEAD = "score.weight"  # of a model that scores
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token passes;
-    `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores (arXiv:2412.19437)."""
+    """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token
+    passes; `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores
+    (arXiv:2412.19437)."""
 
     number: int
     active: int
@@ -63,7 +64,8 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Shape):
-    """A model's architecture. `path` is the folder of its weights, empty for a preset; `family` one of models.FAMILIES."""
+    """A model's architecture. `path` is the folder of its weights, empty for a preset; `family` one of
+    models.FAMILIES."""
 
     name: str
     path: str
@@ -73,7 +75,7 @@ class Model(Shape):
     span: Span = NOWHERE
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[TensorKind, ...]:
         return kinds(self.tensors)
 
     @cached_property
@@ -100,7 +102,8 @@ class Model(Shape):
 
     @property
     def kv_elements(self) -> int:
-        """Elements of keys and values that a token leaves in one layer, all heads; of latent attention, the latent and the rotary key."""
+        """Elements of keys and values that a token leaves in one layer, all heads; of latent attention, the latent and
+        the rotary key."""
         return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property

@@ -1,6 +1,7 @@
 """What a model's config.json may say: each field that an engine reads, judged before anything starts.
 
-Invariant: what passes here builds the model that was planned for: engines get the fields as `fields` gives them, never the file itself.
+Invariant: what passes here builds the model that was planned for: engines get the fields as `fields` gives them, never
+the file itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MOST = 2**31 - 1
 LAYERS = 4096
 
 
-class Kind(NamedTuple):
+class FieldKind(NamedTuple):
     """What a field may be, in words; `make` gives it its type."""
 
     words: str
@@ -34,24 +35,39 @@ def _whole(value: object, least: int = 1, most: int = MOST) -> bool:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and math.isfinite(value)
+    )
 
 
-SIZE = Kind("a whole number of 1 or more", _whole)
-COUNT = Kind("a whole number of 0 or more", lambda v: _whole(v, 0))
-DEPTH = Kind(f"a whole number from 1 to {LAYERS}", lambda v: _whole(v, 1, LAYERS))
-ABOVE = Kind("a number above 0", lambda v: _number(v) and v > 0, float)
-SHARE = Kind("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1, float)
-BOOL = Kind("true or false", lambda v: isinstance(v, bool))
-TOKEN = Kind("a token's number", lambda v: _whole(v, -1))
-TOKENS = Kind(
-    "a token's number, or a list of them", lambda v: _whole(v, -1) or (isinstance(v, list) and bool(v) and all(_whole(x, 0) for x in v))
+SIZE = FieldKind("a whole number of 1 or more", _whole)
+COUNT = FieldKind("a whole number of 0 or more", lambda v: _whole(v, 0))
+DEPTH = FieldKind(f"a whole number from 1 to {LAYERS}", lambda v: _whole(v, 1, LAYERS))
+ABOVE = FieldKind("a number above 0", lambda v: _number(v) and v > 0, float)
+SHARE = FieldKind("a number from 0 to 1", lambda v: _number(v) and 0 <= v <= 1, float)
+BOOL = FieldKind("true or false", lambda v: isinstance(v, bool))
+TOKEN = FieldKind("a token's number", lambda v: _whole(v, -1))
+TOKENS = FieldKind(
+    "a token's number, or a list of them",
+    lambda v: _whole(v, -1) or (isinstance(v, list) and bool(v) and all(_whole(x, 0) for x in v)),
 )
-TABLE = Kind("an object", lambda v: isinstance(v, dict))
-NAMES = Kind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
+TABLE = FieldKind("an object", lambda v: isinstance(v, dict))
+NAMES = FieldKind("a list of strings", lambda v: isinstance(v, list) and all(isinstance(x, str) for x in v))
 # Functions of transformers (ACT2FN) without options of their own.
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh")
-ACTIVATION = Kind(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
+ACTIVATIONS = (
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "sigmoid",
+    "tanh",
+)
+ACTIVATION = FieldKind(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
 
 # Of a dense model; null is as good as absent.
 FIELDS = {
@@ -85,7 +101,11 @@ FIELDS = {
 }
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 # What transformers makes of a field that is left out is its class's own, not this model's: it has to be said.
-STATED = {"qwen2": ("num_key_value_heads",), "qwen3": ("num_key_value_heads", "head_dim"), "qwen3_moe": ("num_key_value_heads", "head_dim")}
+STATED = {
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+    "qwen3_moe": ("num_key_value_heads", "head_dim"),
+}
 # Kinds of rotary positions, and the numbers that each needs (transformers' modeling_rope_utils).
 ROPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -94,7 +114,15 @@ ROPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-ROPE_MORE = ("rope_theta", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+ROPE_MORE = (
+    "rope_theta",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 THETA = 10_000.0
 # What a config means that leaves its positions out, by the family's class.
 POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
@@ -138,10 +166,15 @@ def _rope(config: Config) -> Wrong | None:
     table = config.get(stated) or {}
     if (scaling := config.get("rope_scaling")) and _stretch(table) != _stretch(scaling):
         # Engines would not agree: transformers goes by the one, and forgets the `rope_theta` in the other.
-        return Wrong("rope_scaling", "has a `rope_scaling` that its `rope_parameters` differ from: write all of it into `rope_parameters`")
+        return Wrong(
+            "rope_scaling",
+            "has a `rope_scaling` that its `rope_parameters` differ from: write all of it into `rope_parameters`",
+        )
     kind = table.get("rope_type", table.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
-        return Wrong(stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}")
+        return Wrong(
+            stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}"
+        )
     for name in (*ROPES[kind], *(n for n in ROPE_MORE if table.get(n) is not None)):
         if name not in table or not ABOVE.holds(table[name]):
             what = f"has {_shown(table[name])} for" if name in table else "lacks"
@@ -158,7 +191,10 @@ def _rope(config: Config) -> Wrong | None:
 def _stretch(table: Config) -> Config:
     """How positions are stretched, whichever of its names the kind has."""
     kind = table.get("rope_type", table.get("type", "default"))
-    return {"rope_type": kind, **{k: v for k, v in table.items() if k not in ("type", "rope_type", "rope_theta") and v is not None}}
+    return {
+        "rope_type": kind,
+        **{k: v for k, v in table.items() if k not in ("type", "rope_type", "rope_theta") and v is not None},
+    }
 
 
 def _ids(config: Config) -> Wrong | None:
@@ -182,12 +218,16 @@ def _windows(config: Config) -> Wrong | None:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """The fields that an engine makes a model of, as a config that was judged has them; what is left out, as it was planned for."""
+    """The fields that an engine makes a model of, as a config that was judged has them; what is left out, as it was
+    planned for."""
     found = {name: kind.make(config[name]) for name, kind in FIELDS.items() if config.get(name) is not None}
     table = found.pop("rope_parameters", None) or found.pop("rope_scaling", None) or {}
     theta = found.pop("rope_theta", THETA)
     found.pop("rope_scaling", None)
-    found["rope_parameters"] = {"rope_theta": theta, **{k: v for k, v in table.items() if v is not None and k != "type"}}
+    found["rope_parameters"] = {
+        "rope_theta": theta,
+        **{k: v for k, v in table.items() if v is not None and k != "type"},
+    }
     found["rope_parameters"]["rope_type"] = table.get("rope_type", table.get("type", "default"))
     return {"num_key_value_heads": config["num_attention_heads"], **found}
 

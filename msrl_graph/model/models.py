@@ -1,8 +1,9 @@
 """Models: a preset or a folder with a Hugging Face config.json, as tensors by name and shape.
 
-Invariant: what is here was counted from an architecture, never read from weights; the names are those of the safetensors files, the
-order is the model's own (embedding, layers, norm, head). The families differ by biases and norms of the attention, its latent form
-(arXiv:2405.04434), and experts, which stand together as one tensor a projection. Multi-token prediction heads are left out.
+Invariant: what is here was counted from an architecture, never read from weights; the names are those of the
+safetensors files, the order is the model's own (embedding, layers, norm, head). The families differ by biases and norms
+of the attention, its latent form (arXiv:2405.04434), and experts, which stand together as one tensor a projection.
+Multi-token prediction heads are left out.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ def _preset(
 
 
 _QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_R1_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_R1_LATENT = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 _R1_EXPERTS = {
     "n_routed_experts": 256,
     "num_experts_per_tok": 8,
@@ -76,12 +83,14 @@ def tokenizer(preset: str) -> str | None:
 
 
 def tokens(path: str, special: bool = True) -> dict[int, str] | None:
-    """What each number stands for, by the tokenizer.json of a model's folder, with its special ones or without; None without one that can
-    be read."""
+    """What each number stands for, by the tokenizer.json of a model's folder, with its special ones or without; None
+    without one that can be read."""
     try:
         content = json.loads((Path(path) / "tokenizer.json").read_bytes())
         vocabulary = content["model"]["vocab"]
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
+        )
         added = content.get("added_tokens", ())
         found = {i: text for text, i in pairs}
         found |= {a["id"]: a["content"] for a in added}
@@ -100,7 +109,8 @@ def _numbers(name: str) -> list[str]:
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`.
 
-    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not there yet), bad-value.
+    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not
+    there yet), bad-value.
     """
     if "/" not in target and target not in (".", ".."):
         if target not in PRESETS:
@@ -108,7 +118,10 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
             help = nearest(target, [p for p in PRESETS if (sizes := _numbers(target)) == _numbers(p)[: len(sizes)]])
             if not help.startswith("did"):
                 known = ", ".join(f"`{p}`" for p in PRESETS)
-                help = f"the presets, for plans, are {known}; a run needs a model's folder, written with a slash: `./my-model`"
+                help = (
+                    f"the presets, for plans, are {known}; a run needs a model's folder, written with a slash: "
+                    "`./my-model`"
+                )
             if is_folder(folder / target):
                 help = f'for the folder beside the program write `"./{target}"`'
             raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))
@@ -119,10 +132,14 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
         near = max((p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)), key=len, default="")
         if (hub := hub_name(target)) and not is_folder(config.parent):
             beside = f"./{hub.rsplit('/', 1)[-1]}"
-            what = f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+            what = (
+                f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+            )
             help = f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
         else:
-            what = f"the model folder `{target}` {'has no config.json' if is_folder(config.parent) else 'does not exist'}"
+            what = (
+                f"the model folder `{target}` {'has no config.json' if is_folder(config.parent) else 'does not exist'}"
+            )
             help = "a Hugging Face model folder holds a config.json"
         help = f"to plan by its shape write the preset, `{near}`; {help}" if near else help
         raise Fault(Diagnostic("unknown-model", what, span, help))
@@ -150,14 +167,25 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
     classes = {family: architecture for architecture, family in FAMILIES.items()}
     named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
-    architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)  # with another head, Model.scoring
+    architecture = re.sub(
+        "For(Sequence|Token)Classification$", "ForCausalLM", architecture
+    )  # with another head, Model.scoring
     if architecture not in FAMILIES:
         known = ", ".join(f"`{f}`" for f in FAMILIES)
-        raise Fault(Diagnostic("not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"))
+        raise Fault(
+            Diagnostic(
+                "not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"
+            )
+        )
 
     def unfit(what: str) -> Fault:
         return Fault(
-            Diagnostic("unknown-model", f"the config.json of `{name}` {what}", span, "a config.json is its weights' own: copy both anew")
+            Diagnostic(
+                "unknown-model",
+                f"the config.json of `{name}` {what}",
+                span,
+                "a config.json is its weights' own: copy both anew",
+            )
         )
 
     def size(key: str, default: int | None = None) -> int:
@@ -171,18 +199,24 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
 
     family = FAMILIES[architecture]
     if kind is not None and kind != family:
-        raise unfit(f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there")
+        raise unfit(
+            f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there"
+        )
     if wrong := judged(config, family):
         raise unfit(wrong.message)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
-        raise Fault(Diagnostic("bad-value", f"weights of type `{stated}` are not supported", span, "known here: `f32`, `bf16`"))
+        raise Fault(
+            Diagnostic("bad-value", f"weights of type `{stated}` are not supported", span, "known here: `f32`, `bf16`")
+        )
     experts = latent = None
     if family == "qwen3_moe":
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             message = f"the config.json of `{name}` has layers without experts among those with them"
-            raise Fault(Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`"))
+            raise Fault(
+                Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`")
+            )
         experts = Experts(size("num_experts"), size("num_experts_per_tok"), size("moe_intermediate_size"))
     elif family == "deepseek_v3":
         width = size("moe_intermediate_size")
@@ -205,14 +239,25 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         latent=latent,
     )
     o_bias = family != "qwen2" and bias
-    tensors = tuple(_tensors(shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3")))
+    tensors = tuple(
+        _tensors(shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3"))
+    )
     return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
 
 
 def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o and down dim 1."""
+    """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o
+    and down dim 1."""
     layers, hidden, experts = shape.layers, shape.hidden, shape.experts
-    yield Tensor("model.embed_tokens.weight", (shape.vocabulary, hidden), 0, padded=True, tied=shape.tied, layer=-1, layers=layers)
+    yield Tensor(
+        "model.embed_tokens.weight",
+        (shape.vocabulary, hidden),
+        0,
+        padded=True,
+        tied=shape.tied,
+        layer=-1,
+        layers=layers,
+    )
     for layer in range(layers):
         at = partial(_layer_tensor, layer, layers)
         yield from _latent(shape, shape.latent, at) if shape.latent else _attention(shape, at, o_bias, qk_norm)
@@ -238,7 +283,9 @@ def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp
     return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
 
 
-def _linear(at: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any) -> Iterator[Tensor]:
+def _linear(
+    at: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
+) -> Iterator[Tensor]:
     yield at(f"{name}.weight", size, tp_dim, **more)
     if bias:
         # The bias of a projection whose input is divided is added once, after the sum: every rank holds it.
@@ -263,7 +310,8 @@ def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: b
 
 
 def _latent(shape: Shape, latent: Latent, at: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by heads."""
+    """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by
+    heads."""
     hidden, heads = shape.hidden, shape.heads
     unit = latent.nope + latent.rope
     if latent.q_rank:

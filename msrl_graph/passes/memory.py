@@ -1,31 +1,39 @@
 """memory: what each phase holds on a device and on a host at its peak.
 
-Invariant: every phase is listed, whether it fits or not; checks/memory.py judges. Items are those of the busiest device and host.
+Invariant: every phase is listed, whether it fits or not; checks/memory.py judges. Items are those of the busiest device
+and host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-
-import networkx as nx
 
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
+from ..ir import verify
+from ..ir.attributes import Call, ReshardingEdge
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
 from ..sharding.stretch import runs
+from .spec import Pass
 
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 
 @dataclass(frozen=True)
-class CountMemory:
+class CountMemory(Pass):
     """`engines` are the specs by name."""
+
+    name = "memory"
+    needs = ("place", "dock", "reshard")
 
     engines: Mapping[str, EngineSpec]
 
-    def __call__(self, plan: Plan) -> Plan:
+    def verify(self, plan: Plan) -> Iterator[str]:
+        return verify.memory(plan)
+
+    def apply(self, plan: Plan) -> Plan:
         devices = self.devices(plan)
         away: dict[str, int] = {}
         for pool in plan.pools:
@@ -33,7 +41,9 @@ class CountMemory:
                 away[item] = away.get(item, 0) + size * max(_on_hosts(plan, pool.name))
         rounds = _rounds(plan.graph)
         rows = sum(size * rounds.get(column, 1) for column, size in plan.graph.column_bytes.items())
-        hosts = [self._host(plan, phase, devices, away, rows) for phase in PHASES if any(m.phase == phase for m in devices)]
+        hosts = [
+            self._host(plan, phase, devices, away, rows) for phase in PHASES if any(m.phase == phase for m in devices)
+        ]
         return replace(plan, memory=(*devices, *hosts))
 
     def devices(self, plan: Plan) -> list[Memory]:
@@ -45,20 +55,31 @@ class CountMemory:
         by_phase["reshard"] = self._reshards(plan, pool)
         by_phase["swap"] = self._swaps(plan, pool)
         for verb in ("generate", "infer", "update"):
-            by_phase[verb] = [self._state(plan, n.name, verb) for n in plan.graph.verb(verb) if plan.placement(n.name).pool == pool]
-        # A phase of several states is as large as its largest.
+            by_phase[verb] = [
+                self._of_node(plan, n.name, verb) for n in plan.graph.verb(verb) if plan.placement(n.name).pool == pool
+            ]
+        # A phase of several nodes is as large as its largest.
         return [max(by_phase[p], key=lambda m: m.total) for p in PHASES if by_phase[p]]
 
     def _entry(self, plan: Plan, pool: str, phase: str, items: dict[str, int], remark: str = "") -> Memory:
-        return Memory("device", pool, phase, {k: v for k, v in items.items() if v}, holdings.capacity(plan.cluster), remark)
+        return Memory(
+            "device", pool, phase, {k: v for k, v in items.items() if v}, holdings.capacity(plan.cluster), remark
+        )
 
     def _load(self, plan: Plan, pool: str) -> Memory:
-        # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come with the first step.
+        # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come
+        # with the first step.
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(" optimizer")}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
         largest = max((plan.model(n).largest * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
-        return self._entry(plan, pool, "load", {**items, "largest tensor": largest}, "tensors are read one by one, each cut to its slice")
+        return self._entry(
+            plan,
+            pool,
+            "load",
+            {**items, "largest tensor": largest},
+            "tensors are read one by one, each cut to its slice",
+        )
 
     def _reshards(self, plan: Plan, pool: str) -> list[Memory]:
         entries = []
@@ -70,18 +91,24 @@ class CountMemory:
             worker = plan.graph.node(r.src).worker
             if r.order == "staged":
                 # Either the update weights are there, or what takes their place.
-                items[f"{worker} weights"] = max(0, r.update_bytes_per_device - r.generate_bytes_per_device - r.bucket_bytes)
+                items[f"{worker} weights"] = max(
+                    0, r.update_bytes_per_device - r.generate_bytes_per_device - r.bucket_bytes
+                )
             items |= {"generation weights": r.generate_bytes_per_device * (pool == target), "bucket": r.bucket_bytes}
             how = r.order if source == target else r.mode
             entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, {how}"))
         return entries
 
     def _swaps(self, plan: Plan, pool: str) -> list[Memory]:
-        back = [f"{r.src}'s weights" for r in plan.reshards if r.released_bytes_per_device and plan.placement(r.src).pool == pool]
+        back = [
+            f"{r.src}'s weights"
+            for r in plan.reshards
+            if r.released_bytes_per_device and plan.placement(r.src).pool == pool
+        ]
         remark = f"{' and '.join(dict.fromkeys(back))} come back from the host's memory after generation"
         return [self._entry(plan, pool, "swap", holdings.resident(plan, self.engines, pool), remark)] if back else []
 
-    def _state(self, plan: Plan, node: str, verb: str) -> Memory:
+    def _of_node(self, plan: Plan, node: str, verb: str) -> Memory:
         pool = plan.placement(node).pool
         moment, working = holdings.fullest(plan, self.engines, node)
         fullest = f"; fullest: {moment}" if moment else ""
@@ -92,18 +119,29 @@ class CountMemory:
             most = holdings.most_samples(plan, node)
             items = holdings.generation_items(plan, self.engines, node) | working
             total = holdings.group_rows(plan, node) * samples
-            remark = f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} wave{'s' * (times > 1)}"
+            remark = (
+                f"{node}: {at_once * samples:,} of a group's {total:,} sequences at once, {times} "
+                f"wave{'s' * (times > 1)}"
+            )
             remark += f", {at_once * most:,} where an evaluation draws {most:,} a prompt" if most > samples else ""
-            return self._entry(plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each{fullest}")
+            return self._entry(
+                plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each{fullest}"
+            )
         items = holdings.resident(plan, self.engines, pool, node) | working
         size, tokens = holdings.micro_batch(plan, node), holdings.row_tokens(plan, node)
-        return self._entry(plan, pool, verb, items, f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}")
+        return self._entry(
+            plan,
+            pool,
+            verb,
+            items,
+            f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}",
+        )
 
     def _host(self, plan: Plan, phase: str, devices: list[Memory], away: Mapping[str, int], rows: int) -> Memory:
         """`away` is what is offloaded, by item, `rows` the bytes of an iteration's."""
         cluster = plan.cluster
         items = dict(away)
-        # Frozen states infer while the weights are on their way back.
+        # Frozen nodes infer while the weights are on their way back.
         if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:
                 name = f"swapped {plan.graph.node(r.src).worker} weights"
@@ -111,9 +149,9 @@ class CountMemory:
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
             # Under staleness a generation is ahead by so many iterations of rows that no update has read.
-            ahead = max((e.staleness for e in plan.graph.reshards()), default=0)
+            ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
             items["rows"] = (1 + ahead) * rows // len(plan.docks.hosts)
-        if cluster.device.backend == "cpu":
+        if cluster.device.kind.shares_host_memory:
             # A pool that has no such phase is in any of its own meanwhile.
             held = [0] * cluster.nodes
             for pool in plan.pools:
@@ -126,11 +164,12 @@ class CountMemory:
 
 
 def _rounds(graph: Graph) -> dict[str, int]:
-    """Of the columns that are not written after a filter that refills, from how many rounds of prompts rows may lie in the dock."""
+    """Of the columns that are not written after a filter that refills, from how many rounds of prompts rows may lie in
+    the dock."""
     found: dict[str, int] = {}
-    for filter in (n for n in graph.nodes if "refill" in n.attributes):
-        after = nx.descendants(graph.flow, filter.name)
-        found |= {c: 1 + int(filter.number("refill", 0)) for n in graph.nodes if n.name not in after for c in n.writes}
+    for filter in (n for n in graph.nodes if Call.of(n).refill):
+        after = graph.flow.after(filter.name)
+        found |= {c: 1 + Call.of(filter).refill for n in graph.nodes if n.name not in after for c in n.writes}
     return found
 
 
@@ -140,7 +179,10 @@ def over(memory: Iterable[Memory]) -> str:
     if not found:
         return ""
     worst = max(found, key=lambda m: m.total / m.capacity.value)
-    return f"{worst.phase} needs {holdings.gigabytes(worst.total)} a {worst.place} of {holdings.gigabytes(worst.capacity.value)}"
+    return (
+        f"{worst.phase} needs {holdings.gigabytes(worst.total)} a {worst.place} of "
+        f"{holdings.gigabytes(worst.capacity.value)}"
+    )
 
 
 def _on_hosts(plan: Plan, pool: str) -> list[int]:

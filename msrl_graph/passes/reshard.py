@@ -1,21 +1,24 @@
-"""reshard: each `=>` becomes an allgather-swap (arXiv:2507.19017, figure 5), or between two pools a send, in steps with bytes and seconds.
+"""reshard: each `=>` becomes an allgather-swap (arXiv:2507.19017, figure 5), or between two pools a send, in steps with
+bytes and seconds.
 
-Invariant: bytes are those of a device at its busiest (rank 0). What leaves the device is exactly the update's weights, whatever the
-two layouts are; in mode naive nothing does, nor in mode send, where generation takes no room of theirs.
+Invariant: bytes are those of a device at its busiest (rank 0). What leaves the device is exactly the update's weights,
+whatever the two layouts are; in mode naive nothing does, nor in mode send, where generation takes no room of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..hardware.cluster import Cluster, Figure, weakest
+from ..ir import verify
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, Step, Way
-from ..sharding.layout import Kind, Side, Tensor, elements, nameless, shard, stages
+from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
 from ..sharding.redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
+from .spec import Pass
 
 GIB = 1 << 30
 # Small models are cut into a few buckets all the same, so that gathering and selecting can overlap.
@@ -23,21 +26,33 @@ FEW = 4
 
 
 @dataclass(frozen=True)
-class Resharding:
-    """`engines` are the specs by name; `compare`: whether to count what naive resharding would leave behind, which nothing else needs."""
+class Resharding(Pass):
+    """`engines` are the specs by name; `compare`: whether to count what naive resharding would leave behind, which
+    nothing else needs."""
+
+    name = "reshard"
+    needs = ("place",)
 
     engines: Mapping[str, EngineSpec]
     compare: bool = True
 
-    def __call__(self, plan: Plan) -> Plan:
+    def verify(self, plan: Plan) -> Iterator[str]:
+        return verify.reshards(plan)
+
+    def apply(self, plan: Plan) -> Plan:
         def pools(edge: Edge) -> set[str]:
             return {plan.placement(edge.src).pool, plan.placement(edge.dst).pool}
 
-        return replace(plan, reshards=tuple((self._reshard if len(pools(e)) == 1 else self._send)(plan, e) for e in plan.graph.reshards()))
+        return replace(
+            plan,
+            reshards=tuple(
+                (self._reshard if len(pools(e)) == 1 else self._send)(plan, e) for e in plan.graph.reshards()
+            ),
+        )
 
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
-        """Between two pools: bucket by bucket, on each host one generation rank of those that want the same box receives it in exact
-        overlaps from ranks that have them, and hands it on to the others."""
+        """Between two pools: bucket by bucket, on each host one generation rank of those that want the same box
+        receives it in exact overlaps from ranks that have them, and hands it on to the others."""
         cluster, model = plan.cluster, plan.model(edge.src)
         source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
         pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
@@ -84,7 +99,8 @@ class Resharding:
         found = [_way(of, family, source, target, cluster.devices_per_node, item) for of, family in families.items()]
         ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
 
-        # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this rank wants.
+        # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
+        # rank wants.
         taken = {}
         for way in ways:
             for tensor in {nameless(k.tensor): k.tensor for k in families[way.of]}.values():
@@ -92,7 +108,13 @@ class Resharding:
                 amount = gathered(tensor, source, way.block)
                 if way.how == "all-to-all":
                     amount = (
-                        2 * movement((Kind(tensor, tensor.layer, tensor.layer + 1, 1),), source, target, cluster.devices_per_node).received
+                        2
+                        * movement(
+                            (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),),
+                            source,
+                            target,
+                            cluster.devices_per_node,
+                        ).received
                     )
                 taken[nameless(tensor)] = item * amount
         sizes = {t.name: taken[nameless(t)] for t in model.tensors}
@@ -114,7 +136,10 @@ class Resharding:
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         ]
         if swap and order == "staged":
-            back, gather = _ratio(update, link, "bytes / host link, read back from the host by bucket"), steps[1].seconds
+            back, gather = (
+                _ratio(update, link, "bytes / host link, read back from the host by bucket"),
+                steps[1].seconds,
+            )
             both = Figure(back.value + gather.value, weakest(back, gather), f"{back.basis}; {gather.basis}")
             steps = [steps[0], out, replace(steps[1], seconds=both), steps[2], steps[4]]
         return Reshard(
@@ -136,10 +161,10 @@ class Resharding:
         )
 
 
-def _families(kinds: tuple[Kind, ...], source: Side, target: Side) -> dict[str, tuple[Kind, ...]]:
-    """Weights that gather in the same blocks: experts are divided in a mesh of their own, and a vocabulary that two engines pad to
-    different sizes is cut at other rows than everything else."""
-    found: dict[str, tuple[Kind, ...]] = {}
+def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
+    """Weights that gather in the same blocks: experts are divided in a mesh of their own, and a vocabulary that two
+    engines pad to different sizes is cut at other rows than everything else."""
+    found: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
         of = "experts" if kind.tensor.experts else "embeddings" if kind.tensor.padded else "weights"
         found[of] = (*found.get(of, ()), kind)
@@ -152,7 +177,8 @@ def _families(kinds: tuple[Kind, ...], source: Side, target: Side) -> dict[str, 
 
 
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> float:
-    """Seconds below which a reshard cannot get, whatever else it does: what the first host and the last lack has to come in."""
+    """Seconds below which a reshard cannot get, whatever else it does: what the first host and the last lack has to
+    come in."""
     cluster, model = plan.cluster, plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
@@ -160,8 +186,11 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     return BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
 
 
-def _way(of: str, kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, item: int) -> tuple[Way, Movement]:
-    """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves less than half."""
+def _way(
+    of: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
+) -> tuple[Way, Movement]:
+    """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves
+    less than half."""
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, k.tensor.layers) for k in kinds)
     ranks = block * (source.layout.pp if across else 1)
@@ -174,7 +203,9 @@ def _way(of: str, kinds: tuple[Kind, ...], source: Side, target: Side, per_host:
 
 def _sum(found: list[Movement]) -> Movement:
     """The movements of one edge, one after another; the busiest device of each is taken to be the same."""
-    return Movement(*(sum(getattr(m, name) for m in found) for name in ("received", "inward", "outward", "total", "between")))
+    return Movement(
+        *(sum(getattr(m, name) for m in found) for name in ("received", "inward", "outward", "total", "between"))
+    )
 
 
 def _wanted(tensor: Tensor, target: Side) -> int:
@@ -183,7 +214,8 @@ def _wanted(tensor: Tensor, target: Side) -> int:
 
 
 def _in_turn(tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool) -> Mapping[str, int]:
-    """Sizes in the order of the buckets: the model's own, or where layers cross stages a layer of each stage in turn, so that all give."""
+    """Sizes in the order of the buckets: the model's own, or where layers cross stages a layer of each stage in turn,
+    so that all give."""
     if not across:
         return {t.name: sizes[t.name] for t in tensors}
     order = []
@@ -214,8 +246,14 @@ def _order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> 
     if options.order:
         return options.order, "stated"
     if need <= capacity:
-        return "direct", f"all at once takes {size(need)} of {size(capacity)} a device, {size(others)} of it other states'"
-    return "staged", f"all at once would take {size(need)} of {size(capacity)} a device, so the update weights leave first"
+        return (
+            "direct",
+            f"all at once takes {size(need)} of {size(capacity)} a device, {size(others)} of it other states'",
+        )
+    return (
+        "staged",
+        f"all at once would take {size(need)} of {size(capacity)} a device, so the update weights leave first",
+    )
 
 
 def _ratio(amount: float, rate: Figure, basis: str) -> Figure:

@@ -1,51 +1,50 @@
 """schedule: what the processes of each pool do, in order.
 
-Invariant: every node-state of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the whole graph,
-so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's turn); update weights are on the
-device whenever a state uses them: RESHARD takes them away, WAIT ends their return. The states up to a filter that refills come first, and
-AGAIN after them repeats them while it asks for more prompts.
+Invariant: every node of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the
+whole graph, so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's
+turn); update weights are on the device whenever a node uses them: RESHARD takes them away, WAIT ends their return. The
+nodes up to a filter that refills come first, and AGAIN after them repeats them while it asks for more prompts.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost.holdings import update_of
-from ..ir.graph import Graph, Node
-from ..ir.plan import FUNCTIONS, Evaluation, Instruction, Plan, Stream
-from ..ir.rowsets import looping
+from ..ir import verify
+from ..ir.graph import Node
+from ..ir.instruction import Instruction, Stream
+from ..ir.plan import FUNCTIONS, Plan
+from ..ir.rowsets import looping, upstream
+from .spec import Pass
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Colocated states run in turn: generations first, then frozen states (the swap-in hides behind them), then the rest.
+class Schedule(Pass):
+    """Colocated nodes run in turn: generations first, then frozen nodes (the swap-in hides behind them), then the rest.
     Functions take no turn of a device: each comes as early as the graph lets it."""
 
-    def __call__(self, plan: Plan) -> Plan:
+    name = "schedule"
+    needs = ("place",)
+
+    def verify(self, plan: Plan) -> Iterator[str]:
+        return verify.schedule(plan)
+
+    def apply(self, plan: Plan) -> Plan:
         filter, repeated = looping(plan.graph)
         order = _order(plan, repeated)
         streams = [*_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
-            needed = upstream(plan.graph, evaluation)
+            needed = upstream(plan.graph, evaluation.report)
             streams += _streams(plan, evaluation.data, [n for n in order if n.name in needed])
         return replace(plan, schedule=tuple(streams))
 
 
-def upstream(graph: Graph, evaluation: Evaluation) -> set[str]:
-    """The nodes that the reported columns need: their writers, and the writers of what those read; the source gives the states of a row."""
-    needed = {n.name for n in graph.verb("source")}
-    todo = [graph.writer(c) for c in evaluation.report]
-    while todo:
-        node = todo.pop()
-        if node.name not in needed:
-            needed.add(node.name)
-            todo += [graph.writer(c) for c in node.reads]
-    return needed
-
-
-def _streams(plan: Plan, task: str, order: Sequence[Node], filter: str = "", repeated: Collection[str] = ()) -> list[Stream]:
+def _streams(
+    plan: Plan, task: str, order: Sequence[Node], filter: str = "", repeated: Collection[str] = ()
+) -> list[Stream]:
     on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
     functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
     found = [(p.name, _devices(plan, on_devices, p.name)) for p in plan.pools] + [(FUNCTIONS, functions)]
@@ -57,14 +56,17 @@ def _streams(plan: Plan, task: str, order: Sequence[Node], filter: str = "", rep
 def _again(
     streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
-    """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its weights there for
-    the next; else they come anew, from another pool too, and whoever sends them repeats that with all that lies between."""
+    """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its
+    weights there for the next; else they come anew, from another pool too, and whoever sends them repeats that with all
+    that lies between."""
     anew, known = set[str](), -1  # generations
     while len(anew) > known:
         known = len(anew)
         for _, stream in streams:
             if part := _round(stream, repeated, anew):
-                anew |= {x.other for x in stream[part] if x.op == "RESHARD"} | {x.node for x in stream[part] if x.op == "RELEASE"}
+                anew |= {x.other for x in stream[part] if x.op == "RESHARD"} | {
+                    x.node for x in stream[part] if x.op == "RELEASE"
+                }
     found = []
     for pool, stream in streams:
         if part := _round(stream, repeated, anew):
@@ -76,13 +78,14 @@ def _again(
 
 
 def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Collection[str]) -> slice | None:
-    """The part of a stream that a round repeats, where weights of the generations `anew` come in each; None where there is none."""
-    states = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
+    """The part of a stream that a round repeats, where weights of the generations `anew` come in each; None where there
+    is none."""
+    runs = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
     weights = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in repeated]
-    first = min([*states, *(i for i in weights if stream[i].other in anew)], default=None)
+    first = min([*runs, *(i for i in weights if stream[i].other in anew)], default=None)
     if first is None:
         return None
-    last = max((*states, *weights))
+    last = max((*runs, *weights))
     if stream[last].node in anew:
         last += 1  # RELEASE: what stays would not be looked for again
     return slice(first, last + 1)
@@ -90,7 +93,11 @@ def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Col
 
 def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
     source = {e.dst: e.src for e in plan.graph.reshards()}
-    swapped = {n.name for n in order if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}}
+    swapped = {
+        n.name
+        for n in order
+        if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}
+    }
     worker = {u: plan.graph.node(u).worker for u in source.values()}
     last = {worker[source[n.name]]: n.name for n in order if n.name in swapped}  # a worker's last generation
     out: list[Instruction] = []
@@ -118,8 +125,8 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
 
 
 def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
-    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats, then functions,
-    generations, frozen states, states with weights that come back, updates, each in the graph's order."""
+    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats, then
+    functions, generations, frozen nodes, nodes with weights that come back, updates, each in the graph's order."""
     graph = plan.graph
 
     def rank(node: Node) -> tuple[bool, int]:

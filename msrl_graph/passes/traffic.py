@@ -1,26 +1,36 @@
 """traffic: what each sample edge moves in an iteration, through the dock and, for comparison, through a central buffer.
 
-Invariant: counted on the graph itself, at the columns' bounds: a column once for each state that reads it (an update reads its rows once
-an epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py holds it to the
-paper's equations.
+Invariant: counted on the graph itself, at the columns' bounds: a column once for each node that reads it (an update
+reads its rows once an epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py
+holds it to the paper's equations.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..hardware.cluster import Figure
+from ..ir import verify
+from ..ir.attributes import Update
 from ..ir.graph import Edge
 from ..ir.plan import FUNCTIONS, Note, Plan, Traffic
 from ..ir.sequences import bound, token_columns
+from .spec import Pass
 
 
 @dataclass(frozen=True)
-class CountTraffic:
+class CountTraffic(Pass):
     """Rows are put where they are made; a reader finds at least the share 1 / hosts of them on its own host."""
 
-    def __call__(self, plan: Plan) -> Plan:
+    name = "traffic"
+    needs = ("place", "dock")
+
+    def verify(self, plan: Plan) -> Iterator[str]:
+        return verify.traffic(plan)
+
+    def apply(self, plan: Plan) -> Plan:
         graph = plan.graph
         found = _Edges(plan).all()
         unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
@@ -28,7 +38,10 @@ class CountTraffic:
         if unknown:
             notes += (Note("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
         for text in [c for c in token_columns(graph) if c in unknown and not graph.column(c).dims]:
-            most = f"`{text}` is planned for as up to {bound(graph, text):,} tokens: `{text} : text[<= n]` states another bound"
+            most = (
+                f"`{text}` is planned for as up to {bound(graph, text):,} tokens: `{text} : text[<= n]` states "
+                "another bound"
+            )
             notes += (Note("traffic", most),)
         return replace(plan, traffic=tuple(found), notes=notes)
 
@@ -41,17 +54,17 @@ class _Edges:
 
     def all(self) -> list[Traffic]:
         graph = self.plan.graph
-        return [self._edge(e, graph.carried[e.src, e.dst]) for e in graph.samples()]
+        return [self._edge(e, graph.flow.carried[e.src, e.dst]) for e in graph.samples()]
 
     def _edge(self, edge: Edge, columns: tuple[str, ...]) -> Traffic:
         plan, src, dst = self.plan, edge.src, edge.dst
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
         sizes = graph.column_bytes
-        epochs = int(graph.node(dst).number("epochs", 1))
+        epochs = Update.of(graph.node(dst)).epochs
         amount = sum(sizes[c] for c in columns) * epochs
         level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts
-        # A central buffer is far from whoever writes, too: a state's puts are counted on its first edge.
+        # A central buffer is far from whoever writes, too: a node's puts are counted on its first edge.
         puts = sum(sizes[c] for c in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
         through, spread = self._bases
         central = Figure((amount + puts) * share / network.value, network.source, through)
@@ -85,7 +98,10 @@ class _Edges:
             elif plan.docks.mode == "central":
                 how = "through the one warehouse of host 0"
             else:
-                how = f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts, {key[0]} {reader} read"
+                how = (
+                    f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts, "
+                    f"{key[0]} {reader} read"
+                )
             self._hows[key] = how + (f"; once in each of {epochs} epochs" if epochs > 1 else "")
         return self._hows[key]
 

@@ -1,8 +1,8 @@
-"""choices: for each set of states that share a layout, the layouts and engines that a pool allows.
+"""choices: for each set of nodes that share a layout, the layouts and engines that a pool allows.
 
-Invariant: a choice divides the model and the devices without rest, and its memory alone, at the smallest micro-batch and with full
-recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, what may be offloaded being so at no cost, so
-no combination with others is quicker.
+Invariant: a choice divides the model and the devices without rest, and its memory alone, at the smallest micro-batch
+and with full recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, what may be
+offloaded being so at no cost, so no combination with others is quicker.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ..backends import runs
 from ..backends.dividing import misfits, rows_in_step
 from ..backends.spec import EngineSpec
 from ..cost import holdings
@@ -19,14 +20,17 @@ from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory
 from ..sharding.layout import Layout
 from .place import Place, owner_of, resolve
-from .pools import Division, states_of
+from .pools import Division, nodes_of
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and engine of an owner, whose `nodes` take these seconds at least. `peaks`: bytes by phase, alone; `resident`: what of them
-    stays while others work at least, `weights` the part of that which leaves for a generation, `whole` all that stays if nothing is
-    offloaded; `over`: bytes beyond what a place has."""
+    """A layout and an engine for an owner, and what it takes.
+
+    - `seconds`: by node, at least so many. `over`: bytes beyond what a place has; 0: it fits.
+    - `peaks`: by phase, the bytes with nothing else on the devices. `resident`: what of them stays while others work,
+      at least; `weights`: what of that leaves for a generation; `whole`: what would stay if nothing were offloaded.
+    """
 
     layout: Layout
     engine: str
@@ -40,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Owner:
-    """States that have one layout: `node` is the one that it is stated for."""
+    """Nodes that have one layout: `node` is the one that it is stated for."""
 
     node: str
     nodes: tuple[str, ...]
@@ -49,7 +53,7 @@ class Owner:
 def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
     """In the order of the graph."""
     found: dict[str, list[str]] = {}
-    for node in states_of(plan):
+    for node in nodes_of(plan):
         found.setdefault(owner_of(plan, division, node), []).append(node.name)
     return tuple(Owner(name, tuple(nodes)) for name, nodes in found.items())
 
@@ -65,8 +69,8 @@ class Choices:
     place: Place
 
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """The choices of an owner in its pool, the quickest first; `skeleton` is any placing of the division. Where none fits, those that
-        miss least come first, each with what it misses."""
+        """The choices of an owner in its pool, the quickest first; `skeleton` is any placing of the division. Where
+        none fits, those that miss least come first, each with what it misses."""
         found = [self._choice(skeleton, owner, p) for p in self._tried(skeleton, division, owner)]
         fitting = [c for c in found if c.over <= 0]
         if fitting:
@@ -93,16 +97,23 @@ class Choices:
             yield now
 
     def _engines(self, plan: Plan, owner: Owner) -> list[EngineSpec]:
-        """The engine that is stated for any of the states; else those that have the family and all verbs, the default first; on CPUs, and
-        where it suffices, only what runs."""
+        """The engine that is stated for any of the nodes; else those that may be chosen and have the family and all
+        verbs; on a host's cores the light one, where it is able."""
         stated = [plan.deploy.engines[n].name for n in owner.nodes if n in plan.deploy.engines]
         if stated:
-            return [self.place.engines[plan.deploy.engines[owner.node].name if owner.node in plan.deploy.engines else stated[0]]]
+            return [
+                self.place.engines[
+                    plan.deploy.engines[owner.node].name if owner.node in plan.deploy.engines else stated[0]
+                ]
+            ]
         family = plan.model(owner.node).family
         verbs = {plan.graph.node(n).verb for n in owner.nodes}
         default = self.place.defaults[plan.graph.node(owner.node).verb]
-        able = [e for e in self.place.engines.values() if verbs <= set(e.verbs) and family in e.families]
-        found = [e for e in able if plan.cluster.device.backend in e.runs] or able
+        able = [e for e in self.place.engines.values() if e.chosen and verbs <= set(e.verbs) and family in e.families]
+        light = [e for e in able if e.name == default]
+        if light and plan.cluster.device.kind.is_host:
+            return light
+        found = [e for e in able if runs(e.name, plan.cluster.device.backend)] or able
         return sorted(found, key=lambda e: e.name != default) or [self.place.engines[default]]
 
     def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
@@ -110,17 +121,19 @@ class Choices:
 
     def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, layout: Layout) -> bool:
         rows = (rows_in_step(plan.graph, plan.graph.node(n)) for n in owner.nodes)
-        return not any(n is not None and n % layout.dp for n in rows) and not any(misfits(plan.model(owner.node), spec, layout))
+        return not any(n is not None and n % layout.dp for n in rows) and not any(
+            misfits(plan.model(owner.node), spec, layout)
+        )
 
     def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
-        """Counted with the owner's states alone on their devices."""
+        """Counted with the owner's nodes alone on their devices."""
         engines, name = self.place.engines, owner.node
         every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
         plan = replace(skeleton, placements=every, pools=(skeleton.pool(placement.pool),), reshards=())
 
         def counted(offload: str) -> tuple[Plan, int]:
             least = tuple(_least(engines, p, offload) if p.node in owner.nodes else p for p in every)
-            found = CountMemory(engines)(replace(plan, placements=least))
+            found = CountMemory(engines).apply(replace(plan, placements=least))
             return found, max(m.total - int(m.capacity.value) for m in found.memory)
 
         least, over = counted("all")
@@ -132,19 +145,32 @@ class Choices:
             over = min(over, counted("none")[1])  # hosts may have no room for what could be offloaded
         seconds = {}
         if over <= 0:
-            roomy = replace(plan, placements=tuple(_offloading(engines, p) if p.node in owner.nodes else p for p in every))
+            roomy = replace(
+                plan, placements=tuple(_offloading(engines, p) if p.node in owner.nodes else p for p in every)
+            )
             for node in owner.nodes:
                 done = self.place.complete(roomy, roomy.placement(node))
                 if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
                     done = holdings.with_options(done, {"offload": "none"})
-                seconds[node] = sum(f.value for f in EstimateTime(engines).state(replace(plan, placements=(done,)), node))
+                seconds[node] = sum(
+                    f.value for f in EstimateTime(engines).of_node(replace(plan, placements=(done,)), node)
+                )
         weights = holdings.weights(plan, engines, name)
         update = plan.graph.node(name).verb == "update"
         states = holdings.optimizer(plan, engines, name) if update else 0
         away = {w: holdings.offloads(least, name, w) for w in ("weights", "optimizer")}
         resident = weights * (not away["weights"]) + states * (not away["optimizer"])
         stays = name not in {e.dst for e in plan.graph.reshards()}
-        return Choice(placement.layout, placement.engine.name, seconds, peaks, resident * stays, weights, (weights + states) * stays, over)
+        return Choice(
+            placement.layout,
+            placement.engine.name,
+            seconds,
+            peaks,
+            resident * stays,
+            weights,
+            (weights + states) * stays,
+            over,
+        )
 
     def _alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
         if other.node not in owner.nodes:
@@ -172,8 +198,8 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
 
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
-    """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context parallelism and
-    divided experts: for what cannot be divided otherwise."""
+    """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context
+    parallelism and divided experts: for what cannot be divided otherwise."""
     model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]

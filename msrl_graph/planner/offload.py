@@ -1,7 +1,7 @@
 """offload: what leaves the devices for host memory, where a plan does not fit and the file does not say.
 
-Invariant: a plan that fits is left as it is, and so is one that does not fit either way; weights of frozen states leave before optimizer
-states, and nothing leaves without need. What the file states stays.
+Invariant: a plan that fits is left as it is, and so is one that does not fit either way; weights of frozen states leave
+before optimizer states, and nothing leaves without need. What the file states stays.
 """
 
 from __future__ import annotations
@@ -35,25 +35,32 @@ def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], P
         if not _over(complete(_offloading(plan, fewer)), engines):
             chosen = fewer
     found = complete(_offloading(plan, chosen))
-    what = [f"{'the weights' if n.verb == 'infer' else 'the optimizer states'} of {n.name}" for n in (states(plan, w)[0] for w in chosen)]
+    what = [
+        f"{'the weights' if n.verb == 'infer' else 'the optimizer states'} of {n.name}"
+        for n in (kept_by(plan, w)[0] for w in chosen)
+    ]
     note = Note("offload", f"in host memory while others compute: {', '.join(what)}; otherwise {why}")
     return replace(found, notes=(*found.notes, note))
 
 
 def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
     """Whether it is open if what a worker holds is offloaded, and its engine can."""
-    found = [plan.placement(n.name).engine for n in states(plan, worker)[:1]]
+    found = [plan.placement(n.name).engine for n in kept_by(plan, worker)[:1]]
     return any("offload" in engines[e.name].options and "offload" not in e.options for e in found)
 
 
-def states(plan: Plan, worker: Worker) -> tuple[Node, ...]:
+def kept_by(plan: Plan, worker: Worker) -> tuple[Node, ...]:
     """Those whose engine says where a worker's weights and optimizer states lie."""
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
 
 def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
     """The plan, these workers offloading what may leave: with an update the optimizer's states, else the weights."""
-    how = {n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer" for w in workers for n in states(plan, w)}
+    how = {
+        n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer"
+        for w in workers
+        for n in kept_by(plan, w)
+    }
 
     found = (holdings.with_options(p, {"offload": how[p.node]}) if p.node in how else p for p in plan.placements)
     return replace(plan, placements=tuple(found))
@@ -64,7 +71,7 @@ def _over(plan: Plan, engines: holdings.Engines) -> str:
     counted = CountMemory(engines).devices(plan)
     if (why := over(counted)) or not any(_near(plan, engines, e.src, e.dst) for e in plan.graph.reshards()):
         return why
-    return over(CountMemory(engines).devices(Resharding(engines, compare=False)(plan)))
+    return over(CountMemory(engines).devices(Resharding(engines, compare=False).apply(plan)))
 
 
 def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:

@@ -1,21 +1,24 @@
-"""place: every node-state gets devices, a layout and an engine, each with its reason.
+"""place: every node gets devices, a layout and an engine, each with its reason.
 
-Invariant: states that share weights share their layout; the states of a pool share its devices (each process hosts them in turn);
-functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges it. What is not stated is as
-decided (planner/search.py), and what nobody decided is data-parallel over its pool; micro-batches and recomputation follow from that.
+Invariant: nodes that share weights share their layout; the nodes of a pool share its devices (each process hosts them
+in turn); functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges
+it. What is not stated is as decided (planner/search.py), and what nobody decided is data-parallel over its pool;
+micro-batches and recomputation follow from that.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
+from ..ir import verify
 from ..ir.graph import Node, Value
 from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
+from ..passes.spec import Pass
 from ..sharding.layout import AXES, Layout
 from ..sharding.redistribute import gather_block
 from .offload import relieved
@@ -30,7 +33,8 @@ PYTHON = EngineChoice("python", chosen="default")
 
 @dataclass(frozen=True)
 class Decision:
-    """What the file leaves open: the division into pools, and by owner (owner_of) layouts and engines. `why` is their reason."""
+    """What the file leaves open: the division into pools, and by owner (owner_of) layouts and engines. `why` is their
+    reason."""
 
     division: Division | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -38,23 +42,34 @@ class Decision:
     why: str = ""
 
 
+class Placing(Pass):
+    """The pass at the top: all that is placed, however it was decided."""
+
+    name = "place"
+
+    def verify(self, plan: Plan) -> Iterator[str]:
+        return verify.placements(plan)
+
+
 @dataclass(frozen=True)
-class Place:
+class Place(Placing):
     """`engines` are the specs by name, `defaults` the engine of each verb where the file names none."""
 
     engines: Mapping[str, EngineSpec]
     defaults: Mapping[str, str]
 
-    def __call__(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
+    def apply(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
         """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
         decision = decision or Decision()
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
         found: dict[str, Placement] = {}
-        # Updates first, since other states take their layouts.
+        # Updates first, since other nodes take their layouts.
         for verb in ("update", "generate", "infer"):
             # Of a worker's updates the first has the layout of all.
-            for node in sorted(plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name):
+            for node in sorted(
+                plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name
+            ):
                 if plan.graph.worker(node.worker).kind != "function":
                     placed = self._on_devices(plan, node, division, decision, found, numbered)
                     if division.beside and node.name not in division.named:
@@ -64,7 +79,11 @@ class Place:
         placements = tuple(found.get(n.name) or self._on_hosts(n, everywhere) for n in plan.graph.nodes)
         whole = replace(plan, placements=placements)
         idle = plan.cluster.devices - sum(p.devices for p in division.pools)
-        notes = (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),) if idle > 0 else ()
+        notes = (
+            (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),)
+            if idle > 0
+            else ()
+        )
         whole = replace(whole, notes=(*plan.notes, *notes))
         return relieved(whole, self.engines, self._completed) if numbered else self._completed(whole)
 
@@ -78,30 +97,49 @@ class Place:
         return Placement(node.name, FUNCTIONS, everywhere, 0, PYTHON, "functions run on the hosts' CPUs")
 
     def _on_devices(
-        self, plan: Plan, node: Node, division: Division, decision: Decision, found: Mapping[str, Placement], numbered: bool
+        self,
+        plan: Plan,
+        node: Node,
+        division: Division,
+        decision: Decision,
+        found: Mapping[str, Placement],
+        numbered: bool,
     ) -> Placement:
         pool, owner = division.pool_of(node.name), owner_of(plan, division, node)
         engine = self._engine(plan, node, owner, decision, found)
         stated = plan.deploy.layouts.get(node.name)
         if owner != node.name and owner in found and node.verb != "generate":
             shares = plan.graph.node(owner).worker == node.worker
-            layout, reason = found[owner].layout, f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
+            layout, reason = (
+                found[owner].layout,
+                f"has the weights of {owner}" if shares else f"as {owner}, which has the same model",
+            )
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
             layout, reason = resolve(plan.deploy.layouts[owner], pool.devices)[0], f"has the weights of {owner}"
         elif stated is not None:
             layout, reason = resolve(stated, pool.devices)
         else:
-            layout, reason = decision.layouts.get(owner, Layout(dp=pool.devices)), decision.why or "data-parallel over its pool"
+            layout, reason = (
+                decision.layouts.get(owner, Layout(dp=pool.devices)),
+                decision.why or "data-parallel over its pool",
+            )
         if node.verb == "generate" and numbered:
             layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
-    def _engine(self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]) -> EngineChoice:
+    def _engine(
+        self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]
+    ) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)
         update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None
         sharing = update.name if update is not None else first_stated(plan, node, plan.deploy.engines)
         if sharing is None or sharing == node.name:
-            if stated is None and owner != node.name and owner in found and found[owner].engine.name != self.defaults[node.verb]:
+            if (
+                stated is None
+                and owner != node.name
+                and owner in found
+                and found[owner].engine.name != self.defaults[node.verb]
+            ):
                 return EngineChoice(found[owner].engine.name, chosen=f"{owner}, as the layout is")
             return stated or self._open(plan, node, decision.engines.get(owner))
         # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
@@ -112,7 +150,8 @@ class Place:
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
     def _open(self, plan: Plan, node: Node, decided: str | None) -> EngineChoice:
-        """The engine that was decided, else the default of a verb, or where it cannot do what is asked, the first engine that can."""
+        """The engine that was decided, else the default of a verb, or where it cannot do what is asked, the first
+        engine that can."""
         family, layout = plan.model(node.name).family, plan.deploy.layouts.get(node.name, Layout())
         needed = [a for a in AXES if getattr(layout, a) > 1]
         first = self.engines[self.defaults[node.verb]]
@@ -123,11 +162,20 @@ class Place:
             if family in spec.families and set(needed) <= set(spec.axes):
                 lacking = [f"no {family} models"] * (family not in first.families)
                 lacking += [f"no {a}" for a in needed if a not in first.axes]
-                return EngineChoice(spec.name, chosen=f"the plan: `{first.name}` has {', '.join(lacking)}" if lacking else "default")
+                return EngineChoice(
+                    spec.name, chosen=f"the plan: `{first.name}` has {', '.join(lacking)}" if lacking else "default"
+                )
         return EngineChoice(first.name, chosen="default")
 
     def _inner(
-        self, plan: Plan, node: Node, pool: Pool, found: Mapping[str, Placement], engine: EngineChoice, layout: Layout, reason: str
+        self,
+        plan: Plan,
+        node: Node,
+        pool: Pool,
+        found: Mapping[str, Placement],
+        engine: EngineChoice,
+        layout: Layout,
+        reason: str,
     ) -> tuple[Layout, str]:
         """Numbers the ranks of a generation such that resharding gathers among the fewest neighbours."""
         source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
@@ -144,11 +192,14 @@ class Place:
         sizes = {n: group(n) for n in choices}
         best = min(choices, key=lambda n: (sizes[n], n))
         if best > 1:
-            reason += f"; dp in {best}s of neighbours, so that resharding gathers among {sizes[best]} ranks, not {sizes[1]}"
+            reason += (
+                f"; dp in {best}s of neighbours, so that resharding gathers among {sizes[best]} ranks, not {sizes[1]}"
+            )
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """States the weights' bytes, and micro-batch and recomputation where the file does not: the run then needs to choose nothing."""
+        """States the weights' bytes, and micro-batch and recomputation where the file does not: the run then needs to
+        choose nothing."""
         if placement.pool == FUNCTIONS:
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
@@ -156,17 +207,23 @@ class Place:
         if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
             return placement
         if plan.graph.node(node).verb == "generate":
-            # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration does.
-            most, room = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE), holdings.kv_room(plan, self.engines, node)
+            # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration
+            # does.
+            most, room = (
+                max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE),
+                holdings.kv_room(plan, self.engines, node),
+            )
             return _with(placement, micro_batch=self._largest(plan, placement, most, room))
         return self._in_batches(plan, placement)
 
     def _in_batches(self, plan: Plan, placement: Placement) -> Placement:
-        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a device whose rates were
-        measured, is quicker with fewer. Where nothing says whether an update recomputes activations, it does if it does not fit
-        otherwise, or is quicker."""
+        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a
+        device whose rates were measured, is quicker with fewer. Where nothing says whether an update recomputes
+        activations, it does if it does not fit otherwise, or is quicker."""
         node, options, room = placement.node, placement.engine.options, self._room(plan, placement)
-        most = max(1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node))))
+        most = max(
+            1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
+        )
         stated = options.get("micro_batch")
         found = []
         asked = (
@@ -193,7 +250,10 @@ class Place:
             return found[0][0]
         (whole, need), (again, _) = found
         if need > room:
-            why = f"recomputes activations, which would take {holdings.gigabytes(need)} of {holdings.gigabytes(max(0, room))} otherwise"
+            why = (
+                f"recomputes activations, which would take {holdings.gigabytes(need)} of "
+                f"{holdings.gigabytes(max(0, room))} otherwise"
+            )
         elif "micro_batch" not in options and self._seconds(plan, again) < self._seconds(plan, whole):
             why = "recomputes activations, which is quicker, in larger micro-batches"
         else:
@@ -206,16 +266,16 @@ class Place:
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _largest(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """The largest micro-batch up to `most` that leaves the state within `room`; 1 where none does."""
+        """The largest micro-batch up to `most` that leaves the node within `room`; 1 where none does."""
         return max(1, bisect_right(range(1, max(1, most) + 1), room, key=lambda n: self._working(plan, placement, n)))
 
     def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
-        """Bytes that a state holds at its peak with such a micro-batch, beside what is resident."""
+        """Bytes that a node holds at its peak with such a micro-batch, beside what is resident."""
         plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
         return sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
 
     def _seconds(self, plan: Plan, placement: Placement) -> float:
-        compute, exchange = EstimateTime(self.engines).state(replace(plan, placements=(placement,)), placement.node)
+        compute, exchange = EstimateTime(self.engines).of_node(replace(plan, placements=(placement,)), placement.node)
         return compute.value + exchange.value
 
 
@@ -224,8 +284,8 @@ def _with(placement: Placement, **options: Value) -> Placement:
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """The state whose layout a state has: of the same weights; or for a frozen state of which nothing is stated, an update of the same
-    model in its pool (micro-batches then go to the same ranks)."""
+    """The node whose layout a node has: of the same weights; or for a frozen node of which nothing is stated, an update
+    of the same model in its pool (micro-batches then go to the same ranks)."""
     if node.verb == "generate":
         return node.name
     if update := holdings.update_of(plan, node.worker):
@@ -234,7 +294,9 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
         return node.name if node.name in plan.deploy.layouts else stated
     worker, engine = plan.graph.worker(node.worker), first_stated(plan, node, plan.deploy.engines)
     for other in plan.graph.verb("update"):
-        alike = plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
+        alike = (
+            plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
+        )
         theirs = plan.deploy.engines.get(other.name)
         named = engine is not None and (theirs is None or theirs.name != plan.deploy.engines[engine].name)
         # An engine of its own may not divide what the plan chooses for another.

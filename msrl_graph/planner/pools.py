@@ -1,7 +1,7 @@
-"""pools: which states share which devices, and which other ways to divide the devices a deploy leaves open.
+"""pools: which nodes share which devices, and which other ways to divide the devices a deploy leaves open.
 
-Invariant: every state with weights is in one pool; pools are stretches of devices, in the order of their first one. Where the devices do
-not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
+Invariant: every node with weights is in one pool; pools are stretches of devices, in the order of their first one.
+Where the devices do not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ FINE = 8
 
 @dataclass(frozen=True)
 class Division:
-    """Pools; for states that the deploy names nowhere what they were put beside ("" if it names all, or none); the states it names."""
+    """Pools; for nodes that the deploy names nowhere what they were put beside ("" if it names all, or none); the nodes
+    it names."""
 
     pools: tuple[Pool, ...]
     beside: str = ""
@@ -30,32 +31,35 @@ class Division:
         return next(p for p in self.pools if node in p.nodes)
 
 
-def states_of(plan: Plan) -> list[Node]:
-    """The states with weights, in the order of the graph."""
+def nodes_of(plan: Plan) -> list[Node]:
+    """The nodes with weights, in the order of the graph."""
     kept = {w.name for w in plan.graph.workers if w.kind != "function"}
     return [n for n in plan.graph.nodes if n.worker in kept]
 
 
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
-    """The division that a deploy states; `shares` are the devices of the pools that nothing in it sizes, else they are even."""
+    """The division that a deploy states; `shares` are the devices of the pools that nothing in it sizes, else they are
+    even."""
     if not plan.deploy.pools:
-        return Division((Pool(tuple(n.name for n in states_of(plan)), 0, plan.cluster.devices, DEVICES),))
+        return Division((Pool(tuple(n.name for n in nodes_of(plan)), 0, plan.cluster.devices, DEVICES),))
     named = frozenset(n for p in plan.deploy.pools for n in p.nodes)
     stated, beside = _home(plan, named)
-    laid = _lay(_share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices, plan.cluster.devices_per_node)
+    laid = _lay(
+        _share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices, plan.cluster.devices_per_node
+    )
     return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
 
 
 def divisions(plan: Plan) -> list[Division]:
-    """The division that the deploy states, or all states together, and what else it leaves open; but where some let `staleness` gain
-    something, those alone: the checks refuse the others. Never empty."""
+    """The division that the deploy states, or all nodes together, and what else it leaves open; but where some let
+    `staleness` gain something, those alone: the checks refuse the others. Never empty."""
     every = list(_every(plan))
     return [d for d in every if not idle_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name)] or every[:1]  # type: ignore[misc]
 
 
 def _every(plan: Plan) -> Iterator[Division]:
-    """Where the deploy says nothing of pools: all states together, generations apart, states that nothing updates apart, or both. Pools
-    take whole hosts where there are enough."""
+    """Where the deploy says nothing of pools: all nodes together, generations apart, nodes that nothing updates apart,
+    or both. Pools take whole hosts where there are enough."""
     yield (first := divide(plan))
     seen = {_sizes(first)}
     for groups in [()] if plan.deploy.pools else _groups(plan):
@@ -74,22 +78,25 @@ def _sizes(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
-    """Which states might be apart from which, where the deploy says nothing: none whose layout it states. Generations are one block,
-    states that nothing updates another, and each worker that is updated one: in two pools in every way, or generations and frozen states
-    each apart from what is updated."""
-    states = states_of(plan)
+    """Which nodes might have devices apart from the others, where the deploy says nothing of pools or layouts.
+
+    There are up to three kinds of blocks: all generations; all nodes whose weights nothing updates; and, for each
+    worker that is updated, its infers and updates. They are parted in two in every way; and generations and frozen
+    nodes also each apart from what is updated.
+    """
+    nodes = nodes_of(plan)
     if plan.deploy.layouts:
         return []
-    updated = dict.fromkeys(n.worker for n in states if n.verb == "update")
-    generate = [n.name for n in states if n.verb == "generate"]
-    frozen = [n.name for n in states if n.worker not in updated and n.verb != "generate"]
-    trained = [[n.name for n in states if n.worker == w and n.verb != "generate"] for w in updated]
+    updated = dict.fromkeys(n.worker for n in nodes if n.verb == "update")
+    generate = [n.name for n in nodes if n.verb == "generate"]
+    frozen = [n.name for n in nodes if n.worker not in updated and n.verb != "generate"]
+    trained = [[n.name for n in nodes if n.worker == w and n.verb != "generate"] for w in updated]
     blocks = [b for b in (generate, frozen, *trained) if b]
     apart = [[[*chain(*some)]] for size in range(1, len(blocks)) for some in combinations(blocks, size)]
     found: list[tuple[tuple[str, ...], ...]] = []
     for some in [*apart, *([[generate, frozen]] if generate and frozen else [])]:
-        parted = [tuple(n.name for n in states if n.name in group) for group in some]
-        rest = tuple(n.name for n in states if not any(n.name in g for g in parted))
+        parted = [tuple(n.name for n in nodes if n.name in group) for group in some]
+        rest = tuple(n.name for n in nodes if not any(n.name in g for g in parted))
         split = any(0 < len({*g} & {*t}) < len(t) for g in parted for t in plan.deploy.together)
         if rest and not split and not any({rest, *parted} == {*f} for f in found):
             found.append((rest, *parted))
@@ -114,10 +121,10 @@ def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
 
 
 def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
-    """The stated pools with the states that none of them names in one of them, or in a pool of their own; beside what, in the former
-    case."""
-    stated, states = list(plan.deploy.pools), [n.name for n in states_of(plan)]
-    rest = tuple(n for n in states if n not in named)
+    """The stated pools with the nodes that none of them names in one of them, or in a pool of their own; beside what,
+    in the former case."""
+    stated, nodes = list(plan.deploy.pools), [n.name for n in nodes_of(plan)]
+    rest = tuple(n for n in nodes if n not in named)
     if not rest:
         return stated, ""
     updates = next((p for p in stated if any(plan.graph.node(n).verb == "update" for n in p.nodes)), None)
@@ -125,12 +132,13 @@ def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
     if free and (updates is None or all(p.devices for p in stated)):
         return [*stated, Pool(rest, span=plan.deploy.span)], ""
     home = updates or stated[0]
-    stated[stated.index(home)] = replace(home, nodes=tuple(n for n in states if n in {*home.nodes, *rest}))
+    stated[stated.index(home)] = replace(home, nodes=tuple(n for n in nodes if n in {*home.nodes, *rest}))
     return stated, next((n for n in home.nodes if plan.graph.node(n).verb == "update"), home.nodes[0])
 
 
 def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
-    """Pools with their numbers of devices: stated, or by a layout (an update's before others'), 0 where nothing sizes them; `first` is
+    """Pools with their numbers of devices: stated, or by a layout (an update's before others'), 0 where nothing sizes
+    them; `first` is
     -1 where it is open."""
     layouts, sized = plan.deploy.layouts, []
     for pool in pools:
@@ -159,7 +167,8 @@ def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]
 
 
 def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
-    """Each open pool on the first gap that is long enough, else on equal gaps of some hosts in a row, else beyond the last device."""
+    """Each open pool on the first gap that is long enough, else on equal gaps of some hosts in a row, else beyond the
+    last device."""
     laid = [p for p in pools if p.first >= 0]
     for pool in (p for p in pools if p.first < 0):
         taken = [(p.first, p.devices, p.each) for p in laid]
@@ -174,7 +183,9 @@ def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
 def _each(devices: int, every: int, per_host: int) -> Iterator[int]:
     """In a row, or so many on each of some hosts, the fewest hosts first."""
     yield 0
-    yield from (n for n in range(per_host - 1, 0, -1) if devices % n == 0 and n < devices and devices // n * per_host <= every)
+    yield from (
+        n for n in range(per_host - 1, 0, -1) if devices % n == 0 and n < devices and devices // n * per_host <= every
+    )
 
 
 def _free(first: int, devices: int, each: int, every: int, per_host: int, taken: list[tuple[int, int, int]]) -> bool:
@@ -184,4 +195,8 @@ def _free(first: int, devices: int, each: int, every: int, per_host: int, taken:
 
 
 def _name(pool: Pool, every: int, per_host: int) -> str:
-    return DEVICES if (pool.first, pool.devices) == (0, every) else device_range(pool.first, pool.devices, pool.each, per_host)
+    return (
+        DEVICES
+        if (pool.first, pool.devices) == (0, every)
+        else device_range(pool.first, pool.devices, pool.each, per_host)
+    )

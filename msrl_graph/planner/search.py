@@ -1,9 +1,10 @@
 """search: the layouts, engines and pools that the file leaves open get those of the quickest iteration that fits.
 
-Invariant: a candidate is judged by the passes themselves, on the plan that it would be. What is left out takes no less than a bound that
-the passes cannot go below: each state's seconds at the best micro-batch that its memory alone allows, along the critical path, and no
-more of resharding than what has to come into a host. The best is then optimal in the plan's own model, or its gap to the least bound
-that is left is told. Nothing depends on the clock, unless a budget of seconds is given.
+Invariant: a candidate is judged by the passes themselves, on the plan that it would be. What is left out takes no less
+than a bound that the passes cannot go below: each node's seconds at the best micro-batch that its memory alone allows,
+along the critical path, and no more of resharding than what has to come into a host. The best is then optimal in the
+plan's own model, or its gap to the least bound that is left is told. Nothing depends on the clock, unless a budget of
+seconds is given.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from typing import NamedTuple
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..cost.time import function
+from ..cost.between import function
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.searched import Candidate, Searched
-from ..passes.dock import Dock
 from ..passes.estimate import EstimateTime, critical
 from ..passes.memory import CountMemory, over
-from ..passes.reshard import Resharding, least_seconds
-from ..passes.schedule import Schedule
-from ..passes.traffic import CountTraffic
+from ..passes.order import passes
+from ..passes.reshard import least_seconds
+from ..passes.spec import Passes
 from .candidates import Choice, Choices, Owner, is_open, owners
-from .place import Decision, Place
+from .place import Decision, Place, Placing
 from .pools import Division, divisions
 
 # What a search may spend before it tells a gap, in units of about a millisecond: the same on any machine.
@@ -40,26 +40,28 @@ DIVES = 8
 
 
 @dataclass(frozen=True)
-class Search:
-    """`engines` are the specs by name, `defaults` the engine of each verb where the file names none; `refuses` says whether the checks
-    would refuse a placed plan; `budget` are seconds after which the best so far is taken."""
+class Search(Placing):
+    """Places what the file leaves open as is best. `engines` are the specs by name, `defaults` the engine of each verb
+    where the file names none; `refuses` says whether the checks would refuse a placed plan; `budget` are seconds after
+    which the best so far is taken."""
 
     engines: Mapping[str, EngineSpec]
     defaults: Mapping[str, str]
     refuses: Callable[[Plan], bool] = lambda plan: False
     budget: float | None = None
 
-    def __call__(self, plan: Plan) -> Plan:
+    def apply(self, plan: Plan) -> Plan:
         place = Place(self.engines, self.defaults)
         some = divisions(plan)
         if len(some) == 1 and not any(is_open(plan, o) for o in owners(plan, some[0])):
-            return place(plan)
-        return _Run(self, place, plan).best()
+            return place.apply(plan)
+        return _Run(self, place, plan, passes(self, self.engines, compare=False)).best()
 
 
 @dataclass
 class _Space:
-    """The combinations of one division: a choice for each owner. `skeleton` is a plan with its pools, schedule and traffic."""
+    """The combinations of one division: a choice for each owner. `skeleton` is a plan with its pools, schedule and
+    traffic."""
 
     division: Division
     skeleton: Plan
@@ -81,14 +83,14 @@ class _Space:
         return self.least({("RUN", n): s for choice in self.chosen(at) for n, s in choice.seconds.items()})
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Of an iteration in which states take these seconds, and all else what it does whatever the layouts are."""
+        """Of an iteration in which nodes take these seconds, and all else what it does whatever the layouts are."""
         # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
         turn = self.skeleton.cluster.device.overheads.turn.value
         return critical(self.skeleton, {**self.functions, **seconds})[0] + turn
 
     def bound_from(self, at: Sequence[int]) -> float:
-        """Of all combinations in which each owner's choice comes at or after `at`: the least seconds of each state that are left along the
-        critical path, and no pool is done before all its states are."""
+        """No combination in which each owner's choice comes at or after `at` takes less: the least seconds of each
+        node that are left, added up along the critical path; and no pool is done before all of its nodes are."""
         seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
         busy = dict.fromkeys(self.division.pools, 0.0)
         for owner, choice in zip(self.owners, self.chosen(at), strict=True):
@@ -99,7 +101,8 @@ class _Space:
         return [choices[i] for choices, i in zip(self.lists, at, strict=True)]
 
     def start(self) -> tuple[int, ...]:
-        """A combination that may fit, each owner's quickest choice beside the others' smallest; () where there is none."""
+        """A combination that may fit, each owner's quickest choice beside the others' smallest; () where there is
+        none."""
         at = [min(range(len(own)), key=lambda i, own=own: own[i].resident) for own in self.lists]  # type: ignore[misc]
         if self.over(at):
             return ()
@@ -108,7 +111,7 @@ class _Space:
         return tuple(at)
 
     def over(self, at: Sequence[int]) -> str:
-        """Why a combination cannot fit, "" if it may: what stays of every state of a pool adds up."""
+        """Why a combination cannot fit, "" if it may: what stays of every node of a pool adds up."""
         swap = self.skeleton.deploy.reshard.mode == "swap"
         source = {e.dst: e.src for e in self.skeleton.graph.reshards()}
         capacity = holdings.capacity(self.skeleton.cluster).value
@@ -154,6 +157,7 @@ class _Run:
     search: Search
     place: Place
     plan: Plan
+    passes: Passes
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -190,8 +194,10 @@ class _Run:
         seconds, space, at = self.found[0][:3]
         bound = min(bound, seconds)
         best = self._candidate(self.found[0])
-        record = Searched(candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._runners(heap))
-        return replace(self.place(self.plan, self._decision(space, at, _why(record))), search=record)
+        record = Searched(
+            candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._runners(heap)
+        )
+        return replace(self.place.apply(self.plan, self._decision(space, at, _why(record))), search=record)
 
     def _late(self) -> bool:
         """Whether a budget is over; until something is found, the search goes on to its limit."""
@@ -199,13 +205,15 @@ class _Run:
         return over and (bool(self.found) or self.spent >= EFFORT)
 
     def _enough(self) -> str:
-        """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or longer."""
+        """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or
+        longer."""
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._late() else ""
         return "the search's limit" if self.spent >= EFFORT else ""
 
     def _more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then runners-up."""
+        """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then
+        runners-up."""
         if ended and self.search.budget is None:
             for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
                 if not self.found or item.bound < self.found[0][0]:
@@ -215,9 +223,8 @@ class _Run:
             self._step(heap, heapq.heappop(heap))
 
     def _space(self, division: Division) -> _Space:
-        skeleton = self.place(self.plan, Decision(division), numbered=False)
-        for step in (Dock(self.search.engines), Schedule(), CountTraffic()):
-            skeleton = step(skeleton)
+        skeleton = self.place.apply(self.plan, Decision(division), numbered=False)
+        skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
         found = owners(self.plan, division)
         lists = [self._choices(skeleton, division, o) for o in found]
         later = []
@@ -226,7 +233,9 @@ class _Run:
             for choice in reversed(own):
                 least.append({n: min(s, least[-1][n]) if least else s for n, s in choice.seconds.items()})
             later.append(least[::-1])
-        hosted = [n.name for n in skeleton.graph.nodes if n.verb != "source" and skeleton.placement(n.name).pool == FUNCTIONS]
+        hosted = [
+            n.name for n in skeleton.graph.nodes if n.verb != "source" and skeleton.placement(n.name).pool == FUNCTIONS
+        ]
         functions = {("RUN", n): function(skeleton, holdings.row_count(skeleton, n)).value for n in hosted}
         return _Space(division, skeleton, found, lists, functions, later)
 
@@ -246,7 +255,8 @@ class _Run:
             heapq.heappush(heap, _Item(space.bound_from(at), 2, (number, *at), space, at))
 
     def _step(self, heap: list[_Item], item: _Item) -> None:
-        """Takes a combination one stage further: into the open, to its own bound, placed without resharding, through all passes."""
+        """Takes a combination one stage further: into the open, to its own bound, placed without resharding, through
+        all passes."""
         space, at = item.space, item.at
         if item.stage == 2:
             self.spent += 0.3
@@ -259,14 +269,17 @@ class _Run:
                 heapq.heappush(heap, replace(item, bound=max(own, item.bound), stage=1))
         elif item.stage == 1:
             self.spent += 3 + self.plan.cluster.devices * 0.01
-            placed = self.place(self.plan, self._decision(space, at))
-            rough = CountMemory(self.search.engines)(replace(space.skeleton, placements=placed.placements, pools=placed.pools))
+            placed = self.place.apply(self.plan, self._decision(space, at))
+            rough = replace(space.skeleton, placements=placed.placements, pools=placed.pools)
+            rough = CountMemory(self.search.engines).apply(rough)
             if why := over(rough.memory):
                 self._refuse(item.bound, space, at, why)
                 return
-            time_of = EstimateTime(self.search.engines).state
+            time_of = EstimateTime(self.search.engines).of_node
             seconds = {("RUN", n): sum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
-            seconds |= {("RESHARD", e.dst): least_seconds(rough, self.search.engines, e) for e in self.plan.graph.reshards()}
+            seconds |= {
+                ("RESHARD", e.dst): least_seconds(rough, self.search.engines, e) for e in self.plan.graph.reshards()
+            }
             bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)
             heapq.heappush(heap, bounded)
         else:
@@ -277,18 +290,10 @@ class _Run:
             return
         self.evaluated.add((id(space), at))
         self.spent += 10 + self.plan.cluster.devices * 0.25
-        plan, engines = self.place(self.plan, self._decision(space, at)), self.search.engines
+        plan = self.place.apply(self.plan, self._decision(space, at))
         if self.search.refuses(plan):
             return
-        for step in (
-            Dock(engines),
-            Resharding(engines, compare=False),
-            Schedule(),
-            CountTraffic(),
-            CountMemory(engines),
-            EstimateTime(engines),
-        ):
-            plan = step(plan)
+        plan = self.passes.after("place").apply(plan)
         assert plan.estimate is not None
         seconds = plan.estimate.iteration_seconds.value
         if why := over(plan.memory):
@@ -308,12 +313,20 @@ class _Run:
 
     def _nothing(self, spaces: list[_Space], candidates: int, ended: str) -> Plan:
         """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""
-        why = "planned: nothing that fits was found" if ended else "planned: nothing that the devices and engines allow fits"
+        why = (
+            "planned: nothing that fits was found"
+            if ended
+            else "planned: nothing that the devices and engines allow fits"
+        )
         space = spaces[0]
-        at = tuple(min(range(len(own)), key=lambda i, own=own: max(own[i].peaks.values(), default=0)) for own in space.lists)  # type: ignore[misc]
+        at = tuple(
+            min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
+        )
         best = self._candidate(_Found(0.0, space, at, None, ended or "nothing fits"))
-        record = Searched(candidates, len(self.evaluated), 0.0, 0.0, False, ended or "nothing fits", best, self._runners([]))
-        return replace(self.place(self.plan, self._decision(space, at, why)), search=record)
+        record = Searched(
+            candidates, len(self.evaluated), 0.0, 0.0, False, ended or "nothing fits", best, self._runners([])
+        )
+        return replace(self.place.apply(self.plan, self._decision(space, at, why)), search=record)
 
     def _runners(self, heap: list[_Item]) -> tuple[Candidate, ...]:
         """The next best that were evaluated, those of which only a bound is known, and the quickest that do not fit."""
@@ -324,17 +337,26 @@ class _Run:
 
     def _candidate(self, found: _Found) -> Candidate:
         space = found.space
-        layouts = {o.node: f"{_layout(c)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)}
-        pools = tuple(f"{p.name}: {', '.join(p.nodes)}" for p in space.division.pools) if len(space.division.pools) > 1 else ()
+        layouts = {
+            o.node: f"{_layout(c)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)
+        }
+        pools = (
+            tuple(f"{p.name}: {', '.join(p.nodes)}" for p in space.division.pools)
+            if len(space.division.pools) > 1
+            else ()
+        )
         loses = {}
         if found.plan is not None and self.found[0].plan is not None:
             mine, theirs = _phases(self.found[0].plan), _phases(found.plan)
             loses = {n: theirs.get(n, 0.0) - mine.get(n, 0.0) for n in {**mine, **theirs}}
-        return Candidate(pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong)
+        return Candidate(
+            pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong
+        )
 
 
 def _undominated(found: list[Choice]) -> list[Choice]:
-    """The choices of states that no reshard touches, without those that are slower than another and hold more, alone and beside others."""
+    """The choices of nodes that no reshard touches, without those that are slower than another and hold more, alone and
+    beside others."""
     kept: list[Choice] = []
     for choice in found:
         if not any(
@@ -359,7 +381,11 @@ def _phases(plan: Plan) -> dict[str, float]:
 
 
 def _why(record: Searched) -> str:
-    best = f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only one that is allowed"
+    best = (
+        f"planned: the best of {record.candidates:,}"
+        if record.candidates > 1
+        else "planned: the only one that is allowed"
+    )
     if record.optimal:
         return f"{best}, optimal in the plan's own model" if record.candidates > 1 else best
     return f"{best} that was found; none is better by more than {record.percent}"

@@ -1,15 +1,16 @@
 """The language reference: pages of prose in this folder, whose blocks are filled from the sources that they describe.
 
-Invariant: what a machine can know is written nowhere twice: syntax comes from the grammar, types and bounds of attributes from the
-compiler's own table, figures from the presets, functions from their sources. What only a person can say, what an attribute means, stands
-in a page, once, and none is missing: `attributes` raises where a description lacks its attribute or the other way round.
+Invariant: what a machine can know is written nowhere twice: syntax comes from the grammar, attributes with their kinds,
+defaults and meanings from their declarations (ir/attributes.py, ir/options.py), figures from the presets, functions
+from their sources.
 
 A page is Markdown. Of its code blocks these are filled in:
 
     ```syntax           names of the grammar's rules; gives them in EBNF
-    ```attributes NAME  `attribute | default | meaning` a line, of a statement; gives a table
+    ```attributes NAME  nothing; gives a table of what a statement declares
     ```list NAME        nothing; gives what `facts.LISTS` makes
-    ```rlg algorithm    statements of an algorithm that extends `grpo`, or (```rlg deploy) of a deploy of it; tests compile them
+    ```rlg algorithm    statements of an algorithm that extends `grpo`, or (```rlg deploy) of a deploy of it; tests
+                        compile them
 
 `python -m msrl_graph.reference` prints all of it, docs/language.md; `msrl-compile --explain NAME` an entry.
 """
@@ -61,7 +62,8 @@ def anchor(title: str) -> str:
 
 
 def entry(name: str) -> str:
-    """The Markdown text of all that bears a name: statement, attribute, function, loss term, preset, engine … KeyError without such."""
+    """The Markdown text of all that bears a name: statement, attribute, function, loss term, preset, engine … KeyError
+    without such."""
     return "\n\n".join([f"# {name}", *_entries()[name]]) + "\n"
 
 
@@ -82,9 +84,9 @@ def _entries() -> dict[str, list[str]]:
         words = {t for t in title.split(", ") if t.islower() and " " not in t}
         for name in sorted(statements & rules | words | {*_ALSO.get(title, ())}):
             found.setdefault(name, []).append(_whole(text).strip())
-    for kind, of, body in (block for page in PAGES for block in _BLOCK.findall(source(page))):
+    for kind, of, _ in (block for page in PAGES for block in _BLOCK.findall(source(page))):
         if kind == "attributes":
-            for row in facts.attributes(of, body):
+            for row in facts.attributes(of):
                 found.setdefault(row.name, []).append(row.text(of))
     for name, text in facts.entries():
         found.setdefault(name, []).append(text)
@@ -101,7 +103,7 @@ def _filled(kind: str, of: str, body: str) -> str:
         case "syntax":
             return f"```text\n{syntax.rules(body.split())}\n```"
         case "attributes":
-            return facts.table(facts.attributes(of, body))
+            return facts.table(facts.attributes(of))
         case "list":
             return facts.LISTS[of]()
     return f"```{kind}\n{body}```"
@@ -110,11 +112,12 @@ def _filled(kind: str, of: str, body: str) -> str:
 _HEAD = """\
 # The language
 
-What an `.rlg` file may say, complete; for a beginning see [tutorial.md](tutorial.md). What the codes of messages mean stands in
-[codes.md](codes.md), the same in Python in [python.md](python.md). `msrl-compile --explain NAME` shows the entry of a statement, an
-attribute, a function, a preset or an engine. (Written by `make docs` from the compiler's own tables and from `msrl_graph/reference/`.)
+What an `.rlg` file may say, complete; for a beginning see [tutorial.md](tutorial.md). What the codes of messages mean
+stands in [codes.md](codes.md), the same in Python in [python.md](python.md). `msrl-compile --explain NAME` shows the
+entry of a statement, an attribute, a function, a preset or an engine. (Written by `make docs` from the compiler's own
+tables and from `msrl_graph/reference/`.)
 
-A file says *what* an algorithm is, a graph of worker states joined by sample edges and resharding edges, and apart from that *where and
-how* it runs. The second half never changes the result. What the language has and this version does not run is refused by name when a
-run begins (`not-yet`); nothing is ignored.
+A file says *what* an algorithm is, a graph of worker states joined by sample edges and resharding edges, and apart from
+that *where and how* it runs. The second half never changes the result. What the language has and this version does not
+run is refused by name when a run begins (`not-yet`); nothing is ignored.
 """

@@ -1,4 +1,5 @@
-"""What the reference takes from the sources: types and bounds of attributes, functions, presets, engines, as tables of Markdown.
+"""What the reference takes from the sources: types and bounds of attributes, functions, presets, engines, as tables of
+Markdown.
 
 Invariant: nothing here is a second list of names; what is not in the source of a thing is not in its table.
 """
@@ -13,31 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import algorithms
-from ..backends import DEFAULT, ENGINES
+from ..backends import DEFAULT, ENGINES, runs
 from ..compiler import unready
-from ..dsl import attributes as kinds
-from ..dsl import calls, computed, expressions
-from ..dsl.deploy import option_type
+from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
-from ..ir.graph import ELEMENTS, KINDS
-from ..ir.signatures import Kind, Option, Signature
+from ..ir.declared import Attribute
+from ..ir.graph import ELEMENTS, KINDS, Expr
+from ..ir.kinds import Form, Quantity, Words, either
+from ..ir.options import STATEMENTS, ClusterOptions
+from ..ir.signatures import CallKind, Option, Signature
 from ..model import models
 from . import syntax
 
-# What runs on a machine with another memory or clock says something else there: the document says where it comes from instead.
+# What runs on a machine with another memory or clock says something else there: the document says where it comes from
+# instead.
 MACHINES = ("cpu", "here")
-_CALLER = calls.Caller("", (), (), {}, lambda span: Path(), expressions.Problems())
-_BY_ATTRIBUTE = {
-    computed.FunctionCall: 'a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`',
-    computed.Keep: "a comparison of a column or state with a number, or a call",
-    computed.Per: "`row`, `batch` or a column",
-    computed.Temperature: "a number of 0 or more, or a column or state that the node reads",
-    computed.Environment: '`"file.py:Class"`',
-    computed.Loss: "an expression of loss terms",
-    computed.Optimizer: "a call of an optimizer",
-    kinds.Reduce: "`tokens`, `sequences` or `constant(n)`",
-}
-_UNITS = {"B": "bytes", "B/s": "bytes a second", "FLOP/s": "FLOP a second", "s": "a time"}
 
 
 # Attributes
@@ -45,7 +36,8 @@ _UNITS = {"B": "bytes", "B/s": "bytes a second", "FLOP/s": "FLOP a second", "s":
 
 @dataclass(frozen=True)
 class Row:
-    """An attribute: what it takes, what it is without being stated, what it means; `note` says what this version cannot do with it."""
+    """An attribute: what it takes, what it is without being stated, what it means; `note` says what this version cannot
+    do with it."""
 
     name: str
     takes: str
@@ -59,48 +51,39 @@ class Row:
         return f"An attribute of `{of}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
 
-def types(statement: str) -> dict[str, kinds.Type]:
-    """The attributes of a statement with their types; for `engine` all that some engine has."""
-    if statement == "engine":
-        found = {name: kind for engine in ENGINES.values() for name, kind in engine.options.items()}
-        return {name: option_type(kind) for name, kind in sorted(found.items())}
-    return computed.types(statement, _CALLER)
+def attributes(of: str) -> list[Row]:
+    """The rows of a statement."""
+    declared = STATEMENTS[of].declared()
+    return [Row(name, str(a.kind), default(a), a.doc, _note(of, name)) for name, a in declared.items()]
 
 
-def attributes(of: str, body: str) -> list[Row]:
-    """The rows of a block of descriptions; ValueError where they are not those of the statement's attributes, each once."""
-    lines = [[part.strip() for part in line.split("|", 2)] for line in body.splitlines()]
-    known = types(of)
-    described = [line[0] for line in lines]
-    if sorted(described) != sorted(known):
-        wrong = sorted({*described} ^ {*known}) or sorted(n for n in described if described.count(n) > 1)
-        raise ValueError(f"`{of}`: attributes without one description, or descriptions without an attribute: {', '.join(wrong)}")
-    return [Row(name, takes(known[name]), default, meaning, _note(of, name)) for name, default, meaning in lines]
+def default(attribute: Attribute) -> str:
+    """What an attribute is without being stated, as a program would state it, or in words."""
+    value = attribute.default
+    if attribute.must:
+        return "must be given"
+    if attribute.shown is not None:
+        return attribute.shown
+    match attribute.kind:
+        case Quantity(unit):
+            return (
+                f"{quantity(value.value, unit)} ({value.source})"
+                if isinstance(value, Figure)
+                else quantity(value, unit)
+            )
+        case Words() | Form() if not isinstance(value, Expr) or value.kind == "word":
+            return f"`{value}`"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: list[Row]) -> str:
     if not rows:
         return "It has no attributes."
-    lines = [f"| `{r.name}` | {_cell(r.takes)} | {_cell(r.default)} | {_cell(f'{r.meaning} {r.note}'.strip())} |" for r in rows]
+    lines = [
+        f"| `{r.name}` | {_cell(r.takes)} | {_cell(r.default)} | {_cell(f'{r.meaning} {r.note}'.strip())} |"
+        for r in rows
+    ]
     return "\n".join(["| attribute | takes | default | meaning |", "|---|---|---|---|", *lines])
-
-
-def takes(kind: kinds.Type) -> str:
-    """What an attribute of a type may be, in words."""
-    match kind:
-        case kinds.Number():
-            return str(kind)
-        case kinds.Words(words):
-            return _words(words)
-        case kinds.String(several):
-            return "a string, or a list of strings" if several else "a string"
-        case kinds.Quantity(unit, example):
-            return f"{_UNITS[unit]} above 0, as `{example}`"
-        case kinds.Counts():
-            return "a list of whole numbers of 1 or more"
-        case kinds.AnyName(several):
-            return "a name, or a list of names" if several else "a name"
-    return _BY_ATTRIBUTE[type(kind)]
 
 
 def _note(of: str, name: str) -> str:
@@ -120,9 +103,11 @@ def _nature(name: str, share: Figure) -> str:
     if not other:
         return f"{counts}."
     few, many, rest = (
-        (peak, counts, "what is reached") if len(peak) <= len(other) else (other, "What is reached", counts.replace("A", "a", 1))
+        (peak, counts, "what is reached")
+        if len(peak) <= len(other)
+        else (other, "What is reached", counts.replace("A", "a", 1))
     )
-    return f"{many} with {_words(tuple(few))}; with the others {rest}."
+    return f"{many} with {either(tuple(few))}; with the others {rest}."
 
 
 # Functions
@@ -161,11 +146,17 @@ def _function_text(signature: Signature) -> str:
     reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
     reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
     facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
-    facts += [f"All or none of {_words(signature.together, ' and ')}."] if signature.together else []
-    filled = _words(tuple(f for f in signature.fills if f != "rng" and not f.endswith("lengths")), " and ")
+    facts += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
+    filled = either(tuple(f for f in signature.fills if f != "rng" and not f.endswith("lengths")), " and ")
     facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
-    facts += [f"{_words(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
-    facts += [f"`{o.name}`: {_words((*o.words, *(f'{c}(…)' for c in o.calls)))}." for o in signature.options if o.words or o.calls]
+    facts += (
+        [f"{either(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
+    )
+    facts += [
+        f"`{o.name}`: {either((*o.words, *(f'{c}(…)' for c in o.calls)))}."
+        for o in signature.options
+        if o.words or o.calls
+    ]
     needs = {
         "group": "whole groups or the batch: `per`",
         "batch": "`per = batch`",
@@ -210,7 +201,8 @@ def _figure(figure: Figure, unit: str, share: float) -> str:
 def quantity(value: float, unit: str) -> str:
     """A figure as a program writes it: `64 GB`, `10 us`."""
     if unit == "s":
-        name, size = next(((n, s) for n, s in (("s", 1), ("ms", 1e-3), ("us", 1e-6)) if value >= s), ("us", 1e-6))
+        sizes = (("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6))
+        name, size = next(((n, s) for n, s in sizes if value >= s), ("us", 1e-6))
     else:
         name, size = next(((p, s) for p, s in reversed(expressions.PREFIXES.items()) if value >= s), ("", 1))
     return f"{value / size:.6g} {name}{unit if unit != 's' else ''}"
@@ -218,8 +210,8 @@ def quantity(value: float, unit: str) -> str:
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
     """The attributes of `cluster` that a preset sets, each with its figure."""
-    for name, kind in kinds.TABLE["cluster"].items():
-        if isinstance(kind, kinds.Quantity) and name != "network":
+    for name, kind in ClusterOptions.kinds().items():
+        if isinstance(kind, Quantity) and name != "network":
             figure = device.figure(name)
             yield name, _figure(figure, kind.unit, device.share(name)) if figure is not None else ""
 
@@ -227,7 +219,9 @@ def figures(device: Device) -> Iterator[tuple[str, str]]:
 def _device(device: Device) -> str:
     if device.name in MACHINES:
         return "The memory is this machine's, the other figures are assumed for one core, a rank."
-    return "\n".join(["| figure | value and source |", "|---|---|", *(f"| `{n}` | {f} |" for n, f in figures(device) if f)])
+    return "\n".join(
+        ["| figure | value and source |", "|---|---|", *(f"| `{n}` | {f} |" for n, f in figures(device) if f)]
+    )
 
 
 def _devices() -> str:
@@ -241,7 +235,9 @@ def _devices() -> str:
         for text, devices in by_text.items():
             value, _, basis = text.partition(" (")
             if text:
-                lines.append(f"| `{name}` | {_words(tuple(devices), ', ')} | {value} | {_cell(basis.removesuffix(')'))} |")
+                lines.append(
+                    f"| `{name}` | {either(tuple(devices), ', ')} | {value} | {_cell(basis.removesuffix(')'))} |"
+                )
     return "\n".join(lines)
 
 
@@ -250,20 +246,34 @@ def _models() -> str:
     for name in models.PRESETS:
         m = models.load(name, Path())
         size = sum(t.elements for t in m.tensors)
-        lines.append(f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | {models.tokenizer(name) or 'its own'} |")
+        lines.append(
+            f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | "
+            f"{models.tokenizer(name) or 'its own'} |"
+        )
     return "\n".join(lines)
 
 
 def _engines() -> str:
-    lines = ["| engine | verbs | divides along | zero | options | families | runs here |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| engine | verbs | divides along | zero | options | families | runs here |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, e in ENGINES.items():
         zero = ", ".join(map(str, e.zero)) if "update" in e.verbs else ""
-        runs = "yes" if e.runs else "no: planned and simulated"
-        cells = (", ".join(e.verbs), _words(e.axes, ", "), zero, _words(tuple(e.options), ", "), ", ".join(e.families), runs)
+        here = "yes" if runs(name) else "no: planned and simulated"
+        verbs, families = ", ".join(e.verbs), ", ".join(e.families)
+        cells = (verbs, either(e.axes, ", "), zero, either(e.options, ", "), families, here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     default = ", ".join(f"`{engine}` to {verb}" for verb, engine in DEFAULT.items())
     return "\n".join(
-        [*lines, "", f"Where the file names no engine: {default}, or another one that can do what the model and the layout ask for."]
+        [
+            *lines,
+            "",
+            (
+                f"Where the file names no engine: {default}, or another one that can do what the model and the layout "
+                "ask for."
+            ),
+        ]
     )
 
 
@@ -277,22 +287,22 @@ def _kinds() -> str:
 
 def _units() -> str:
     decimal, binary = expressions.PREFIXES, expressions.BINARY
-    sizes = (_words(tuple(f"{p}B" for p in powers), ", ") for powers in (decimal, binary))
+    sizes = (either(tuple(f"{p}B" for p in powers), ", ") for powers in (decimal, binary))
     lines = [
         f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
-        f"| work | {_words(tuple(f'{p}FLOP' for p in decimal), ', ')} |",
+        f"| work | {either(tuple(f'{p}FLOP' for p in decimal), ', ')} |",
         "| rates | each of these a second, as `MB/s` or `TFLOP/s` |",
-        f"| time | {_words(tuple(expressions.SECONDS), ', ')} |",
+        f"| time | {either(tuple(expressions.SECONDS), ', ')} |",
     ]
     return "\n".join(["| of | units |", "|---|---|", *lines])
 
 
 def _elements() -> str:
-    return _words(tuple(ELEMENTS), ", ")
+    return either(tuple(ELEMENTS), ", ")
 
 
 LISTS: dict[str, Callable[[], str]] = {
-    "reserved": lambda: _words(tuple(syntax.reserved()), ", "),
+    "reserved": lambda: either(tuple(syntax.reserved()), ", "),
     "units": _units,
     "algorithms": _algorithms,
     "functions": lambda: _listed("function"),
@@ -308,7 +318,7 @@ LISTS: dict[str, Callable[[], str]] = {
 }
 
 
-_KINDS: dict[Kind, str] = {
+_KINDS: dict[CallKind, str] = {
     "loss": "A loss term",
     "function": "A function",
     "optimizer": "An optimizer",
@@ -330,12 +340,10 @@ def entries() -> Iterator[tuple[str, str]]:
         head, rows = found.splitlines()[:2], found.splitlines()[2:]
         for row in rows:
             if row.startswith("| `"):
-                yield row.split("`")[1], "\n".join([f"A preset of `{of}`.\n" if of == "model" else "An engine.\n", *head, row])
-
-
-def _words(words: tuple[str, ...], last: str = " or ") -> str:
-    quoted = [f"`{w}`" for w in words]
-    return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
+                yield (
+                    row.split("`")[1],
+                    "\n".join([f"A preset of `{of}`.\n" if of == "model" else "An engine.\n", *head, row]),
+                )
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,7 @@
 """The rules of the grammar in EBNF, as a person reads them.
 
-Invariant: what is shown is `dsl/grammar.lark` itself, with what only the parser needs taken off and each keyword and sign in quotes.
+Invariant: what is shown is `dsl/grammar.lark` itself, with what only the parser needs taken off and each keyword and
+sign in quotes.
 """
 
 from __future__ import annotations

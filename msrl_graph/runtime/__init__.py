@@ -1,1 +1,2 @@
-"""What runs a plan: pools of processes on Ray, the transfer dock under the sample edges, the allgather-swap on resharding edges."""
+"""What runs a plan: pools of processes on Ray, the transfer dock under the sample edges, the allgather-swap on
+resharding edges."""

@@ -1,8 +1,9 @@
 """Parallel layouts: which box of which tensor a rank holds.
 
-Invariant: the boxes of one tensor on the ranks of one side are equal or apart, and those of one model replica cover the tensor exactly
-once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has an empty box. Ranks are numbered 0 ..
-devices-1 within their placement as Megatron numbers them (arXiv:2104.04473): tp fastest, then cp, dp, and pp slowest.
+Invariant: the boxes of one tensor on the ranks of one side are equal or apart, and those of one model replica cover the
+tensor exactly once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has an empty box.
+Ranks are numbered 0 .. devices-1 within their placement as Megatron numbers them (arXiv:2104.04473): tp fastest, then
+cp, dp, and pp slowest.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ class Coordinates(NamedTuple):
 class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
 
-    Experts lie on the tp x cp x dp ranks of a stage in a mesh of their own, etp x ep x edp. `stages` are the layers of each of the
-    pp x vpp chunks, where they are stated; chunk c is on stage c % pp.
+    Experts lie on the tp x cp x dp ranks of a stage in a mesh of their own, etp x ep x edp. `stages` are the layers of
+    each of the pp x vpp chunks, where they are stated; chunk c is on stage c % pp.
 
-    `inner` splits dp in two: `inner` data-parallel replicas lie next to each other *inside* the tensor-parallel groups, so that
-    ranks that hold the parts of one generation shard under the update layout are neighbours, and resharding gathers in groups of
-    `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). It numbers ranks; it changes no result.
+    `inner` splits dp in two: `inner` data-parallel replicas lie next to each other *inside* the tensor-parallel groups,
+    so that ranks that hold the parts of one generation shard under the update layout are neighbours, and resharding
+    gathers in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). It numbers ranks; it changes
+    no result.
     """
 
     tp: int = 1
@@ -88,7 +90,8 @@ class Layout:
         return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
 
     def chunks(self, layers: int) -> tuple[int, ...]:
-        """The layers of each chunk: as stated, else equal; what is over goes to the middle, since embedding and head are at the ends."""
+        """The layers of each chunk: as stated, else equal; what is over goes to the middle, since embedding and head
+        are at the ends."""
         return self.stages or _even(self.pp * self.vpp, layers)
 
     def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
@@ -100,7 +103,8 @@ class Layout:
         return max(sum(stop - start for start, stop in self.stage_layers(s, layers)) for s in range(self.pp))
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the last."""
+        """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the
+        last."""
         if layer < 0:
             return 0
         found = _stages_of(self.chunks(layers), self.pp)
@@ -139,11 +143,11 @@ def _stages_of(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
 class Tensor:
     """A named weight of a model, with what may divide it.
 
-    `tp_dim`: the dim that tensor parallelism divides (expert tensor parallelism, for experts), -1 where every rank holds a copy; `unit`
-    rows of it (a head) stay together. `shared` units are copied where there are more ranks than units (key-value heads). `padded`: a
-    vocabulary, which engines pad. `experts`: dim 0 counts the experts of a layer, which ep divides; the safetensors files hold one
-    tensor an expert, `name` with the number at its `*`. `layer`, of `layers`: -1 for the embedding, `layers` for norm and head; a `tied`
-    embedding is on the last stage too.
+    `tp_dim`: the dim that tensor parallelism divides (expert tensor parallelism, for experts), -1 where every rank
+    holds a copy; `unit` rows of it (a head) stay together. `shared` units are copied where there are more ranks than
+    units (key-value heads). `padded`: a vocabulary, which engines pad. `experts`: dim 0 counts the experts of a layer,
+    which ep divides; the safetensors files hold one tensor an expert, `name` with the number at its `*`. `layer`, of
+    `layers`: -1 for the embedding, `layers` for norm and head; a `tied` embedding is on the last stage too.
     """
 
     name: str
@@ -169,8 +173,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Side(Stretch):
-    """How a state's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its engine pads a
-    vocabulary, and the devices of its ranks."""
+    """How a node's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its
+    engine pads a vocabulary, and the devices of its ranks."""
 
     layout: Layout
     divided: bool = False
@@ -183,7 +187,7 @@ class Side(Stretch):
         return self.layout.devices
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """Tensors that differ in name and layer alone: `each` of them in every layer of [start, stop)."""
 
     tensor: Tensor
@@ -197,14 +201,18 @@ class Kind(NamedTuple):
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
         """How many of the layers each stage holds; of an embedding or a head, one or none."""
-        return _layers_on(self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp)
+        return _layers_on(
+            self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
+        )
 
 
 @lru_cache(maxsize=1 << 12)
 def _layers_on(start: int, stop: int, layers: int, tied: bool, chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
     if start < 0 or start >= layers:
         return tuple(int(stage == (0 if start < 0 else pp - 1) or (tied and stage == pp - 1)) for stage in range(pp))
-    return tuple(sum(max(0, min(stop, b) - max(start, a)) for a, b in stretches) for stretches in _stretches_of(chunks, pp))
+    return tuple(
+        sum(max(0, min(stop, b) - max(start, a)) for a, b in stretches) for stretches in _stretches_of(chunks, pp)
+    )
 
 
 def nameless(tensor: Tensor) -> Tensor:
@@ -212,7 +220,7 @@ def nameless(tensor: Tensor) -> Tensor:
     return replace(tensor, name="", layer=0)
 
 
-class Kinds(tuple[Kind, ...]):
+class TensorKinds(tuple[TensorKind, ...]):
     """Kinds that are looked up by often: hashed once."""
 
     def __hash__(self) -> int:
@@ -223,31 +231,37 @@ class Kinds(tuple[Kind, ...]):
         return super().__hash__()
 
 
-def kinds(tensors: Iterable[Tensor]) -> tuple[Kind, ...]:
+def kinds(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
     """The kinds of a model's tensors: what holds for one holds for all of its kind, but for the stage that it is on."""
     found: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
     for tensor in tensors:
         _, counts = found.setdefault(nameless(tensor), (tensor, {}))
         counts[tensor.layer] = counts.get(tensor.layer, 0) + 1
-    return Kinds(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
+    return TensorKinds(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
 
 
-def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[Kind]:
-    """A kind for each stretch of layers that have equally many; embedding and head stand alone, since they go by stages of their own."""
+def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
+    """A kind for each stretch of layers that have equally many; embedding and head stand alone, since they go by stages
+    of their own."""
     stretch: list[int] = []
     for layer in [*sorted(counts), None]:
         ends = stretch and (
-            layer is None or layer != stretch[-1] + 1 or counts[layer] != counts[stretch[0]] or stretch[-1] < 0 or layer == tensor.layers
+            layer is None
+            or layer != stretch[-1] + 1
+            or counts[layer] != counts[stretch[0]]
+            or stretch[-1] < 0
+            or layer == tensor.layers
         )
         if ends:
-            yield Kind(replace(tensor, layer=stretch[0]), stretch[0], stretch[-1] + 1, counts[stretch[0]])
+            yield TensorKind(replace(tensor, layer=stretch[0]), stretch[0], stretch[-1] + 1, counts[stretch[0]])
             stretch = []
         if layer is not None:
             stretch.append(layer)
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The index-th of `parts` stretches of [0, length), ceil-sized as torch.chunk cuts them: the last may be short or empty."""
+    """The index-th of `parts` stretches of [0, length), ceil-sized as torch.chunk cuts them: the last may be short or
+    empty."""
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
@@ -265,8 +279,8 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
-    """The box of `tensor` that `rank` holds: of its experts its tensor-parallel slice, and where weights are divided over dp, of that the
-    stretch of dim 0."""
+    """The box of `tensor` that `rank` holds: of its experts its tensor-parallel slice, and where weights are divided
+    over dp, of that the stretch of dim 0."""
     layout = side.layout
     at = layout.coordinates(rank)
     if layout.pp > 1 and at.pp not in stages(tensor, layout):
@@ -334,13 +348,14 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
-def stage_elements(found: Iterable[Kind], side: Side, stage: int) -> int:
-    """Elements on the busiest rank of a stage: that of coordinates 0, since the first of ceil-sized stretches is never the shorter one."""
+def stage_elements(found: Iterable[TensorKind], side: Side, stage: int) -> int:
+    """Elements on the busiest rank of a stage: that of coordinates 0, since the first of ceil-sized stretches is never
+    the shorter one."""
     return sum(stage_parts(_kept(found), side)[stage])
 
 
 @lru_cache(maxsize=1 << 14)
-def stage_parts(found: tuple[Kind, ...], side: Side) -> tuple[tuple[int, int], ...]:
+def stage_parts(found: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
     """By stage, elements on its busiest rank: of what every token passes, and of experts."""
     sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
     for kind in found:
@@ -353,10 +368,10 @@ def stage_parts(found: tuple[Kind, ...], side: Side) -> tuple[tuple[int, int], .
     return tuple((dense, routed) for dense, routed in sums)
 
 
-def _kept(found: Iterable[Kind]) -> tuple[Kind, ...]:
+def _kept(found: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
     return found if isinstance(found, tuple) else tuple(found)
 
 
-def held(found: Iterable[Kind], side: Side) -> int:
+def held(found: Iterable[TensorKind], side: Side) -> int:
     """Elements on the busiest rank of all."""
     return max(map(sum, stage_parts(_kept(found), side)))

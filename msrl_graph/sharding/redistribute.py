@@ -1,8 +1,9 @@
 """From one layout to another: who gathers with whom, what moves between which devices, and how many bytes that is.
 
-Invariant: every element of a target box comes from exactly one source box, and all ranks that ask work out the same list in the same
-order. What is counted (`movement`) is what is moved (`fetches`): between hosts a piece goes once to each host that lacks it, within a host
-to each device that lacks it. Counting goes by classes of hosts that hold the same, never by pairs of devices.
+Invariant: every element of a target box comes from exactly one source box, and all ranks that ask work out the same
+list in the same order. What is counted (`movement`) is what is moved (`fetches`): between hosts a piece goes once to
+each host that lacks it, within a host to each device that lacks it. Counting goes by classes of hosts that hold the
+same, never by pairs of devices.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from .layout import Box, Coordinates, Kind, Side, Tensor, box_at, elements, overlap, shard, stages
+from .layout import Box, Coordinates, Side, Tensor, TensorKind, box_at, elements, overlap, shard, stages
 
 
 def period(side: Side, experts: bool = False) -> int:
-    """The number of consecutive ranks of a stage after which boxes repeat: replicas matter only where they divide weights."""
+    """The number of consecutive ranks of a stage after which boxes repeat: replicas matter only where they divide
+    weights."""
     layout = side.layout
     if side.divided and (layout.edp if experts else layout.dp) > 1:
         return layout.stage_devices
     if experts:
         repeat = layout.etp * layout.ep
-        return min(layout.stage_devices, repeat if layout.inner == 1 else math.lcm(repeat, layout.inner * layout.cp * layout.tp))
+        return min(
+            layout.stage_devices,
+            repeat if layout.inner == 1 else math.lcm(repeat, layout.inner * layout.cp * layout.tp),
+        )
     return layout.inner * layout.tp
 
 
@@ -47,10 +52,10 @@ def crosses(source: Side, target: Side, layers: int) -> bool:
 
 
 @lru_cache(maxsize=1 << 14)
-def gather_block(kinds: tuple[Kind, ...], source: Side, target: Side) -> int:
-    """The smallest g that divides a source stage, such that in each aligned block of g consecutive ranks (and where layers change their
-    stage, the blocks at the same place of all stages) the `source` boxes cover every rank's `target` box: an all-gather among them is
-    then enough to reshard.
+def gather_block(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> int:
+    """The smallest g that divides a source stage, such that in each aligned block of g consecutive ranks (and where
+    layers change their stage, the blocks at the same place of all stages) the `source` boxes cover every rank's
+    `target` box: an all-gather among them is then enough to reshard.
 
     Both sides have the same devices. A whole stage always suffices.
     """
@@ -81,10 +86,15 @@ def _covers(tensor: Tensor, source: Side, target: Side, g: int, width: int, offs
 
 
 def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
-    """The groups of ranks that gather together, in blocks of `block` ranks of a stage, `across` the stages or each stage alone."""
+    """The groups of ranks that gather together, in blocks of `block` ranks of a stage, `across` the stages or each
+    stage alone."""
     width, pp = source.layout.stage_devices, source.layout.pp
     stages_of = [range(pp)] if across else [range(s, s + 1) for s in range(pp)]
-    return [tuple(s * width + start + i for s in some for i in range(block)) for some in stages_of for start in range(0, width, block)]
+    return [
+        tuple(s * width + start + i for s in some for i in range(block))
+        for some in stages_of
+        for start in range(0, width, block)
+    ]
 
 
 def gathered(tensor: Tensor, source: Side, block: int) -> int:
@@ -99,7 +109,7 @@ class Pair(NamedTuple):
     number: int
 
 
-def pairs(kinds: Iterable[Kind], source: Side, target: Side) -> Iterator[Pair]:
+def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[Pair]:
     """The tensors of a model by kind, and stage at both ends."""
     for kind in kinds:
         if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
@@ -118,7 +128,8 @@ def _at(tensor: Tensor, layer: int) -> Tensor:
 
 
 class Fetch(NamedTuple):
-    """A box that `giver` sends to the first of `takers`, all on one host, which hands it on to the others. Devices, not ranks."""
+    """A box that `giver` sends to the first of `takers`, all on one host, which hands it on to the others. Devices, not
+    ranks."""
 
     giver: int
     takers: tuple[int, ...]
@@ -156,8 +167,12 @@ _Places = tuple[tuple[int, tuple[int, int, int]], ...]
 
 @dataclass(frozen=True)
 class Movement:
-    """Elements that move. `received`: by the busiest device, from its host or another; `inward`: between hosts, into the busiest host;
-    `outward`: out of one, if those that hold a piece take turns; `total`, `between`: all that devices receive, and all that hosts do."""
+    """How many elements a resharding moves.
+
+    - `received`: what the busiest device receives, from its own host or another; `total`: what all devices receive.
+    - `inward`: what the busiest host receives from other hosts; `between`: what all hosts receive so; `outward`: what
+      a host sends, if those that hold the same piece take turns.
+    """
 
     received: int = 0
     inward: int = 0
@@ -167,9 +182,9 @@ class Movement:
 
 
 @lru_cache(maxsize=1 << 12)
-def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
-    """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all that an all-gather over
-    blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
+def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
+    """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all
+    that an all-gather over blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
     hosts = range(target.first // per_host, target.device(target.devices - 1, per_host) // per_host + 1)
     received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(hosts, 0)
     demand = [0] * source.layout.pp  # elements that hosts take from each stage
@@ -194,9 +209,9 @@ def movement(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int,
 
 
 @lru_cache(maxsize=1 << 12)
-def lacking(kinds: tuple[Kind, ...], source: Side, target: Side, per_host: int) -> int:
-    """Elements that the first or the last host of the target lacks: no more than `movement` finds for the busiest, at a fraction of the
-    work."""
+def lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
+    """Elements that the first or the last host of the target lacks: no more than `movement` finds for the busiest, at a
+    fraction of the work."""
     hosts = {target.first // per_host, target.device(target.devices - 1, per_host) // per_host}
     found = dict.fromkeys(hosts, 0)
     for experts in (False, True):
@@ -236,17 +251,29 @@ class _Hosts:
         return start % math.lcm(period(self.source, self.experts), self.block)
 
     def count(self, found: Mapping[Tensor, Mapping[_Stages, int]], host: int) -> tuple[dict[int, int], list[int]]:
-        """The elements that each device of a host receives, and those that come from other hosts, by the stage that they come from."""
+        """The elements that each device of a host receives, and those that come from other hosts, by the stage that
+        they come from."""
         first = host * self.per_host
         givers, takers = (
-            {i: side.layout.coordinates(r) for i in range(self.per_host) if 0 <= (r := side.rank(first + i, self.per_host)) < side.devices}
+            {
+                i: side.layout.coordinates(r)
+                for i in range(self.per_host)
+                if 0 <= (r := side.rank(first + i, self.per_host)) < side.devices
+            }
             for side in (self.source, self.target)
         )
-        starts = tuple((i, self._start(self.source.rank(first + i, self.per_host))) for i in takers) if self.block else ()
+        starts = (
+            tuple((i, self._start(self.source.rank(first + i, self.per_host))) for i in takers) if self.block else ()
+        )
         # Of all stages only those that are on this host make a difference.
         held, wanted = {at.pp for at in givers.values()}, {at.pp for at in takers.values()}
-        here = {s: (tuple(held.intersection(s[0])), tuple(wanted.intersection(s[1]))) for s in {s for n in found.values() for s in n}}
-        own = {w: (self._own(givers, self.source, w[0]), self._own(takers, self.target, w[1])) for w in set(here.values())}
+        here = {
+            s: (tuple(held.intersection(s[0])), tuple(wanted.intersection(s[1])))
+            for s in {s for n in found.values() for s in n}
+        }
+        own = {
+            w: (self._own(givers, self.source, w[0]), self._own(takers, self.target, w[1])) for w in set(here.values())
+        }
         received, taken = dict.fromkeys(takers, 0), [0] * self.source.layout.pp
         for tensor, numbers in found.items():
             sums = dict.fromkeys((here[s] for s in numbers), 0)
@@ -266,11 +293,18 @@ class _Hosts:
 
     def _own(self, found: Mapping[int, Coordinates], side: Side, on: tuple[int, ...]) -> _Places:
         """Where the devices of a host that are on some stages stand in theirs."""
-        every = ((i, (at.etp, at.ep, at.edp) if self.experts else (at.tp, 0, at.dp)) for i, at in found.items() if at.pp in on)
+        every = (
+            (i, (at.etp, at.ep, at.edp) if self.experts else (at.tp, 0, at.dp))
+            for i, at in found.items()
+            if at.pp in on
+        )
         return tuple((i, at if side.divided else (at[0], at[1], 0)) for i, at in every)
 
-    def _blocks(self, tensor: Tensor, givers: _Places, _: _Places, starts: tuple[tuple[int, int], ...]) -> tuple[dict[int, int], int]:
-        """Of one tensor: a block's boxes are those of its ranks, so what a rank has of them is its own, what a host has, its ranks'."""
+    def _blocks(
+        self, tensor: Tensor, givers: _Places, _: _Places, starts: tuple[tuple[int, int], ...]
+    ) -> tuple[dict[int, int], int]:
+        """Of one tensor: a block's boxes are those of its ranks, so what a rank has of them is its own, what a host
+        has, its ranks'."""
         have = {i: box_at(tensor, self.source, at) for i, at in givers}
         blocks = {start: _block(tensor, self.source, start, self.block) for _, start in starts}
         received = {i: blocks[start][1] - (elements(have[i]) if i in have else 0) for i, start in starts}
@@ -280,7 +314,8 @@ class _Hosts:
         return received, sum(map(elements, frozenset().union(*(some for some, _ in blocks.values())) - present))
 
     def _exact(self, tensor: Tensor, givers: _Places, takers: _Places) -> tuple[dict[int, int], int]:
-        """Of one tensor: what each device lacks of what it wants, and what all of them lack that is not on their host."""
+        """Of one tensor: what each device lacks of what it wants, and what all of them lack that is not on their
+        host."""
         have = {i: box_at(tensor, self.source, at) for i, at in givers}
         present = {box for box in have.values() if elements(box)}
         received: dict[int, int] = {}
@@ -294,7 +329,7 @@ class _Hosts:
         return received, sum(missing.values())
 
 
-def _laid(kinds: Iterable[Kind], source: Side, target: Side) -> dict[Tensor, dict[_Stages, int]]:
+def _laid(kinds: Iterable[TensorKind], source: Side, target: Side) -> dict[Tensor, dict[_Stages, int]]:
     """How many tensors of each kind are on which stages at both ends."""
     found: dict[Tensor, dict[_Stages, int]] = {}
     for tensor, number in pairs(kinds, source, target):
@@ -323,11 +358,13 @@ def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
     return (at.pp, *(own if side.divided else own[:2]))
 
 
-def left_behind(kinds: Iterable[Kind], source: Side, target: Side) -> int:
-    """Elements, over all devices, that naive resharding leaves beside the generation weights (arXiv:2507.19017, figure 3 and eq. 3).
+def left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
+    """How many elements naive resharding leaves on all devices beside the weights to generate with (arXiv:2507.19017,
+    figure 3 and eq. 3).
 
-    A rank whose target box lies within its source box generates from the buffer that is there, and the rest of that buffer is useless;
-    where it does not, a new buffer is made and the whole old one is useless.
+    Where the box that a rank needs lies within the box that it has, it generates from the buffer that is there, and
+    the rest of the buffer is of no use: of 100 elements with 25 needed, 75. Where it does not, a new buffer is made,
+    and all of the old one is of no use.
     """
     total = 0
     for experts in (False, True):

@@ -1,7 +1,7 @@
 """Stretches of devices: which devices the ranks of a pool are.
 
-Invariant: devices are counted from 0 through all hosts of `per_host` each. A stretch is devices in a row or, where `each` is stated, the
-same `each` devices of some hosts in a row; its ranks count through its devices in their order.
+Invariant: devices are counted from 0 through all hosts of `per_host` each. A stretch is devices in a row or, where
+`each` is stated, the same `each` devices of some hosts in a row; its ranks count through its devices in their order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 
 class Stretch:
-    """What has `first`, the device of rank 0, and `each`: 0, or the devices of each host where others of the host are not in it."""
+    """What has `first`, the device of rank 0, and `each`: 0, or the devices of each host where others of the host are
+    not in it."""
 
     first: int
     each: int

@@ -15,7 +15,9 @@ from . import simulate, simulation_text
 
 def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
     """A simulation as it is shown; its trace goes to a file. Raises Fault."""
-    functions = {name.strip(): seconds.strip() for name, _, seconds in (f.partition("=") for f in options.function or ())}
+    functions = {
+        name.strip(): seconds.strip() for name, _, seconds in (f.partition("=") for f in options.function or ())
+    }
     found = simulate(
         plan,
         iterations=options.simulate,
@@ -27,5 +29,7 @@ def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool)
         try:
             Path(options.trace).write_text(found.trace(), encoding="utf-8")
         except OSError as error:
-            raise Fault(Diagnostic("missing-file", f"`{options.trace}` cannot be written: {str(error.strerror).lower()}")) from None
+            raise Fault(
+                Diagnostic("missing-file", f"`{options.trace}` cannot be written: {str(error.strerror).lower()}")
+            ) from None
     return found.to_json() if options.format == "json" else simulation_text(found, width, colour)

@@ -1,7 +1,7 @@
 """Sample edges: when which rows are there for whom.
 
-Invariant: a state gets every unit of an iteration once (an update: once an epoch). Without `stream` it begins when all its rows are there
-and moved; with it, batches go on as soon as they are ready, one after another along each edge.
+Invariant: a node gets every unit of an iteration once (an update: once an epoch). Without `stream` it begins when all
+its rows are there and moved; with it, batches go on as soon as they are ready, one after another along each edge.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..cost import time as costs
+from ..cost import between as costs
+from ..ir.attributes import Update
 from ..ir.graph import Node
 from ..ir.plan import Plan, Traffic
 from .rows import Draws, deal
@@ -17,7 +18,7 @@ from .rows import Draws, deal
 
 @dataclass(frozen=True)
 class Done:
-    """When each row of a level that a state wrote was there."""
+    """When each row of a level that a node wrote was there."""
 
     level: int
     times: list[float]
@@ -51,7 +52,7 @@ class Flow:
         return 1 if node.per == "batch" else self.rows(self.plan.graph.unit_level(node))
 
     def rows_of(self, node: Node, units: list[int], level: int) -> list[int]:
-        """The rows of a level that belong to units of a state, ascending."""
+        """The rows of a level that belong to units of a node, ascending."""
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
         graph = self.plan.graph
@@ -62,19 +63,21 @@ class Flow:
         return found if down == 1 else [u * down + s for u in found for s in range(down)]
 
     def batches(self, node: Node, iteration: int, done: Mapping[str, Done], weight: list[float] | None) -> list[Batch]:
-        """What a state gets of an iteration, in order; `weight` of each unit where it balances."""
+        """What a node gets of an iteration, in order; `weight` of each unit where it balances."""
         edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
         controller = self.plan.controller(node.name)
         units, handover = self.units(node), costs.handover(self.plan).value
         loads = dict(enumerate(weight)) if weight is not None else None
         if node.verb == "update":
-            size = int(node.number("mini_batch", 0)) or units
-            epochs = range(int(node.number("epochs", 1)))
+            said = Update.of(node)
+            epochs, size = range(said.epochs), said.step_rows(units)
             rounds = [r for e in epochs for r in self.draws.mini_batches(node.name, iteration, e, units, size)]
         elif not controller.chunk:
             rounds = [list(range(units))]
         if not controller.chunk:
-            ready, by = max(((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, ""))
+            ready, by = max(
+                ((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, "")
+            )
             return [Batch(ready, by, deal(r, loads, controller.groups)) for r in rounds]
         times = [self._there(node, done[s]) for s, _ in edges]
         if node.verb != "update":
@@ -92,7 +95,7 @@ class Flow:
         return next(t for t in self.plan.traffic if (t.src, t.dst) == (src, dst))
 
     def _there(self, node: Node, done: Done) -> list[float]:
-        """When all rows of another state that a unit needs are there, by unit."""
+        """When all rows of another node that a unit needs are there, by unit."""
         if node.per == "batch":
             return [done.last]
         graph = self.plan.graph

@@ -1,9 +1,9 @@
 """The generation of one data-parallel group, from change to change of what is live.
 
-Invariant: between two changes the number of live sequences stays, and the cache grows by one token of each a step; so a stretch takes its
-steps times what a step takes in its middle, which is exact as long as that is linear in the cached tokens. What is at its end leaves the
-batch at once. Where the engine is continuous the next sequence takes a slot as soon as one is free, else the next wave waits for the
-longest.
+Invariant: between two changes the number of live sequences stays, and the cache grows by one token of each a step; so a
+stretch takes its steps times what a step takes in its middle, which is exact as long as that is linear in the cached
+tokens. What is at its end leaves the batch at once. Where the engine is continuous the next sequence takes a slot as
+soon as one is free, else the next wave waits for the longest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..cost.time import Costs
 
 @dataclass(frozen=True)
 class Sequence:
-    """`context` tokens are there when it begins, of which `prefill` must be computed (0: a sibling's prompt is there already); it adds
-    `tokens`."""
+    """`context` tokens are there when it begins, of which `prefill` must be computed (0: a sibling's prompt is there
+    already); it adds `tokens`."""
 
     row: int
     context: float
@@ -29,15 +29,19 @@ class Sequence:
 
 @dataclass
 class Generated:
-    """When each row ended, and the live sequences of each stretch of time (from, to, sequences), the filling of its cache included."""
+    """When each row ended, and the live sequences of each stretch of time (from, to, sequences), the filling of its
+    cache included."""
 
     end: float
     ends: dict[int, float] = field(default_factory=dict)
     stretches: list[tuple[float, float, int]] = field(default_factory=list)
 
 
-def generate(costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float) -> Generated:
-    """At most `slots` sequences at once, in order, all `slow` times slower than planned; the host has its part of each row that ends."""
+def generate(
+    costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float
+) -> Generated:
+    """At most `slots` sequences at once, in order, all `slow` times slower than planned; the host has its part of each
+    row that ends."""
     host = costs.device.overheads.row.value
     found = Generated(start)
     waiting = list(sequences)[::-1]
@@ -69,7 +73,8 @@ def generate(costs: Costs, sequences: Iterable[Sequence], slots: int, continuous
 
 
 def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
-    """The share of the time, from the first start to the last end, in which less than half as many sequences live as at the peak."""
+    """The share of the time, from the first start to the last end, in which less than half as many sequences live as at
+    the peak."""
     changes: dict[float, int] = {}
     for begin, end, count in stretches:
         changes[begin] = changes.get(begin, 0) + count

@@ -1,7 +1,8 @@
-"""Lanes: who works when. A pool's devices, and the data-parallel groups of each of its states; the hosts, for functions.
+"""Lanes: who works when. A pool's devices, and the data-parallel groups of each of its nodes; the hosts, for functions.
 
-Invariant: a device does one thing at a time, in the order of its pool's stream; a group begins when all its devices are free, and is as
-slow as its slowest device. Every stretch of work is kept as a Span, busy or (a resharding, a swap) not computing.
+Invariant: a device does one thing at a time, in the order of its pool's stream; a group begins when all its devices are
+free, and is as slow as its slowest device. Every stretch of work is kept as a Span, busy or (a resharding, a swap) not
+computing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Span:
 
 @dataclass
 class Lanes:
-    """The `devices` of a pool (or the hosts). `clock`: when each is free; `before`: the state it computed last in this iteration."""
+    """The `devices` of a pool (or the hosts). `clock`: when each is free; `before`: the node it computed last in this
+    iteration."""
 
     pool: str
     devices: list[int]
@@ -36,7 +38,7 @@ class Lanes:
     clock: list[float] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
     back: dict[str, list[float]] = field(default_factory=dict)  # by update: when each device has its weights again
-    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by state: the devices of each group
+    groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: the devices of each group
 
     def __post_init__(self) -> None:
         self.clock = [0.0] * len(self.slow)
@@ -55,10 +57,10 @@ class Lanes:
     def free(self, devices: Sequence[int]) -> float:
         return max(self.clock[d] for d in devices)
 
-    def set(self, devices: Sequence[int], time: float, state: str = "") -> None:
+    def set(self, devices: Sequence[int], time: float, node: str = "") -> None:
         for device in devices:
             self.clock[device] = time
-            self.before[device] = state or self.before[device]
+            self.before[device] = node or self.before[device]
 
     def slowest(self, devices: Sequence[int]) -> float:
         return max(self.slow[d] for d in devices)

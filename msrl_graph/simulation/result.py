@@ -20,10 +20,10 @@ RESHARD = "reshard"
 
 @dataclass(frozen=True)
 class Iteration:
-    """`begin` is the end of the one before. Tokens are of all responses, a prompt's counted once a response; `tail` the share of the
-    generation's time in which less than half as many sequences live as at its peak; `staleness` by how many versions the weights
-    that generated were behind those that are updated, mean and most over the prompts; `path` the chain of states that its end waited
-    for."""
+    """`begin` is the end of the one before. Tokens are of all responses, a prompt's counted once a response; `tail` the
+    share of the generation's time in which less than half as many sequences live as at its peak; `staleness` by how
+    many versions the weights that generated were behind those that are updated, mean and most over the prompts; `path`
+    the chain of nodes that its end waited for."""
 
     number: int
     begin: float
@@ -42,8 +42,8 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Work:
-    """A state (or resharding) over all iterations: seconds an iteration from its first start to its last end, that its devices compute
-    on average, that the busiest group does; and the share of its pool's time that it fills."""
+    """A node (or resharding) over all iterations: seconds an iteration from its first start to its last end, that its
+    devices compute on average, that the busiest group does; and the share of its pool's time that it fills."""
 
     pool: str
     name: str
@@ -97,7 +97,7 @@ class Simulation:
 
     @cached_property
     def work(self) -> tuple[Work, ...]:
-        """By pool, in the order in which states first began."""
+        """By pool, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
         found = []
@@ -151,9 +151,13 @@ class Simulation:
         ]
         for pool, lane in sorted({(pools.index(s.pool), s.lane) for s in self.spans}):
             what = "host" if pools[pool] == FUNCTIONS else "device"
-            events.append({"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": f"{what} {lane}"}})
+            events.append(
+                {"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": f"{what} {lane}"}}
+            )
         for s in self.spans:
             where = {"pid": pools.index(s.pool), "tid": s.lane}
             times = {"ts": s.begin * 1e6, "dur": (s.end - s.begin) * 1e6}
-            events.append({"name": s.name, "ph": "X", **times, **where, "args": {"iteration": s.iteration, "devices": s.width}})
+            events.append(
+                {"name": s.name, "ph": "X", **times, **where, "args": {"iteration": s.iteration, "devices": s.width}}
+            )
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -1,8 +1,9 @@
-"""Partial rollout: groups that are cut after some tokens and go on in a later round, perhaps of a later iteration, with newer weights.
+"""Partial rollout: groups that are cut after some tokens and go on in a later round, perhaps of a later iteration, with
+newer weights.
 
-Invariant: every token of a row is generated once; a round works on as many groups as an iteration has prompts, those that were cut
-first, then new ones in the order of the source; an iteration takes the first of the whole ones in the order of the source, and what is
-whole beyond them waits for the next.
+Invariant: every token of a row is generated once; a round works on as many groups as an iteration has prompts, those
+that were cut first, then new ones in the order of the source; an iteration takes the first of the whole ones in the
+order of the source, and what is whole beyond them waits for the next.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .generation import Sequence
 
 @dataclass
 class Group:
-    """The responses to one prompt: its number over all iterations, the tokens that each has and is to have; the oldest version that
-    wrote some; when the last was whole."""
+    """The responses to one prompt: its number over all iterations, the tokens that each has and is to have; the oldest
+    version that wrote some; when the last was whole."""
 
     prompt: int
     context: int
@@ -26,8 +27,8 @@ class Group:
     end: float = 0.0
 
     def sequences(self, place: int, most: int) -> list[Sequence]:
-        """What a round adds, at most `most` tokens a row; `place` is the group's among those of the round. A new prompt is computed once,
-        what was cut row by row."""
+        """What a round adds, at most `most` tokens a row; `place` is the group's among those of the round. A new prompt
+        is computed once, what was cut row by row."""
         found: list[Sequence] = []
         for i, (done, whole) in enumerate(zip(self.written, self.tokens, strict=True)):
             if done < whole:
@@ -43,7 +44,8 @@ class Group:
 
 @dataclass
 class Rollout:
-    """`prompt` gives the tokens of a prompt and of its responses, by its number; `most` tokens a row are added in a round."""
+    """`prompt` gives the tokens of a prompt and of its responses, by its number; `most` tokens a row are added in a
+    round."""
 
     prompts: int
     samples: int

@@ -1,7 +1,8 @@
 """Rows: how long each is, who is slow, and who gets which.
 
-Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the plan's places, nor of
-the order in which it is asked for. `deal` shares out as a dock's controller does (runtime/dock/controller.py), rows of all homes alike.
+Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the
+plan's places, nor of the order in which it is asked for. `deal` shares out as a dock's controller does
+(runtime/dock/controller.py), rows of all homes alike.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class Draws:
     def slowness(self, device: int) -> float:
         """How many times slower a device computes."""
         some = self.specs.stragglers
-        return some.factor if some.share and share(key(self.specs.seed, number("stragglers"), device)) < some.share else 1.0
+        return (
+            some.factor
+            if some.share and share(key(self.specs.seed, number("stragglers"), device)) < some.share
+            else 1.0
+        )
 
     def seconds(self, node: str, iteration: int, rows: int) -> list[float]:
         """What a function takes of each row."""
@@ -89,7 +94,10 @@ class Draws:
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
         """The units of each round of an update, ascending."""
-        order = [u for _, u in sorted(zip(keys((self.specs.seed, iteration, epoch), range(units)), range(units), strict=True))]
+        order = [
+            u
+            for _, u in sorted(zip(keys((self.specs.seed, iteration, epoch), range(units)), range(units), strict=True))
+        ]
         return [sorted(order[i : i + size]) for i in range(0, units, size)]
 
 

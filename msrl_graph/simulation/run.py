@@ -1,39 +1,42 @@
-"""The simulation of a plan's iterations: all pools walk their streams, rows go by the docks, devices take the seconds of cost/time.py.
+"""The simulation of a plan's iterations: all pools walk their streams, rows go by the docks, devices take the seconds
+of cost/time.py.
 
-Invariant: the same plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which pools are looked
-at. Iterations follow each other as the driver starts them, all at once after the last has ended; where a resharding edge allows
-staleness, each pool goes on by itself: a generation takes the newest version that is there, and waits for the oldest that it may use.
+Invariant: the same plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which
+pools are looked at. Iterations follow each other as the driver starts them, all at once after the last has ended; where
+a resharding edge allows staleness, each pool goes on by itself: a generation takes the newest version that is there,
+and waits for the oldest that it may use.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..backends.spec import EngineSpec
+from ..cost import between as costs
 from ..cost import holdings
-from ..cost import time as costs
 from ..cost.time import Costs
-from ..ir.plan import FUNCTIONS, Instruction, Plan, Pool, Reshard
+from ..ir.attributes import Generate, ReshardingEdge
+from ..ir.instruction import Walk, Walker
+from ..ir.plan import FUNCTIONS, Plan, Pool, Reshard
 from ..ir.sequences import token_columns
 from .flow import Done, Flow
 from .generation import tail
 from .lanes import Lanes, Span
+from .nodes import Lengths, ModelNode, Ran
 from .result import Iteration, Simulation
 from .rollout import Group, Rollout
 from .rows import Draws
 from .specs import Specs
-from .states import Lengths, Ran, State
 
 
 @dataclass
 class Turn:
-    """An iteration under way: the streams' instructions that are left, what is done, and the rows' lengths."""
+    """An iteration under way: what is done of it, and the rows' lengths."""
 
     number: int
-    left: dict[str, list[Instruction]]
     lengths: dict[str, list[int]]
     base: float
     ran: dict[str, Ran] = field(default_factory=dict)
@@ -43,6 +46,51 @@ class Turn:
     @property
     def done(self) -> Mapping[str, Done]:
         return {n: r.done for n, r in self.ran.items()}
+
+
+@dataclass
+class _Steps(Walker):
+    """The instructions of an iteration."""
+
+    simulator: Simulator
+    turn: Turn
+
+    def ready(self, pool: str, node: str) -> bool:
+        return all(e.src in self.turn.ran for e in self.simulator.plan.graph.into(node))
+
+    def run(self, pool: str, node: str) -> None:
+        run = self.simulator._function if pool == FUNCTIONS else self.simulator._of_model
+        self.turn.ran[node] = run(self.turn, node)
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        """All devices of both pools take part, when the last is free. Under staleness the weights come from a copy that
+        the update keeps of each version: the generation alone spends the time, and none where it has the version."""
+        simulator, turn = self.simulator, self.turn
+        edge = simulator.reshards[src, dst]
+        if (src, dst) in simulator.stale:
+            simulator._fetch(turn, edge)
+            return
+        begin = max(simulator.lanes[p].last for p in pools)
+        simulator.held[dst] = turn.number
+        simulator._spend(set(pools), begin, begin + costs.reshard(simulator.plan, edge).value, turn)
+
+    def release(self, pool: str, node: str) -> None:
+        """It takes no time."""
+
+    def swap_in(self, pool: str, node: str) -> None:
+        edge = [r for r in self.simulator.plan.reshards if r.src == node][-1]
+        seconds = costs.swap_in(edge).value if edge.swap_in.bytes else 0.0
+        lanes = self.simulator.lanes[pool]
+        lanes.back[node] = [t + seconds for t in lanes.clock]
+
+    def wait(self, pool: str, node: str) -> None:
+        lanes = self.simulator.lanes[pool]
+        for device in range(len(lanes.clock)):
+            lanes.set((device,), max(lanes.clock[device], lanes.back[node][device]))
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
+        """Filters are not run: one round of prompts is simulated."""
+        return False
 
 
 class Simulator:
@@ -56,19 +104,27 @@ class Simulator:
         for pool in plan.pools:
             devices = [pool.device(r, plan.cluster.devices_per_node) for r in range(pool.devices)]
             slow = [self.draws.slowness(d) for d in devices]
-            self.lanes[pool.name] = Lanes.of(pool, devices, slow, {p.node: p.layout for p in plan.placements if p.pool == pool.name})
+            self.lanes[pool.name] = Lanes.of(
+                pool, devices, slow, {p.node: p.layout for p in plan.placements if p.pool == pool.name}
+            )
         hosts = list(range(plan.cluster.nodes))
         self.lanes[FUNCTIONS] = Lanes.of(Pool((), 0, len(hosts), FUNCTIONS), hosts, [1.0] * len(hosts), {})
-        self.states: dict[str, State] = {}
+        self.model_nodes: dict[str, ModelNode] = {}
         for p in plan.placements:
             if p.pool != FUNCTIONS:
                 own = Costs(plan, engines, p.node)
-                self.states[p.node] = State(plan, self.flow, own, engines[p.engine.name], self.lanes[p.pool], self.spans.append)
-        self.stale = {(e.src, e.dst): n for e in plan.graph.reshards() if (n := e.staleness)}
+                self.model_nodes[p.node] = ModelNode(
+                    plan, self.flow, own, engines[p.engine.name], self.lanes[p.pool], self.spans.append
+                )
+        self.stale = {(e.src, e.dst): n for e in plan.graph.reshards() if (n := ReshardingEdge.of(e).staleness)}
         self.reshards = {(r.src, r.dst): r for r in plan.reshards}
-        self.updated: dict[str, list[float]] = {n.name: [] for n in plan.graph.verb("update")}  # when each version was there
+        self.updated: dict[str, list[float]] = {
+            n.name: [] for n in plan.graph.verb("update")
+        }  # when each version was there
         self.held: dict[str, int] = {}  # by generation: the version of its weights
-        self.rollouts = {n.name: self._rollout(n.name) for n in plan.graph.verb("generate") if n.number("partial", 1) > 1}
+        self.rollouts = {
+            n.name: self._rollout(n.name) for n in plan.graph.verb("generate") if Generate.of(n).partial > 1
+        }
         self._drawn: dict[tuple[str, int], list[int]] = {}
 
     def run(self, iterations: int) -> Simulation:
@@ -90,11 +146,10 @@ class Simulator:
         for lanes in self.lanes.values():
             lanes.before = [""] * len(lanes.before)
         base = end if not self.stale else min(lanes.last for name, lanes in self.lanes.items() if name != FUNCTIONS)
-        streams = {s.pool: list(s.instructions) for s in self.plan.schedule if s.task == "train"}
         lengths = {c: self._tokens(c, i) for c in token_columns(self.plan.graph)}
         oldest = min((r.next // r.prompts for r in self.rollouts.values()), default=i)
         self._drawn = {k: v for k, v in self._drawn.items() if k[1] >= min(i, oldest)}
-        return Turn(i, streams, lengths, base)
+        return Turn(i, lengths, base)
 
     def _tokens(self, column: str, iteration: int) -> list[int]:
         if (column, iteration) not in self._drawn:
@@ -102,14 +157,14 @@ class Simulator:
         return self._drawn[column, iteration]
 
     def _iteration(self, turn: Turn, before: float) -> Iteration:
-        while any(self._advance(turn, pool) for pool in self.lanes):
-            pass
-        assert not any(turn.left.values()), "two pools wait for each other"
+        streams = {s.pool: s.instructions for s in self.plan.schedule if s.task == "train"}
+        ended = Walk({pool: streams.get(pool, ()) for pool in self.lanes}).finish(_Steps(self, turn))
+        assert ended, "two pools wait for each other"
         ends = {n: r.done.last for n, r in turn.ran.items()}
         end = max(ends.values())
         if not self.stale:
             end = max(lanes.last for lanes in self.lanes.values()) + costs.around(self.plan).value
-            end += turn.taken if self.plan.cluster.device.backend == "cpu" else 0.0
+            end += turn.taken if self.plan.cluster.device.kind.is_host else 0.0
         for name in self.updated:
             self.updated[name].append(ends[name])
         generates = [n.name for n in self.plan.graph.verb("generate")]
@@ -129,8 +184,8 @@ class Simulator:
         )
 
     def _count(self, lengths: Lengths) -> tuple[int, int]:
-        """Tokens of prompts (once a response) and of responses, as eq. 5 counts them: those that the first generation reads and writes,
-        or off-line the first update reads."""
+        """Tokens of prompts (once a response) and of responses, as eq. 5 counts them: those that the first generation
+        reads and writes, or off-line the first update reads."""
         graph = self.plan.graph
         node = next(iter((*graph.verb("generate"), *graph.verb("update"))), None)
         if node is None:
@@ -138,61 +193,19 @@ class Simulator:
         rows = holdings.row_count(self.plan, node.name)
         writes = node.writes if node.verb == "generate" else ()
         read, written = (
-            sum(sum(lengths[c]) * rows // max(1, len(lengths[c])) for c in some if c in lengths) for some in (node.reads, writes)
+            sum(sum(lengths[c]) * rows // max(1, len(lengths[c])) for c in some if c in lengths)
+            for some in (node.reads, writes)
         )
         return (read, written) if writes else (0, read)
 
     def _path(self, turn: Turn) -> tuple[str, ...]:
-        """The chain of states that the last one to end waited for."""
+        """The chain of nodes that the last one to end waited for."""
         name = max(turn.ran, key=lambda n: (turn.ran[n].done.last, n), default="")
         chain: list[str] = []
         while name and name not in chain:
             chain.append(name)
             name = turn.ran[name].cause if name in turn.ran else ""
         return tuple(reversed(chain))
-
-    # The instructions.
-
-    def _advance(self, turn: Turn, pool: str) -> bool:
-        """Takes the next step of a pool's stream, if what it needs is there."""
-        left, lanes = turn.left.get(pool, []), self.lanes[pool]
-        if not left:
-            return False
-        step = left[0]
-        everyone = range(len(lanes.clock))
-        if step.op == "RESHARD":
-            return self._reshard(turn, step)
-        if step.op == "SWAP_IN":
-            edge = [r for r in self.plan.reshards if r.src == step.node][-1]
-            seconds = costs.swap_in(edge).value if edge.swap_in.bytes else 0.0
-            lanes.back[step.node] = [t + seconds for t in lanes.clock]
-        elif step.op == "WAIT":
-            for device in everyone:
-                lanes.set((device,), max(lanes.clock[device], lanes.back[step.node][device]))
-        elif step.op == "RUN":
-            sources = [e.src for e in self.plan.graph.samples() if e.dst == step.node]
-            if not all(s in turn.ran for s in sources):
-                return False
-            turn.ran[step.node] = self._function(turn, step.node) if pool == FUNCTIONS else self._state(turn, step.node)
-        left.pop(0)
-        return True
-
-    def _reshard(self, turn: Turn, step: Instruction) -> bool:
-        """All devices of both pools take part, when the last is free. Under staleness the weights come from a copy that the update keeps
-        of each version: the generation alone spends the time, and none where it has the version."""
-        edge = self.reshards[step.node, step.other]
-        ends = {self.plan.placement(n).pool for n in (step.node, step.other)}
-        if any(turn.left[p][:1] != [step] for p in ends):
-            return False
-        for pool in ends:
-            turn.left[pool].pop(0)
-        if (step.node, step.other) in self.stale:
-            self._fetch(turn, edge)
-            return True
-        begin = max(self.lanes[p].last for p in ends)
-        self.held[step.other] = turn.number
-        self._spend(ends, begin, begin + costs.reshard(self.plan, edge).value, turn)
-        return True
 
     def _fetch(self, turn: Turn, edge: Reshard) -> None:
         pool = self.plan.placement(edge.dst).pool
@@ -212,33 +225,33 @@ class Simulator:
             if end > begin:
                 self.spans.append(Span(pool, lanes.devices[0], "reshard", turn.number, begin, end, len(lanes.clock)))
 
-    def _state(self, turn: Turn, name: str) -> Ran:
-        state = self.states[name]
-        batches = self.flow.batches(state.node, turn.number, turn.done, state.weights(turn.lengths))
-        if state.node.verb != "generate":
-            return state.compute(batches, turn.number, turn.lengths)
+    def _of_model(self, turn: Turn, name: str) -> Ran:
+        own = self.model_nodes[name]
+        batches = self.flow.batches(own.node, turn.number, turn.done, own.weights(turn.lengths))
+        if own.node.verb != "generate":
+            return own.compute(batches, turn.number, turn.lengths)
         version = self.held.get(name, turn.number)
         if name not in self.rollouts:
             # Of several generations those count whose weights are sent.
             turn.versions = [version] * self.flow.rows(0) if name in self.held or not turn.versions else turn.versions
-            return state.generate(batches, turn.number, turn.lengths)
+            return own.generate(batches, turn.number, turn.lengths)
         ready, by = max((b.ready, b.by) for b in batches)
-        ran, groups = state.rollout(ready, by, turn.number, version, self.rollouts[name])
+        ran, groups = own.rollout(ready, by, turn.number, version, self.rollouts[name])
         turn.versions = [g.version for g in groups]
         turn.lengths |= self._taken(groups)
         return ran
 
     def _rollout(self, node: str) -> Rollout:
         prompts, samples = self.flow.rows(0), holdings.samples(self.plan, node)
-        parts = int(self.plan.graph.node(node).number("partial", 1))
+        parts = Generate.of(self.plan.graph.node(node)).partial
         most = math.ceil(holdings.written_tokens(self.plan, node) / parts)
-        state = self.states[node]
-        columns = [c for c, _ in state.context]
+        own = self.model_nodes[node]
+        columns = [c for c, _ in own.context]
 
         def prompt(number: int) -> tuple[int, list[int]]:
             iteration, row = divmod(number, prompts)
             context = sum(self._tokens(c, iteration)[row] for c in columns)
-            return context, self._tokens(state.written, iteration)[row * samples : (row + 1) * samples]
+            return context, self._tokens(own.written, iteration)[row * samples : (row + 1) * samples]
 
         return Rollout(prompts, samples, most, prompt)
 
@@ -262,7 +275,7 @@ class Simulator:
         # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Turn.taken).
         call = costs.function(self.plan, self.plan.cluster.nodes).value
         turn.taken += call * self.flow.rows(level) / self.plan.cluster.nodes
-        call *= self.plan.cluster.device.backend != "cpu"
+        call *= not self.plan.cluster.device.kind.is_host
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)

@@ -1,7 +1,7 @@
 """What a person states of rows and machines that no plan knows: lengths, stragglers, seconds of functions.
 
-Invariant: all is frozen data, read once; a number is drawn by the inverse of a distribution from one uniform number, so that a longer
-distribution makes each row longer, and never changes which row it is.
+Invariant: all is frozen data, read once; a number is drawn by the inverse of a distribution from one uniform number, so
+that a longer distribution makes each row longer, and never changes which row it is.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Lengths of a file, by row in the order of their numbers, or by iteration (all its rows alike); from the start again after the
-    last."""
+    """Lengths of a file, by row in the order of their numbers, or by iteration (all its rows alike); from the start
+    again after the last."""
 
     name: str
     values: tuple[float, ...]
@@ -66,14 +66,18 @@ Source = Distribution | Recorded
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The share of all devices that compute slower by a factor. Which ones they are stays the same in all iterations, and those of a
-    smaller share are among those of a larger one."""
+    """The share of all devices that compute slower by a factor. Which ones they are stays the same in all iterations,
+    and those of a smaller share are among those of a larger one."""
 
     share: float = 0.0
     factor: float = 1.0
 
     def __str__(self) -> str:
-        return f"{100 * self.share:g} % of the devices, {self.factor:g} times slower" if self.share and self.factor > 1 else "none"
+        return (
+            f"{100 * self.share:g} % of the devices, {self.factor:g} times slower"
+            if self.share and self.factor > 1
+            else "none"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def generated(graph: Graph) -> list[str]:
 
 
 def _lengths(plan: Plan, text: str) -> dict[str, Source]:
-    """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts too."""
+    """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts
+    too."""
     known, responses = token_columns(plan.graph), generated(plan.graph)
     column, equals, rest = text.partition("=")
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
@@ -145,8 +150,8 @@ def distribution(text: str, flag: str) -> Distribution:
 
 
 def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """(prompts or none, responses, whether they are means of iterations) of a file: JSON lines, each a response's length, a pair
-    [prompt, response], or a line of a run's metrics."""
+    """(prompts or none, responses, whether they are means of iterations) of a file: JSON lines, each a response's
+    length, a pair [prompt, response], or a line of a run's metrics."""
     path = Path(name)
     path = path / "metrics.jsonl" if is_folder(path) else path
     try:
@@ -154,7 +159,9 @@ def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not lines of JSON"
         what = f"the lengths {name} cannot be read: {str(why).lower()}"
-        raise Fault(Diagnostic("missing-file", what, help=f"name a file, or a distribution: {', '.join(INVERSES)}")) from None
+        raise Fault(
+            Diagnostic("missing-file", what, help=f"name a file, or a distribution: {', '.join(INVERSES)}")
+        ) from None
     pairs, by_iteration = list(_pairs(lines)), any(isinstance(line, dict) for line in lines)
     plain = not by_iteration or all(isinstance(line, dict) for line in lines)
     if not pairs or None in pairs or not plain:
@@ -179,7 +186,11 @@ def _pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | Non
                 yield float(prompt), float(response)
             case {"evaluation": _}:
                 continue
-            case {"response_length": (int() | float()) as mean, "prompt_tokens": prompts, "response_tokens": responses} if responses:
+            case {
+                "response_length": (int() | float()) as mean,
+                "prompt_tokens": prompts,
+                "response_tokens": responses,
+            } if responses:
                 yield prompts * mean / responses, float(mean)
             case _:
                 yield None

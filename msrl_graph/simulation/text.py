@@ -5,7 +5,7 @@ Invariant: fits 100 columns; the same simulation gives the same bytes.
 
 from __future__ import annotations
 
-from ..emit.text import WIDTH, Page, duration, many
+from ..emit.page import WIDTH, Page, duration, many
 from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
 from ..passes.estimate import unfiltered
@@ -18,7 +18,9 @@ def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False)
     page, plan = Page(width, colour), found.plan
     more = f"{many(len(found.iterations), 'iteration')}, seed {found.specs.seed}"
     page.heading(f"Simulation of {plan.graph.name} on {plan.cluster.name}", more)
-    lengths = [(c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan.graph)]
+    lengths = [
+        (c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan.graph)
+    ]
     page.table(("tokens of", "drawn from", "mean", "half have at most", "longest"), lengths, (2, 3, 4))
     page.line(f"stragglers: {found.specs.stragglers}")
     for name, seconds in found.specs.functions.items():
@@ -45,7 +47,10 @@ def _iterations(page: Page, found: Simulation) -> None:
     same = sum(i.path == found.path for i in found.iterations)
     page.line(f"critical path of {same} of {len(found.iterations)}: {' > '.join(found.path)}")
     if generated(found.plan.graph):
-        page.line(f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as its peak")
+        page.line(
+            f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as "
+            "its peak"
+        )
     stale = sum(i.staleness for i in found.iterations) / len(found.iterations)
     if words := unfiltered(found.plan.graph):
         page.line(words)
@@ -86,7 +91,10 @@ def _timeline(page: Page, found: Simulation, width: int) -> None:
     page.heading(f"Iteration {shown.number}", f"{duration(shown.seconds)} from left to right")
     for pool in pools:
         spans = [s for s in found.spans if s.pool == pool and s.end > shown.begin and s.begin < shown.end]
-        page.line(f"{_pool(pool):<{left}} |{_bar(spans, shown.begin, shown.seconds / cells, cells, found.sizes[pool], letters)}|")
+        page.line(
+            f"{_pool(pool):<{left}} |"
+            f"{_bar(spans, shown.begin, shown.seconds / cells, cells, found.sizes[pool], letters)}|"
+        )
     legend = ", ".join(f"{letters[n]} {n}" for n in names)
     page.line(f"{legend}; small: less than half of the devices; dots: none")
 

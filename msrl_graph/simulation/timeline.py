@@ -9,6 +9,7 @@ from collections import Counter
 
 from ..backends import ENGINES
 from ..emit.html import Stretch, Timeline
+from ..ir.attributes import Generate, ReshardingEdge
 from ..ir.plan import Plan
 from .run import Simulator
 from .specs import read
@@ -19,14 +20,20 @@ SHOWN, AFTER = 3, 2
 
 def timeline(plan: Plan) -> Timeline:
     """The first iteration; where iterations overlap, a later one."""
-    overlap = any(e.staleness for e in plan.graph.reshards()) or any(n.number("partial", 1) > 1 for n in plan.graph.verb("generate"))
-    found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(SHOWN + 1 + AFTER if overlap else 1)
+    stale = any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards())
+    overlap = stale or any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate"))
+    found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
+        SHOWN + 1 + AFTER if overlap else 1
+    )
     shown = found.iterations[SHOWN if overlap else 0]
     widths: Counter[tuple[str, str, float, float]] = Counter()
     for s in found.spans:
         begin, end = max(s.begin, shown.begin), min(s.end, shown.end)
         if begin < end:
             widths[s.pool, s.name, begin - shown.begin, end - shown.begin] += s.width
-    stretches = tuple(Stretch(*what, width / found.sizes[what[0]]) for what, width in sorted(widths.items(), key=lambda w: (w[0][2], w[0])))
+    stretches = tuple(
+        Stretch(*what, width / found.sizes[what[0]])
+        for what, width in sorted(widths.items(), key=lambda w: (w[0][2], w[0]))
+    )
     about = f"iteration {shown.number}, which others overlap" if overlap else "simulated"
     return Timeline(shown.seconds, stretches, f"{about}, every row at its bound")

@@ -1,6 +1,8 @@
-"""What trl's own functions make of the inputs, in float64: writes trl.json (`make peer-values`, in an environment of its own).
+"""What trl's own functions make of the inputs, in float64: writes trl.json (`make peer-values`, in an environment of
+its own).
 
-Its losses are methods of trainers that run a model first; here they are called with the log-probabilities that the model would give.
+Its losses are methods of trainers that run a model first; here they are called with the log-probabilities that the
+model would give.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ def grpo(batch: inputs.Batch) -> list[dict[str, Any]]:
             loss_type=loss_type, importance_sampling_level=level, epsilon_low=low, epsilon_high=high, beta=beta,
             args=SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1),
             entropy_coef=entropy, _entropy_bonus_enabled=bool(entropy), use_adaptive_entropy=False,
-            max_completion_length=16, current_gradient_accumulation_steps=1, accelerator=ACCELERATOR, model=SimpleNamespace(training=True),
-            aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, _metrics=metrics(),
+            max_completion_length=16, current_gradient_accumulation_steps=1, accelerator=ACCELERATOR,
+            model=SimpleNamespace(training=True),
+            aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
+            _metrics=metrics(),
             _get_per_token_logps_and_entropies=lambda *_, logp=logp, **__: (logp, padded(batch["entropy"]), None),
         )  # fmt: skip
         given = {
@@ -57,8 +61,18 @@ def grpo(batch: inputs.Batch) -> list[dict[str, Any]]:
             given["advantages"] = torch.tensor(batch["score"])
         loss = GRPOTrainer._compute_loss(trainer, None, given)
         loss.backward()
-        options = {"loss_type": loss_type, "level": level, "low": low, "high": high, "delta": delta, "beta": beta, "entropy": entropy}
-        found.append(value("GRPOTrainer._compute_loss", options, loss=loss.item(), gradient=ragged(logp.grad, batch["lengths"])))
+        options = {
+            "loss_type": loss_type,
+            "level": level,
+            "low": low,
+            "high": high,
+            "delta": delta,
+            "beta": beta,
+            "entropy": entropy,
+        }
+        found.append(
+            value("GRPOTrainer._compute_loss", options, loss=loss.item(), gradient=ragged(logp.grad, batch["lengths"]))
+        )
     return found
 
 
@@ -86,7 +100,9 @@ def dpo(batch: inputs.Batch) -> list[dict[str, Any]]:
     return found
 
 
-def dpo_loss(batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, smoothing: float) -> tuple[float, list[list[float]], Any]:
+def dpo_loss(
+    batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, smoothing: float
+) -> tuple[float, list[list[float]], Any]:
     """The mean over pairs, its gradient in the tokens of all chosen and then all rejected responses, and metrics."""
     both = [batch[side][i] for side in ("chosen", "rejected") for i in rows]
     lengths = [len(row) for row in both]
@@ -98,7 +114,8 @@ def dpo_loss(batch: inputs.Batch, rows: list[int], loss_type: str, beta: float, 
     }
     outputs = SimpleNamespace(log_probs=logps, entropy=logps, mean_logits=logps, is_top1=logps > 0)
     trainer = SimpleNamespace(
-        loss_types=[loss_type], loss_weights=[1.0], beta=beta, label_smoothing=smoothing, f_divergence_type="reverse_kl",
+        loss_types=[loss_type], loss_weights=[1.0], beta=beta, label_smoothing=smoothing,
+        f_divergence_type="reverse_kl",
         ld_alpha=None, precompute_ref_logps=True, use_weighting=False, aux_loss_enabled=False, accelerator=ACCELERATOR,
         model=SimpleNamespace(training=True), _metrics=metrics(), _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
@@ -124,7 +141,11 @@ def overlong() -> list[dict[str, Any]]:
     found = []
     for limit, buffer in ((16, 4), (16, 16), (13, 3)):
         given = get_soft_overlong_punishment(limit, buffer)([[0] * n for n in inputs.LENGTHS])
-        found.append(value("get_soft_overlong_punishment", {"max": limit, "buffer": buffer, "lengths": inputs.LENGTHS}, added=given))
+        found.append(
+            value(
+                "get_soft_overlong_punishment", {"max": limit, "buffer": buffer, "lengths": inputs.LENGTHS}, added=given
+            )
+        )
     return found
 
 

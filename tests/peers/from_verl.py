@@ -1,7 +1,8 @@
-"""What verl's own functions make of the inputs, in float64: writes verl.json (`make peer-values`, in an environment of its own).
+"""What verl's own functions make of the inputs, in float64: writes verl.json (`make peer-values`, in an environment of
+its own).
 
-verl computes on padded rectangles with a mask; what stands here is ragged again. Where a function gives one number for a batch, the value
-of each token is had by weights that are 0 for all others, and the gradient beside it.
+verl computes on padded rectangles with a mask; what stands here is ragged again. Where a function gives one number for
+a batch, the value of each token is had by weights that are 0 for all others, and the gradient beside it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ class Padded:
         self.mask = padded([[1.0] * n for n in self.lengths])
         self.groups = np.array(batch["groups"])
         self.score = torch.tensor(batch["score"])
-        self.last = torch.zeros_like(self.mask)  # the score on the last token; in an empty row on the last column, as its managers do
+        self.last = torch.zeros_like(
+            self.mask
+        )  # the score on the last token; in an empty row on the last column, as its managers do
         for i, n in enumerate(self.lengths):
             self.last[i, n - 1] = self.score[i]
-        self.columns = {name: padded(rows) for name, rows in batch.items() if name not in ("lengths", "groups", "score")}
+        self.columns = {
+            name: padded(rows) for name, rows in batch.items() if name not in ("lengths", "groups", "score")
+        }
 
     def __getattr__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -59,7 +64,9 @@ class Padded:
 def advantages(b: Padded) -> list[dict[str, Any]]:
     found = []
     for std in (True, False):
-        given, _ = core_algos.compute_grpo_outcome_advantage(b.last.clone(), b.mask, b.groups, norm_adv_by_std_in_grpo=std)
+        given, _ = core_algos.compute_grpo_outcome_advantage(
+            b.last.clone(), b.mask, b.groups, norm_adv_by_std_in_grpo=std
+        )
         found.append(value("compute_grpo_outcome_advantage", {"std": std}, advantage=b.ragged(given)))
     given, _ = core_algos.compute_rloo_outcome_advantage(b.last.clone(), b.mask, b.groups)
     found.append(value("compute_rloo_outcome_advantage", {}, advantage=b.ragged(given)))
@@ -67,28 +74,46 @@ def advantages(b: Padded) -> list[dict[str, Any]]:
     found.append(value("compute_opo_outcome_advantage", {}, advantage=b.ragged(given)))
     for kl in (0.0, 0.1):
         rewards, _ = penalized(b, kl)
-        given, _ = core_algos.compute_remax_outcome_advantage(rewards, b.score.flip(0), b.mask)  # as if of greedy responses
+        given, _ = core_algos.compute_remax_outcome_advantage(
+            rewards, b.score.flip(0), b.mask
+        )  # as if of greedy responses
         found.append(value("compute_remax_outcome_advantage", {"kl": kl}, advantage=b.ragged(given)))
     for kl, gamma, lam in ((0.0, 1.0, 1.0), (0.1, 1.0, 0.95), (0.05, 0.9, 0.7)):
         rewards, _ = penalized(b, kl)
         given, returns = core_algos.compute_gae_advantage_return(rewards, b.value, b.mask, gamma, lam)
         options = {"kl": kl, "gamma": gamma, "lam": lam}
-        found.append(value("compute_gae_advantage_return", options, advantage=b.ragged(given), returns=b.ragged(returns)))
+        found.append(
+            value("compute_gae_advantage_return", options, advantage=b.ragged(given), returns=b.ragged(returns))
+        )
     for kl, gamma in ((0.0, 1.0), (0.1, 0.9)):
         rewards, _ = penalized(b, kl)
         config = AlgoConfig(gamma=gamma)
         given, returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, b.mask, config=config)
         options = {"kl": kl, "gamma": gamma}
-        found.append(value("compute_reinforce_plus_plus_outcome_advantage", options, advantage=b.ragged(given), returns=b.ragged(returns)))
+        found.append(
+            value(
+                "compute_reinforce_plus_plus_outcome_advantage",
+                options,
+                advantage=b.ragged(given),
+                returns=b.ragged(returns),
+            )
+        )
     for coefficient, target, horizon in ((0.1, 0.02, 10000), (0.2, 10.0, 50), (0.05, 0.01, 20)):
         _, after = penalized(b, coefficient, target, horizon)
-        found.append(value("apply_kl_penalty", {"kl_coef": coefficient, "target": target, "horizon": horizon}, kl_coef=after))
+        found.append(
+            value("apply_kl_penalty", {"kl_coef": coefficient, "target": target, "horizon": horizon}, kl_coef=after)
+        )
     return found
 
 
 def penalized(b: Padded, kl: float, target: float = 1.0, horizon: int = 1) -> tuple[Tensor, float]:
     """The token rewards, and the controller's next coefficient."""
-    columns = {"token_level_scores": b.last, "response_mask": b.mask, "old_log_probs": b.old_logp, "ref_log_prob": b.ref_logp}
+    columns = {
+        "token_level_scores": b.last,
+        "response_mask": b.mask,
+        "old_log_probs": b.old_logp,
+        "ref_log_prob": b.ref_logp,
+    }
     controller = core_algos.AdaptiveKLController(kl, target, horizon)
     data, _ = ray_trainer.apply_kl_penalty(DataProto.from_dict(tensors=columns), controller)
     return data.batch["token_level_rewards"], float(controller.value)
@@ -111,7 +136,9 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         whole.backward()
         tokens = [policy_loss(b, b.logp, weights=one, **options)[0].item() for one in b.each()]
         clipped = told["actor/pg_clipfrac"] + told["actor/pg_clipfrac_lower"]  # the second is of the dual clip
-        found.append(value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad), clipped=clipped))
+        found.append(
+            value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad), clipped=clipped)
+        )
     for share, coef in ((0.0002, 1.0), (0.3, 0.5)):
         found.append(chosen(b, "kl_cov", {"share": share, "coef": coef}, kl_cov_ratio=share, ppo_kl_coef=coef))
     for least, most in ((0.2, 5.0), (-0.5, 0.5), (50.0, 60.0)):
@@ -132,13 +159,16 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         gives = {"tokens": tokens, "gradient": b.ragged(predicted.grad), "clipped": clipped.item()}
         found.append(value("compute_value_loss", options, **gives))
     for most in (2.0, 1.1):
-        given, _ = rollout_corr_helper.compute_rollout_correction_weights(b.old_logp - b.gen_logp, b.mask, rollout_is_threshold=most)
+        given, _ = rollout_corr_helper.compute_rollout_correction_weights(
+            b.old_logp - b.gen_logp, b.mask, rollout_is_threshold=most
+        )
         found.append(value("compute_rollout_correction_weights", {"most": most}, tokens=b.ragged(given)))
     return found
 
 
 def chosen(b: Padded, name: str, options: dict[str, Any], **policy: float) -> dict[str, Any]:
-    """A loss that chooses among all tokens of the batch: of each token its part, by the weights of rollout correction."""
+    """A loss that chooses among all tokens of the batch: of each token its part, by the weights of rollout
+    correction."""
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.2,
         policy_loss=PolicyLossConfig(loss_mode=name, **policy),
@@ -148,7 +178,9 @@ def chosen(b: Padded, name: str, options: dict[str, Any], **policy: float) -> di
     logp = b.logp.clone().requires_grad_()
     whole, _ = loss(b.old_logp, logp, b.advantage, b.mask, "token-mean", config, None)
     whole.backward()
-    tokens = [loss(b.old_logp, b.logp.clone(), b.advantage, b.mask, "token-mean", config, one)[0].item() for one in b.each()]
+    tokens = [
+        loss(b.old_logp, b.logp.clone(), b.advantage, b.mask, "token-mean", config, one)[0].item() for one in b.each()
+    ]
     return value(f"compute_policy_loss_{name}", options, tokens=tokens, gradient=b.ragged(logp.grad))
 
 
@@ -193,7 +225,13 @@ def resampling(b: Padded) -> list[dict[str, Any]]:
         data = DataProto.from_dict(tensors={"token_level_scores": b.score[:, None]})
         with mock.patch.object(torch, "multinomial", wraps=torch.multinomial) as drawn:
             core_algos.compute_pf_ppo_reweight_data(data, method, power)
-        found.append(value("compute_pf_ppo_reweight_data", {"weights": method, "k": power}, weights=drawn.call_args.args[0].tolist()))
+        found.append(
+            value(
+                "compute_pf_ppo_reweight_data",
+                {"weights": method, "k": power},
+                weights=drawn.call_args.args[0].tolist(),
+            )
+        )
     return found
 
 
@@ -210,7 +248,9 @@ def overlong() -> list[dict[str, Any]]:
     for limit, buffer, factor in ((16, 4, 1.0), (16, 16, 0.5), (13, 3, 2.0)):
         config = OmegaConf.create({"enable": True, "len": buffer, "penalty_factor": factor, "log": True})
         manager = DAPORewardManager(tokenizer, 0, lambda **_: 0.0, max_resp_len=limit, overlong_buffer_cfg=config)
-        data = DataProto.from_dict(tensors=columns, non_tensors={k: np.array(v, dtype=object) for k, v in others.items()})
+        data = DataProto.from_dict(
+            tensors=columns, non_tensors={k: np.array(v, dtype=object) for k, v in others.items()}
+        )
         given = manager(data, return_dict=True)["reward_extra_info"]["overlong_reward"]
         options = {"max": limit, "buffer": buffer, "factor": factor, "lengths": lengths}
         found.append(value("DAPORewardManager", options, added=[float(x) for x in given]))
@@ -219,7 +259,9 @@ def overlong() -> list[dict[str, Any]]:
 
 def texts() -> list[dict[str, Any]]:
     """By the script of SQuAD, as transformers has it, which verl wants."""
-    return [value("squad_metrics.compute_f1", {}, f1=[compute_f1(answer, response) for response, answer in inputs.TEXTS])]
+    return [
+        value("squad_metrics.compute_f1", {}, f1=[compute_f1(answer, response) for response, answer in inputs.TEXTS])
+    ]
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Inputs that peers and this project are both given (tests/test_peers.py), drawn from a seed with nothing but Python's own library.
+"""Inputs that peers and this project are both given (tests/test_peers.py), drawn from a seed with nothing but Python's
+own library.
 
 Columns are ragged: a list a row. `groups` numbers the prompt of each row.
 """
@@ -12,15 +13,17 @@ Ragged = list[list[float]]
 Batch = dict[str, Any]
 LENGTHS = [1, 11, 12, 13, 15, 16, 17, 20]  # responses that may be too long
 TEXTS = [  # a response and an answer
-    ("The cat sat.", "a cat"), ("cat cat", "cat"), ("cat", "cat cat"), ("sat the cat", "cat sat"), ("concatenate", "cat"),
-    ("in 1998, in Paris", "in Paris!"), ("", ""), ("the", "!"), ("", "cat"), ("cat", ""), ("It's 3.14 or 2.71", "3.14, 2.72"),
+    ("The cat sat.", "a cat"), ("cat cat", "cat"), ("cat", "cat cat"), ("sat the cat", "cat sat"),
+    ("concatenate", "cat"),
+    ("in 1998, in Paris", "in Paris!"), ("", ""), ("the", "!"), ("", "cat"), ("cat", ""),
+    ("It's 3.14 or 2.71", "3.14, 2.72"),
     ("A man a plan", "the man of plan"), ("one two three four five six seven", "seven six nine one ten"),
 ]  # fmt: skip
 
 
 def batches() -> dict[str, Batch]:
-    """By what is unusual in each: nothing but lengths and a group of one; empty responses; scores all the same; numbers that reach every
-    clamp; rewards and log-probabilities without any spread."""
+    """By what is unusual in each: nothing but lengths and a group of one; empty responses; scores all the same; numbers
+    that reach every clamp; rewards and log-probabilities without any spread."""
     return {
         "ragged": _batch(1, [3, 1, 7, 2, 5, 4, 1, 6], [0, 0, 0, 1, 2, 2, 3, 3]),
         "empty responses": _batch(2, [0, 4, 2, 0, 3, 5, 1, 3, 6], [0, 0, 0, 0, 1, 1, 1, 2, 2]),
@@ -46,7 +49,9 @@ def distributions() -> Batch:
     return {name: [[rng.gauss(0, s) for _ in range(5)] for s in spread] for name in ("policy", "teacher")}
 
 
-def _batch(seed: int, lengths: list[int], groups: list[int], score: float | None = None, wide: float = 0.3, scale: float = 1.0) -> Batch:
+def _batch(
+    seed: int, lengths: list[int], groups: list[int], score: float | None = None, wide: float = 0.3, scale: float = 1.0
+) -> Batch:
     """Log-probabilities that differ by about `wide`, rewards, advantages and values of about `scale`."""
     rng = random.Random(seed)
 

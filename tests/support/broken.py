@@ -1,7 +1,7 @@
 """Broken programs by the thousand, and what must hold of all that is told of them.
 
-Invariant of a mutation: the same program and the same `random.Random` give the same text. Mutations know tokens, lines and statements of
-the language, so that most of what they make gets past the parser and is wrong in its meaning.
+Invariant of a mutation: the same program and the same `random.Random` give the same text. Mutations know tokens, lines
+and statements of the language, so that most of what they make gets past the parser and is wrong in its meaning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from language import PROGRAMS, TESTS
 
 from msrl_graph import algorithms, codes
 from msrl_graph.backends import ENGINES
-from msrl_graph.compiler.pipeline import Compilation, Source, texts, translate
+from msrl_graph.compiler.pipeline import Compilation, translate
+from msrl_graph.compiler.sources import Source, texts
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
 from msrl_graph.diagnostics.shown import shown
-from msrl_graph.dsl.attributes import TABLE
 from msrl_graph.dsl.syntax import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
 from msrl_graph.hardware.cluster import DEVICES
+from msrl_graph.ir.options import STATEMENTS, LayoutOptions
 
 ROOT = TESTS.parent
 FILES = [
@@ -45,7 +46,23 @@ PLANNED: dict[str, dict[str, str]] = {
     "examples/arithmetic/two_ranks.rlg": {},
     "examples/paper/paper.rlg": {"deploy": "dense7"},
 }
-NUMBERS = ("0", "-1", "1", "2", "3", "7", "0.5", "-0.0", "1e-400", "1e308", "1e400", "9" * 16, "9" * 18, "9" * 400, "9007199254740993")
+NUMBERS = (
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "0.5",
+    "-0.0",
+    "1e-400",
+    "1e308",
+    "1e400",
+    "9" * 16,
+    "9" * 18,
+    "9" * 400,
+    "9007199254740993",
+)
 NUMBERS += ("inf", "nan", "NaN", "1_000", "0x10", "1.", ".5", "1e", "true", '""', "[]", "()", "00012", "١٢")
 WORDS = (
     *RESERVED,
@@ -63,13 +80,120 @@ WORDS = (
     "tp",
     "staleness",
 )
-WORDS += ("batch", "row", "refill", "partial", "keep", "select", "stream", "balance", "every", "after", "environment", "turns", "weights")
-SIGNS = ("{", "}", "(", ")", "[", "]", ",", ":", ".", "..", "=", "->", "=>", "<=", "==", "!=", "+", "-", "*", "/", "//", "%", "#", '"', "'")
-CHARACTERS = ("\x00", "\t", "\r", "\r\n", "\n", "\f", "\v", "\x85", "\xa0", "\u2028", "\u200b", "\u3000", "\ufeff", "\ufffd", "e\u0301")
-CHARACTERS += ("\x1b[31m", "\x7f", "ü", "漢", "😀", "👩‍👩‍👧", "\u202e", "\\", "\\u0041", "$", "@", "`", ";", "?", "\ud7ff", "½", "²")
+WORDS += (
+    "batch",
+    "row",
+    "refill",
+    "partial",
+    "keep",
+    "select",
+    "stream",
+    "balance",
+    "every",
+    "after",
+    "environment",
+    "turns",
+    "weights",
+)
+SIGNS = (
+    "{",
+    "}",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    ":",
+    ".",
+    "..",
+    "=",
+    "->",
+    "=>",
+    "<=",
+    "==",
+    "!=",
+    "+",
+    "-",
+    "*",
+    "/",
+    "//",
+    "%",
+    "#",
+    '"',
+    "'",
+)
+CHARACTERS = (
+    "\x00",
+    "\t",
+    "\r",
+    "\r\n",
+    "\n",
+    "\f",
+    "\v",
+    "\x85",
+    "\xa0",
+    "\u2028",
+    "\u200b",
+    "\u3000",
+    "\ufeff",
+    "\ufffd",
+    "e\u0301",
+)
+CHARACTERS += (
+    "\x1b[31m",
+    "\x7f",
+    "ü",
+    "漢",
+    "😀",
+    "👩‍👩‍👧",
+    "\u202e",
+    "\\",
+    "\\u0041",
+    "$",
+    "@",
+    "`",
+    ";",
+    "?",
+    "\ud7ff",
+    "½",
+    "²",
+)
 
-VALUES = (*NUMBERS, "0", "1", "2", "3", "4", "5", "8", "10", "12", "16", "64", "1000", "100000", "100000000", "0.1", "1e-9", "-0.5", "1e18")
-VALUES += ("1 B", "0 GB", "64 GiB", "1 KB/s", "300 MB/s", "1e300 PB", "1e-300 B", "0.001 us", "1e300 h", "5 min", "1 FLOP", "376 TFLOP/s")
+VALUES = (
+    *NUMBERS,
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "5",
+    "8",
+    "10",
+    "12",
+    "16",
+    "64",
+    "1000",
+    "100000",
+    "100000000",
+    "0.1",
+    "1e-9",
+    "-0.5",
+    "1e18",
+)
+VALUES += (
+    "1 B",
+    "0 GB",
+    "64 GiB",
+    "1 KB/s",
+    "300 MB/s",
+    "1e300 PB",
+    "1e-300 B",
+    "0.001 us",
+    "1e300 h",
+    "5 min",
+    "1 FLOP",
+    "376 TFLOP/s",
+)
 VALUES += (
     "true",
     "false",
@@ -87,10 +211,19 @@ VALUES += (
     "skip",
     "low_var",
 )
-VALUES += ("[1]", "[14, 14]", "[reward]", "clip(0.2)", "kl(low_var)", "group_norm()", "math_verify()", "adamw(lr = 1e-6)", "shuffle()")
+VALUES += (
+    "[1]",
+    "[14, 14]",
+    "[reward]",
+    "clip(0.2)",
+    "kl(low_var)",
+    "group_norm()",
+    "math_verify()",
+    "adamw(lr = 1e-6)",
+    "shuffle()",
+)
 VALUES += ("1 / 0", "prompts * group", "group // 3", "reward > 0.5", *(f'"{d}"' for d in DEVICES))
-KEYS = sorted({*(k for keys in TABLE.values() for k in keys), "call", "keep", "select", "weights", "environment", "loss", "optimizer"})
-KEYS += ["reduce", "per", "refill", "micro_batch", "recompute", "offload", "memory", "dtype"]
+KEYS = sorted({key for said in STATEMENTS.values() for key in said.declared()})
 
 
 def tokens(text: str) -> list[re.Match[str]]:
@@ -153,7 +286,10 @@ def _value(text: str, rng: random.Random) -> str:
             rng.choice(names),
             f"[{rng.choice(VALUES)}, {rng.choice(names)}]",
             f"{rng.choice(names)}({rng.choice(names)})",
-            f"{rng.choice(VALUES)} {rng.choice(('+', '-', '*', '/', '//', '%', '==', '<=', '>'))} {rng.choice((*VALUES, *names))}",
+            (
+                f"{rng.choice(VALUES)} {rng.choice(('+', '-', '*', '/', '//', '%', '==', '<=', '>'))} "
+                f"{rng.choice((*VALUES, *names))}"
+            ),
             f"-({rng.choice((*VALUES, *names))})",
         )
     )
@@ -183,11 +319,31 @@ def _deployed(text: str, other: str, rng: random.Random) -> str:
     if not deploys:
         return text
     kind = rng.choice(
-        ("layout", "layout", "engine", "place", "apart", "dock", "reshard", "evaluate", "run", "set", "model", "data", "edge")
+        (
+            "layout",
+            "layout",
+            "engine",
+            "place",
+            "apart",
+            "dock",
+            "reshard",
+            "evaluate",
+            "run",
+            "set",
+            "model",
+            "data",
+            "edge",
+        )
     )
 
     def attributes(keys: Sequence[str]) -> str:
-        return "{ " + ", ".join(f"{k} = {_value(text, rng)}" for k in rng.sample(sorted(keys), rng.randrange(min(4, len(keys) + 1)))) + " }"
+        return (
+            "{ "
+            + ", ".join(
+                f"{k} = {_value(text, rng)}" for k in rng.sample(sorted(keys), rng.randrange(min(4, len(keys) + 1)))
+            )
+            + " }"
+        )
 
     def span() -> str:
         first = rng.choice((0, 0, 1, 2, 3, 7, 8, 10**6))
@@ -198,23 +354,34 @@ def _deployed(text: str, other: str, rng: random.Random) -> str:
         line = f"engine {_states(text, rng)} = {engine} {attributes([*ENGINES[engine].options])}"
     elif kind == "layout":
         sizes = ", ".join(
-            f"{k} = {rng.choice((1, 1, 2, 3, 4, 8, 10**8))}" for k in rng.sample(("tp", "cp", "pp", "dp", "ep", "etp", "vpp"), 2)
+            f"{k} = {rng.choice((1, 1, 2, 3, 4, 8, 10**8))}"
+            for k in rng.sample(("tp", "cp", "pp", "dp", "ep", "etp", "vpp"), 2)
         )
-        line = f"layout {_states(text, rng)} " + (f"{{ {sizes} }}" if rng.random() < 0.6 else attributes([*TABLE["layout"]]))
+        line = f"layout {_states(text, rng)} " + (
+            f"{{ {sizes} }}" if rng.random() < 0.6 else attributes([*LayoutOptions.declared()])
+        )
     elif kind == "place":
         devices = f" devices {span()}" if rng.random() < 0.5 else ""
-        line = f"place {_states(text, rng)}{rng.choice(('', ' together'))}" + (f" on nodes {span()}{devices}" if rng.random() < 0.7 else "")
+        line = f"place {_states(text, rng)}{rng.choice(('', ' together'))}" + (
+            f" on nodes {span()}{devices}" if rng.random() < 0.7 else ""
+        )
     elif kind == "edge":
         keys = ("stream", "balance", "staleness", "every")
         line = f"{_states(text, rng)} {rng.choice(('->', '=>'))} {_states(text, rng)} {attributes(keys)}"
     else:
         line = {
             "apart": f"apart {_states(text, rng)}",
-            "evaluate": f"evaluate {rng.choice(('held_out', 'test', 'source'))} {attributes([*TABLE['evaluate']])}",
+            "evaluate": (
+                f"evaluate {rng.choice(('held_out', 'test', 'source'))} "
+                f"{attributes([*STATEMENTS['evaluate'].declared()])}"
+            ),
             "set": f"set {rng.choice(re.findall('param ([a-z_]+)', text) or ['x'])} = {_value(text, rng)}",
-            "model": f'model {rng.choice(("policy", "value", "actor"))} = "{rng.choice(("tiny", "qwen2.5-7b", "./model", "", "x" * 300))}"',
+            "model": (
+                f"model {rng.choice(('policy', 'value', 'actor'))} = "
+                f'"{rng.choice(("tiny", "qwen2.5-7b", "./model", "", "x" * 300))}"'
+            ),
             "data": f'data {rng.choice(("source", "held_out"))} = "train.jsonl" {{ prompt = {_value(text, rng)} }}',
-        }.get(kind) or f"{kind} {attributes([*TABLE[kind]])}"
+        }.get(kind) or f"{kind} {attributes([*STATEMENTS[kind].declared()])}"
     end = rng.choice(deploys).end()
     return f"{text[:end]}\n  {line}{text[end:]}"
 
@@ -277,7 +444,20 @@ MUTATIONS: Mapping[str, Callable[[str, str, random.Random], str]] = {
     "statement": _statement,
     "spliced": _spliced,
 }
-OFTEN = ("token", "token", "number", "attribute", "attribute", "deployed", "deployed", "statement", "lines", "character", "cut", "spliced")
+OFTEN = (
+    "token",
+    "token",
+    "number",
+    "attribute",
+    "attribute",
+    "deployed",
+    "deployed",
+    "statement",
+    "lines",
+    "character",
+    "cut",
+    "spliced",
+)
 
 
 def mutated(name: str, rng: random.Random, kinds: Sequence[str] = OFTEN) -> str:
@@ -288,8 +468,11 @@ def mutated(name: str, rng: random.Random, kinds: Sequence[str] = OFTEN) -> str:
     return text
 
 
-def compiled(text: str, name: str = "program.rlg", folder: Path = TESTS, **options: str) -> tuple[Compilation | None, list[Diagnostic]]:
-    """The outcome of a compilation, whose diagnostics are as they should be. Whatever is raised but a Fault is for the caller."""
+def compiled(
+    text: str, name: str = "program.rlg", folder: Path = TESTS, **options: str
+) -> tuple[Compilation | None, list[Diagnostic]]:
+    """The outcome of a compilation, whose diagnostics are as they should be. Whatever is raised but a Fault is for the
+    caller."""
     source = Source(name, text.removeprefix("\ufeff"), folder)
     try:
         result = translate(source, **options)  # type: ignore[arg-type]
@@ -303,7 +486,8 @@ def compiled(text: str, name: str = "program.rlg", folder: Path = TESTS, **optio
 
 
 def hold(source: Source | None, found: Sequence[Diagnostic]) -> None:
-    """What holds of all diagnostics: a known code, a message, spans inside of a text, and all forms of them can be shown."""
+    """What holds of all diagnostics: a known code, a message, spans inside of a text, and all forms of them can be
+    shown."""
     known = texts(source, found)
     for d in found:
         assert d.code in codes.known() and d.message.strip() and "\n" not in d.message, d

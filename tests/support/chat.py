@@ -27,7 +27,9 @@ TEMPLATE = """\
 """
 
 
-def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: Any = (0, 2), own: str = "<|stop|>") -> Path:
+def model(
+    folder: Path, template: str = TEMPLATE, separate: bool = False, ends: Any = (0, 2), own: str = "<|stop|>"
+) -> Path:
     """A model's folder; its template stands in a file of its own (`separate`), or in the tokenizer's config."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -36,7 +38,10 @@ def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: 
     special = [AddedToken(s, special=True, normalized=False) for s in SPECIAL]
     words = ["user assistant system what is one plus two three four"] * 4
     tokenizer.train_from_iterator(
-        words, trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        words,
+        trainers.BpeTrainer(
+            vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
     )
     # What its author's batches were padded and cut to; nothing here may be.
     tokenizer.enable_padding(length=64)
@@ -50,16 +55,23 @@ def model(folder: Path, template: str = TEMPLATE, separate: bool = False, ends: 
         (folder / "chat_template.jinja").write_text(template)
     shape = json.loads((EXAMPLE / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps({**shape, "max_position_embeddings": 4096, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1})
+        json.dumps(
+            {**shape, "max_position_embeddings": 4096, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1}
+        )
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends is not None else {}))
     held, words = load_file(EXAMPLE / "model.safetensors"), tokenizer.get_vocab_size()
     rows = {name: words if "embed" in name or "lm_head" in name else len(tensor) for name, tensor in held.items()}
-    save_file({name: np.resize(tensor, (rows[name], *tensor.shape[1:])) for name, tensor in held.items()}, folder / "model.safetensors")
+    save_file(
+        {name: np.resize(tensor, (rows[name], *tensor.shape[1:])) for name, tensor in held.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
-def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], nodes: str, parquet: bool = False) -> Dataset:
+def dataset(
+    folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], nodes: str, parquet: bool = False
+) -> Dataset:
     """The rows as the source of `plan`."""
     path = folder / ("rows.parquet" if parquet else "rows.jsonl")
     if parquet:
@@ -74,7 +86,8 @@ def dataset(folder: Path, columns: dict[str, str], rows: list[dict[str, Any]], n
 
 
 def plan(folder: Path, path: Path, columns: dict[str, str], nodes: str) -> Plan:
-    """A program with these columns, whose model is in `folder`/model; the source gives those that do not begin with `out`."""
+    """A program with these columns, whose model is in `folder`/model; the source gives those that do not begin with
+    `out`."""
     given = [name for name in columns if not name.startswith("out")]
     program = f"""
         algorithm a {{

@@ -1,8 +1,8 @@
-"""A run without Ray, engines and time: the real driver, docks, function hosts and ranks of a plan, one step at a time, in an order that is
-drawn.
+"""A run without Ray, engines and time: the real driver, docks, function hosts and ranks of a plan, one step at a time,
+in an order that is drawn.
 
-Invariant: what runs is the code that runs on Ray, but for what computes: a row's value in a column is its number, and filters say what
-`Truth` says. The order is `world.py`'s.
+Invariant: what runs is the code that runs on Ray, but for what computes: a row's value in a column is its number, and
+filters say what `Truth` says. The order is `world.py`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +23,11 @@ from world import Strand, Stuck, World
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
-from msrl_graph.runtime.data.columns import Array, Column, ragged, texts
+from msrl_graph.runtime.data.columns import Array, Column, Piece, Verdicts, ragged, texts
 from msrl_graph.runtime.data.wrong import drawn
 from msrl_graph.runtime.dock import actors, client
-from msrl_graph.runtime.dock.controller import Batch
 from msrl_graph.runtime.dock.readers import home, readers
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.driver.carried import Carried
 from msrl_graph.runtime.driver.driver import Driver
 from msrl_graph.runtime.driver.function_hosts import FunctionHosts
@@ -35,12 +35,15 @@ from msrl_graph.runtime.driver.supervisor import Options
 from msrl_graph.runtime.functions import host as functions
 from msrl_graph.runtime.functions.calling import Results
 from msrl_graph.runtime.functions.note import Note
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.report import NextValues, Report
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.rank import Rank
+from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
 
-CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (actors.ControllerHost, actors.WarehouseHost, functions.FunctionHost)}
+CLASSES = {
+    kind: kind.__ray_metadata__.modified_class
+    for kind in (actors.ControllerHost, actors.WarehouseHost, functions.FunctionHost)
+}
 
 
 def cells(graph: Graph, column: str, rows: Array) -> Column:
@@ -63,7 +66,7 @@ class Handed(client.Client):
     def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
         batch = super().take(node, task, group, at_once)
         reader, graph = self.readers[node], self.dry.plan.graph
-        for column, rows, _ in reader.reads:
+        for column, rows in ((r.column, r.rows) for r in reader.reads):
             if column in {s.name for s in graph.states} or not len(batch.rows):
                 continue
             right = cells(graph, column, reader.numbers(task).above(batch.rows, reader.rows, rows))
@@ -87,20 +90,37 @@ class Computed:
             truth = self.dry.truth(task)
             keys = (truth.key(numbers, int(r), reader.rows) for r in batch.rows)
             times = np.array([truth.verdict(self.node.name, k) for k in keys], np.int32)
-            return Results({self.sieve.column: (batch.rows, Column(times))})
+            return Results({self.sieve.column: Verdicts(batch.rows, Column(times))})
         states = {}
         for name in self.node.sets:
             old = task.states.get(name, 0.0)
-            states[name] = ([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
+            states[name] = NextValues([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
         return Results(self.dry.written(self.node, reader.rows, numbers, batch.rows), states)
 
 
+class Weightless(Doing):
+    """Ranks that share an edge meet at it; there are no weights to go over it."""
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        rank: Any = self.rank
+        rank._meet((src, dst), rank._here(*(rank.plan.placement(n).pool for n in (src, dst))))
+
+    def release(self, pool: str, node: str) -> None:
+        pass
+
+    swap_in = wait = release
+
+
 class DryRank(Rank):
+    doing = Weightless
+
     def __init__(self, dry: Dry, rank: int) -> None:
         Training.__init__(self, dry.plan, rank)
         plan, host = dry.plan, dry.plan.cluster.host(rank)
         self.dry = dry
-        self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.boards, dry.stores, host, home(plan, host, rank))
+        self.client = Handed(
+            dry, f"rank {rank}", list(dry.readers.values()), dry.controllers, dry.stores, host, home(plan, host, rank)
+        )
         self.asking = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
         self.asked = {}
         self.times: Counter[Any] = Counter()
@@ -128,28 +148,19 @@ class DryRank(Rank):
                 self._meet(("batch", node.name), self._here(self.pool.name))  # type: ignore[union-attr]
             yield batch
 
-    def _reshard(self, instruction: Any, task: Task, report: Report) -> None:
-        ends = (instruction.node, instruction.other)
-        self._meet(ends, self._here(*(self.plan.placement(n).pool for n in ends)))
-
-    def _release(self, *_: Any) -> None:
-        pass
-
-    _swap_in = _wait = _release
-
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
         made = self.dry.rows.columns[node.writes[0]]
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
-        return {c: (rows, cells(self.plan.graph, c, rows)) for c in names} if len(rows) else {}
+        return {c: Piece(rows, cells(self.plan.graph, c, rows)) for c in names} if len(rows) else {}
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
 
-    def _update(self, *_: Any) -> dict[str, tuple[Array, Column]]:
+    def _update(self, *_: Any) -> dict[str, Piece]:
         return {}
 
     def save(self, worker: str, folder: str) -> None:
@@ -195,22 +206,23 @@ class Dry:
         self.shared: dict[Any, Any] = {}
         self.ranks: list[DryRank] = []
         hosts = {c.node: c.host for c in plan.docks.controllers}
-        self.boards = {node: f"controllers of host {h}" for node, h in hosts.items()}
+        self.controllers = {node: f"controllers of host {h}" for node, h in hosts.items()}
         self.stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
 
     def truth(self, task: Task) -> Truth:
         return Truth(self.plan, (self.seed, task.number), self.kindness)
 
-    def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, tuple[Array, Column]]:
+    def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, Piece]:
         """What a node writes beside generations, of rows of a set."""
         found = {}
         for column in node.writes:
             mine = np.unique(numbers.above(rows, of, self.rows.columns[column]))
-            found[column] = mine, cells(self.plan.graph, column, mine)
+            found[column] = Piece(mine, cells(self.plan.graph, column, mine))
         return found
 
     def run(self, rows: int) -> Carried:
-        """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a process."""
+        """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a
+        process."""
         with patch.object(actors, "ray", self.world), patch.object(client, "ray", self.world):
             try:
                 driver = self._driver(rows)
@@ -222,19 +234,24 @@ class Dry:
 
     def _driver(self, rows: int) -> Driver:
         plan, world = self.plan, self.world
-        stores = [world.actor(n, CLASSES[actors.WarehouseHost](i, plan.docks.warehouses[i])) for i, n in enumerate(self.stores)]
-        by_board: dict[str, list[Any]] = defaultdict(list)
-        for node, board in self.boards.items():
-            by_board[board].append(self.readers[node])
-        hosts = {self.boards[c.node]: c.host for c in plan.docks.controllers}
-        boards = []
-        for name, some in by_board.items():
+        stores = [
+            world.actor(n, CLASSES[actors.WarehouseHost](i, plan.docks.warehouses[i]))
+            for i, n in enumerate(self.stores)
+        ]
+        by_host: dict[str, list[Any]] = defaultdict(list)
+        for node, host in self.controllers.items():
+            by_host[host].append(self.readers[node])
+        hosts = {self.controllers[c.node]: c.host for c in plan.docks.controllers}
+        made_hosts = []
+        for name, some in by_host.items():
             near = self.stores[home(plan, hosts[name], 0)]
-            boards.append(world.actor(name, CLASSES[actors.ControllerHost](some, plan.docks.deadline, near, self.stores)))
-        heard = [sorted({c for r in some for c in r.hears}) for some in by_board.values()]
+            made_hosts.append(
+                world.actor(name, CLASSES[actors.ControllerHost](some, plan.docks.deadline, near, self.stores))
+            )
+        heard = [sorted({c for r in some for c in r.hears}) for some in by_host.values()]
         for store in stores:
             made = world.actors[store._name][0]
-            made.controllers = [(b, frozenset(columns)) for b, columns in zip(boards, heard, strict=True)]
+            made.controllers = [(b, frozenset(columns)) for b, columns in zip(made_hosts, heard, strict=True)]
         self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
         ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
         hosted = FunctionHosts(
@@ -244,7 +261,7 @@ class Dry:
             lambda asked: {r: None for r in asked if r.done},
         )
         attempt = SimpleNamespace(plan=plan, resume="", lines=0, options=Options(), out="")
-        pool = SimpleNamespace(ranks=ranks, functions=hosted, warehouses=stores, boards=boards)
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, warehouses=stores, controllers=made_hosts)
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
         driver.recorder = Mute()  # type: ignore[assignment]
@@ -262,7 +279,7 @@ class Dry:
         }
         with patch.multiple(functions, **instead):
             plan = zlib.compress(self.plan.to_json().encode())
-            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.boards, self.stores, False)
+            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.controllers, self.stores, False)
             made.start()
         made._source = lambda *arguments: self._source(made, *arguments)
         return made
@@ -271,9 +288,13 @@ class Dry:
         """The real source, whose columns get the numbers of their rows."""
         put = host.client.put
 
-        def numbered(node: str, task: Task, columns: dict[str, tuple[Array, Column]]) -> None:
+        def numbered(node: str, task: Task, pieces: dict[str, Piece]) -> None:
             states = {s.name for s in self.plan.graph.states}
-            put(node, task, {c: (rows, v if c in states else cells(self.plan.graph, c, rows)) for c, (rows, v) in columns.items()})
+            put(
+                node,
+                task,
+                {c: p if c in states else Piece(p.rows, cells(self.plan.graph, c, p.rows)) for c, p in pieces.items()},
+            )
 
         with patch.object(host.client, "put", numbered):
             CLASSES[functions.FunctionHost]._source(host, task, round, tables, report)
@@ -282,7 +303,7 @@ class Dry:
         lines = []
         for made, _ in self.world.actors.values():
             if isinstance(made, CLASSES[actors.ControllerHost]):
-                lines += [str(w) for w in self.world.loop.run_until_complete(made.picture()).waits]
+                lines += [str(w) for w in self.world.loop.run_until_complete(made.status()).waits]
         lines += [f"{s.name} waits" for s in self.world.strands if s.calls or s.name == "driver"]
         return "\n".join(lines) or "nobody waits"
 

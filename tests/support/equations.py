@@ -1,9 +1,9 @@
 """The paper's equations 1 to 5 (arXiv:2507.19017), each a function of its own.
 
-Invariant: nothing here looks at a graph or a plan. The compiler counts what the actual graph moves; these are what tests and
-`make paper` hold it to.
-G prompts an iteration, N responses a prompt, B bytes an element, PL and SL prompt and response length, n items as long as a
-response, M scalars a row, C controllers, S warehouses. Volumes are bytes (the paper divides by 1024^3).
+Invariant: nothing here looks at a graph or a plan. The compiler counts what the actual graph moves; these are what
+tests and `make paper` hold it to. G prompts an iteration, N responses a prompt, B bytes an element, PL and SL prompt
+and response length, n items as long as a response, M scalars a row, C controllers, S warehouses. Volumes are bytes (the
+paper divides by 1024^3).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def central_bytes(g: float, n_responses: float, b: float, pl: float, n: float, s
     return g * n_responses * b * (2 * pl + 3 * n * sl + 8 * m)
 
 
-def warehouse_bytes(g: float, n_responses: float, b: float, pl: float, n: float, sl: float, m: float, c: float, s: float) -> float:
+def warehouse_bytes(
+    g: float, n_responses: float, b: float, pl: float, n: float, sl: float, m: float, c: float, s: float
+) -> float:
     """TCV of eq. 4: what goes through each of the S warehouses of a transfer dock with C controllers, in bytes."""
     return g * n_responses * b * (2 * pl + 3 * n * sl + 8 * (c + 1) * m) / s
 
@@ -35,8 +37,9 @@ def dispatch_seconds(volume: float, rate: float) -> float:
 def redundant_bytes(gdp: float, tw: float, utp: float, ew: float = 0.0, gep: float = 1.0) -> float:
     """R of eq. 3, in bytes over all devices: what naive resharding leaves behind.
 
-    `tw` and `ew` are the bytes of the tensor-parallel and of the expert weights, `utp` the update's tensor-parallel size, `gdp` and `gep`
-    the generation's data- and expert-parallel sizes. It holds for the shape of the paper's figure 3: generation with tp 1 on `gdp` devices.
+    `tw` and `ew` are the bytes of the tensor-parallel and of the expert weights, `utp` the update's tensor-parallel
+    size, `gdp` and `gep` the generation's data- and expert-parallel sizes. It holds for the shape of the paper's figure
+    3: generation with tp 1 on `gdp` devices.
     """
     return gdp * (tw / utp + ew / gep)
 

@@ -1,7 +1,8 @@
 """Hosts on this machine: network namespaces with addresses of their own on one bridge, and a Ray node in each.
 
-A host has a mount namespace too, in which Ray's temporary folder is its own, the machine's name has the address 127.0.0.1 as on a fresh
-Debian, and folders can be hidden. Names bear this process's id, so that several tests may have hosts.
+A host has a mount namespace too, in which Ray's temporary folder is its own, the machine's name has the address
+127.0.0.1 as on a fresh Debian, and folders can be hidden. Names bear this process's id, so that several tests may have
+hosts.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""Programs through the front half of the compiler (parse, lower, checks) with the package's own names, for tests of the language."""
+"""Programs through the front half of the compiler (parse, lower, checks) with the package's own names, for tests of the
+language."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 from msrl_graph import algorithms
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import check
-from msrl_graph.compiler.pipeline import Source, translate
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import Source
 from msrl_graph.diagnostics import Diagnostic, Fault, Span
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.lower import Context, Lowered, Refused, lower
@@ -23,7 +25,10 @@ PROGRAMS = sorted((TESTS / "programs").glob("*.rlg"))
 
 
 def context(
-    folder: Path = TESTS / "programs", deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
+    folder: Path = TESTS / "programs",
+    deploy: str | None = None,
+    model: str | None = None,
+    sets: Mapping[str, str] | None = None,
 ) -> Context:
     def load(target: str, is_file: bool, span: Span) -> ast.File:
         path = folder / target if is_file else algorithms.FOLDER / f"{target}.rlg"
@@ -53,13 +58,15 @@ def diagnose(text: str, within: Context | None = None, name: str = "program.rlg"
 
 
 def head(program: str) -> tuple[str | None, str | None, dict[str, str]]:
-    """What lines `# --deploy NAME`, `# --model NAME` and `# --set NAME=VALUE` of a program say in place of the command line."""
+    """What lines `# --deploy NAME`, `# --model NAME` and `# --set NAME=VALUE` of a program say in place of the command
+    line."""
     options = dict(re.findall(r"^# --(deploy|model) (\S+)$", program, re.MULTILINE))
     return options.get("deploy"), options.get("model"), dict(re.findall(r"^# --set (\w+)=(.*)$", program, re.MULTILINE))
 
 
 def told(text: str, folder: Path) -> list[Diagnostic]:
-    """All that msrl-compile tells of a program in a folder and, after a line `# run`, what msrl-run does before it starts anything."""
+    """All that msrl-compile tells of a program in a folder and, after a line `# run`, what msrl-run does before it
+    starts anything."""
     deploy, model, sets = head(text)
     with contextlib.chdir(folder):
         try:

@@ -1,4 +1,5 @@
-"""The page's program (Qwen2.5-32B on two hosts of 8 Ascend 910C) as data, so that passes are tested without the parser."""
+"""The page's program (Qwen2.5-32B on two hosts of 8 Ascend 910C) as data, so that passes are tested without the
+parser."""
 
 from __future__ import annotations
 
@@ -8,14 +9,10 @@ from pathlib import Path
 from msrl_graph.backends import DEFAULT, ENGINES
 from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
-from msrl_graph.ir.plan import Data, Deploy, Evaluation, Plan, Run
+from msrl_graph.ir.options import Run
+from msrl_graph.ir.plan import Data, Deploy, Evaluation, Plan
 from msrl_graph.model.models import load
-from msrl_graph.passes.dock import Dock
-from msrl_graph.passes.estimate import EstimateTime
-from msrl_graph.passes.memory import CountMemory
-from msrl_graph.passes.reshard import Resharding
-from msrl_graph.passes.schedule import Schedule
-from msrl_graph.passes.traffic import CountTraffic
+from msrl_graph.passes.order import passes
 from msrl_graph.planner.place import Place
 from msrl_graph.sharding.layout import Layout
 
@@ -29,7 +26,13 @@ def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_
     call = {"reward": Expr("call", "math_verify"), "advantage": Expr("call", "group_norm")}
     return Graph(
         name="grpo",
-        params={"prompts": prompts, "group": group, "prompt_len": prompt_len, "response_len": response_len, "kl_coef": 0.001},
+        params={
+            "prompts": prompts,
+            "group": group,
+            "prompt_len": prompt_len,
+            "response_len": response_len,
+            "kl_coef": 0.001,
+        },
         columns=(
             Column("prompt", "i32", (Dim(prompt_len, True),), 0),
             Column("answer", "text", (), 0),
@@ -39,14 +42,34 @@ def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_
             Column("reward", "f32", (), 1),
             Column("advantage", "f32", like, 1),
         ),
-        workers=(Worker("actor", "policy", model="policy"), Worker("reference", "policy", True, "policy"), Worker("host", "function")),
+        workers=(
+            Worker("actor", "policy", model="policy"),
+            Worker("reference", "policy", True, "policy"),
+            Worker("host", "function"),
+        ),
         nodes=(
             Node("source", "", "source", (), ("prompt", "answer")),
             Node("actor.generate", "actor", "generate", ("prompt",), ("response",), "row", {"samples": number(group)}),
             Node("actor.infer", "actor", "infer", ("prompt", "response"), ("old_logp",)),
             Node("reference.infer", "reference", "infer", ("prompt", "response"), ("ref_logp",)),
-            Node("host.reward", "host", "reward", ("prompt", "response", "answer"), ("reward",), "row", {"call": call["reward"]}),
-            Node("host.advantage", "host", "advantage", ("response", "reward"), ("advantage",), "prompt", {"call": call["advantage"]}),
+            Node(
+                "host.reward",
+                "host",
+                "reward",
+                ("prompt", "response", "answer"),
+                ("reward",),
+                "row",
+                {"call": call["reward"]},
+            ),
+            Node(
+                "host.advantage",
+                "host",
+                "advantage",
+                ("response", "reward"),
+                ("advantage",),
+                "prompt",
+                {"call": call["advantage"]},
+            ),
             Node(
                 "actor.update",
                 "actor",
@@ -79,15 +102,7 @@ DEPLOY = Deploy(
     engines={},
     run=Run(1000, 0),
 )
-PASSES = (
-    Place(ENGINES, DEFAULT),
-    Dock(ENGINES),
-    Resharding(ENGINES),
-    Schedule(),
-    CountTraffic(),
-    CountMemory(ENGINES),
-    EstimateTime(ENGINES),
-)
+PASSES = passes(Place(ENGINES, DEFAULT), ENGINES)
 
 
 def start(**deploy: object) -> Plan:
@@ -95,9 +110,7 @@ def start(**deploy: object) -> Plan:
 
 
 def plan(start: Plan) -> Plan:
-    for apply in PASSES:
-        start = apply(start)
-    return start
+    return PASSES.apply(start)
 
 
 EVALUATION = Evaluation("test", 10, ("reward",), 1, 0.0)

@@ -1,4 +1,5 @@
-"""A folder with the example in it, where `msrl-run` is tried as a user would: what it prints, computes and leaves behind."""
+"""A folder with the example in it, where `msrl-run` is tried as a user would: what it prints, computes and leaves
+behind."""
 
 import json
 import os
@@ -42,12 +43,20 @@ class Place:
 
     def function(self, body):
         """A file with a function `score`, which `MINE` makes the reward."""
-        (self.folder / "mine.py").write_text(f"import os\nimport time\n\n\ndef score(response: str, answer: str) -> float:\n    {body}\n")
+        (self.folder / "mine.py").write_text(
+            f"import os\nimport time\n\n\ndef score(response: str, answer: str) -> float:\n    {body}\n"
+        )
 
     def start(self, *arguments, **environment):
-        command = [sys.executable, "-c", "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())", *arguments]
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())",
+            *arguments,
+        ]
         variables = {**os.environ, "TMPDIR": str(self.temporary), **environment}
-        variables.pop("MSRL_DEBUG", None)
+        for name in ("MSRL_DEBUG", "TORCHINDUCTOR_CACHE_DIR"):  # torch sets the latter where a test loads it
+            variables.pop(name, None)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # Whoever started the tests in the background may have had SIGINT ignored, which children inherit.
         heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -128,7 +137,8 @@ def weights(folder):
 
 
 def assert_alike(one, other, rel=1e-4):
-    """Two runs whose files lie in these folders computed the same but for rounding, and on each trainer and generator agreed."""
+    """Two runs whose files lie in these folders computed the same but for rounding, and on each trainer and generator
+    agreed."""
     for a, b in zip(metrics(one), metrics(other), strict=True):
         for key in ("reward", "loss", "grad_norm", "response_tokens", "loss/kl", "rows", "updates"):
             if key in a:

@@ -29,7 +29,8 @@ CHANCE = st.integers(0, 99)
 
 @dataclass(frozen=True)
 class Made:
-    """A column: its type, what it is (tokens, text, number, a list as long as `like`), the generations above its rows, its writer."""
+    """A column: its type, what it is (tokens, text, number, a list as long as `like`), the generations above its rows,
+    its writer."""
 
     name: str
     type: str
@@ -117,7 +118,11 @@ class Program:
         worker = self.one(("actor", "actor", "judge"))
         reads = [self.one(self.known("tokens", "text") if worker == "judge" else self.known("tokens"))]
         if reads[0].path and self.often(50):
-            above = [c for c in self.known("tokens") if len(c.path) < len(reads[0].path) and reads[0].path[: len(c.path)] == c.path]
+            above = [
+                c
+                for c in self.known("tokens")
+                if len(c.path) < len(reads[0].path) and reads[0].path[: len(c.path)] == c.path
+            ]
             reads = [self.one(above), *reads] if above else reads
         at, path = len(self.columns), max((c.path for c in reads), key=len)
         name = f"g{at}"
@@ -208,7 +213,9 @@ class Program:
             if per == "row" and "places" in attributes:
                 per = "column"
             if per != "row":
-                attributes += f", per = {'batch' if per == 'batch' else self.marks(path[: self.draw(st.integers(0, len(path)))])}"
+                attributes += (
+                    f", per = {'batch' if per == 'batch' else self.marks(path[: self.draw(st.integers(0, len(path)))])}"
+                )
         if self.often(50) and not self.looped and "batch" not in attributes:
             attributes += f", refill = {self.draw(st.integers(1, 3))}"
         name = f"k{len(self.nodes)}"
@@ -226,7 +233,9 @@ class Program:
         worker, call = self.one((("actor", "term"), ("actor", "weighed"), ("critic", "squared")))
         options = ""
         if call == "weighed":
-            numbers = [c for c in self.known("number", "list") if c.path == response.path and c.like in ("", response.name)]
+            numbers = [
+                c for c in self.known("number", "list") if c.path == response.path and c.like in ("", response.name)
+            ]
             if not numbers:
                 return
             reads.append(self.one(numbers))

@@ -1,4 +1,5 @@
-"""Runs functions on N real processes joined by torch.distributed over gloo. The processes stay: a case begins where the last one ended."""
+"""Runs functions on N real processes joined by torch.distributed over gloo. The processes stay: a case begins where the
+last one ended."""
 
 import tempfile
 import time
@@ -69,7 +70,11 @@ class Team:
         ends = [_context.Pipe() for _ in range(self.world)]
         self.pipes = [ours for ours, _ in ends]
         self.processes = [
-            _context.Process(target=_stay, args=(rank, self.world, self.folder.name, self.function, self.arguments, theirs), daemon=True)
+            _context.Process(
+                target=_stay,
+                args=(rank, self.world, self.folder.name, self.function, self.arguments, theirs),
+                daemon=True,
+            )
             for rank, (_, theirs) in enumerate(ends)
         ]
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""A rank without Ray and without a dock: node-states are handed their rows, and what they write is looked at."""
+"""A rank without Ray and without a dock: nodes are handed their rows, and what they write is looked at."""
 
 from pathlib import Path
 
@@ -8,14 +8,19 @@ import torch
 from msrl_graph import compile
 from msrl_graph.backends import transformer
 from msrl_graph.runtime.data.columns import Column, ragged
-from msrl_graph.runtime.dock.controller import Batch, Share
+from msrl_graph.runtime.dock.wire import Batch, Share
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Rank
 from msrl_graph.runtime.rank.training import Training
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
-PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15]), np.array([5, 13, 5, 15])]
+PROMPTS = [
+    np.array([6, 10, 13, 7, 11, 15]),
+    np.array([3, 13, 4, 15]),
+    np.array([12, 13, 12, 12, 15]),
+    np.array([5, 13, 5, 15]),
+]
 
 
 def share(rows, most, whole, elements):
@@ -50,7 +55,7 @@ class Stage(Rank):
             self.generator = generator
 
     def act(self, name, columns, rows=None, task="train"):
-        """What a node-state writes, handed these columns."""
+        """What a node writes, handed these columns."""
         node = self.plan.graph.node(name)
         columns = {c: columns[c] for c in (*node.reads, *node.states, "response.logp") if c in columns}
         size = len(next(iter(columns.values())))
@@ -58,12 +63,15 @@ class Stage(Rank):
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
         written = getattr(self, f"_{node.verb}")(node, Task(task, 3, 4, 2), batch, self.told)
-        return {c: column.take(np.argsort(numbers)) for c, (numbers, column) in written.items()}
+        return {c: made.column.take(np.argsort(made.rows)) for c, made in written.items()}
 
     def sampled(self):
         """Four prompts' eight responses, with all that an update reads."""
         prompts = ragged(PROMPTS, np.int32)
-        columns = {"prompt": prompts.take(np.repeat(np.arange(4), 2)), **self.act("actor.generate", {"prompt": prompts})}
+        columns = {
+            "prompt": prompts.take(np.repeat(np.arange(4), 2)),
+            **self.act("actor.generate", {"prompt": prompts}),
+        }
         advantage = np.where(np.arange(8) % 2, -1.0, 1.0).repeat(columns["response"].lengths).astype(np.float32)
         return columns | {"advantage": Column(advantage, columns["response"].offsets)}
 

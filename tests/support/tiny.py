@@ -1,4 +1,5 @@
-"""Two small programs with all that a training half computes: rollouts with a critic, a reward model and a teacher; pairs from data."""
+"""Two small programs with all that a training half computes: rollouts with a critic, a reward model and a teacher;
+pairs from data."""
 
 import shutil
 
@@ -43,7 +44,8 @@ algorithm tiny {
     loss = clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)
     optimizer = adamw(lr = 1e-3)
   }
-  source -> actor.generate -> actor.infer, teacher.infer, critic.infer, judge.infer -> host.gae -> critic.update, actor.update
+  source -> actor.generate -> actor.infer, teacher.infer, critic.infer, judge.infer -> host.gae
+  host.gae -> critic.update, actor.update
   actor.update => actor.generate
 }
 """
@@ -60,7 +62,9 @@ algorithm pairs {
   worker reference : policy frozen
   source(8) -> prompt, chosen, rejected
   node reference.infer(prompt, chosen, rejected) -> ref_chosen, ref_rejected
-  node actor.update(prompt, chosen, rejected, ref_chosen, ref_rejected) { loss = dpo(0.1), optimizer = adamw(lr = 1e-3) }
+  node actor.update(prompt, chosen, rejected, ref_chosen, ref_rejected) {
+    loss = dpo(0.1), optimizer = adamw(lr = 1e-3)
+  }
   source -> reference.infer -> actor.update
 }
 """
@@ -80,7 +84,9 @@ def planned(text, *changes, ranks=1, more="", judge="./model"):
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    where = WHERE.replace("RANKS", str(ranks)).replace("MORE", f"{SCORING.format(judge) if ': value' in text else ''}\n  {more}")
+    where = WHERE.replace("RANKS", str(ranks)).replace(
+        "MORE", f"{SCORING.format(judge) if ': value' in text else ''}\n  {more}"
+    )
     if "chosen" in text:
         where = where.replace('{ prompt = "prompt" }', '{ prompt = "prompt", chosen = "answer", rejected = "prompt" }')
     return compile(EXAMPLE / "tiny.rlg", text=text + where.replace("deploy here", f"deploy {text.split()[1]}"))
@@ -90,7 +96,9 @@ def scoring(folder, seed=0, architecture="Qwen2ForSequenceClassification"):
     """The example's model with a head of scores."""
     shutil.copytree(EXAMPLE / "model", folder)
     config = folder / "config.json"
-    config.write_text(config.read_text().replace("Qwen2ForCausalLM", architecture).replace("{", '{"id2label": {"0": "score"},', 1))
+    config.write_text(
+        config.read_text().replace("Qwen2ForCausalLM", architecture).replace("{", '{"id2label": {"0": "score"},', 1)
+    )
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     torch.manual_seed(seed)
@@ -105,7 +113,12 @@ def rollout(stage):
     response = ragged([draw.integers(3, 13, n) for n in (3, 5, 1, 4, 2, 5, 3, 2)], np.int32)
     mask = Column(draw.random(len(response.values)) < 0.7, response.offsets)
     mask.values[:3] = False  # of the first row nothing is left
-    columns = {"prompt": prompts, "response": response, "mask": mask, "response.logp": Column(np.zeros(25, np.float32), response.offsets)}
+    columns = {
+        "prompt": prompts,
+        "response": response,
+        "mask": mask,
+        "response.logp": Column(np.zeros(25, np.float32), response.offsets),
+    }
     for name in ("teacher.infer", "critic.infer", "judge.infer"):
         columns |= stage.act(name, columns)
     old = stage.act("actor.infer", columns)["old_logp"]

@@ -11,10 +11,26 @@ from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.syntax import UNITS
 
-# Words of the grammar are names where none of its keywords may stand: of what an algorithm declares, and of attributes. Units are too.
+# Words of the grammar are names where none of its keywords may stand: of what an algorithm declares, and of attributes.
+# Units are too.
 NAMES = ("a", "b_2", "Actor", "reward", "host", "group", "x" * 12, "x" * 45, "min")
 ALGORITHM_NAMES = (*NAMES, "frozen", "per", "run", "model", "extends", "together")
-KEYS = (*NAMES, "on", "as", "per", "frozen", "set", "model", "nodes", "devices", "run", "dock", "reshard", "place", "evaluate")
+KEYS = (
+    *NAMES,
+    "on",
+    "as",
+    "per",
+    "frozen",
+    "set",
+    "model",
+    "nodes",
+    "devices",
+    "run",
+    "dock",
+    "reshard",
+    "place",
+    "evaluate",
+)
 
 
 def name(pool: tuple[str, ...] = NAMES) -> st.SearchStrategy[ast.Name]:
@@ -33,7 +49,9 @@ def made(kind: type, *parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 NO_UNIT = st.just("")
 
 
-def literal(kind: Any, value: st.SearchStrategy[Any], unit: st.SearchStrategy[str] = NO_UNIT) -> st.SearchStrategy[ast.Literal_]:
+def literal(
+    kind: Any, value: st.SearchStrategy[Any], unit: st.SearchStrategy[str] = NO_UNIT
+) -> st.SearchStrategy[ast.Literal_]:
     return st.tuples(value, unit).map(lambda v: ast.Literal_(kind, v[0], NOWHERE, v[1]))
 
 

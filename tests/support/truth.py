@@ -1,11 +1,12 @@
 """What filters say, and which rows that leaves: found row by row, apart from the code that finds it by arrays.
 
-Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a response, ("s", the key of its origin, 0) a repeat. What a
-filter says of a row is a function of (seed, filter, key).
+Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a response, ("s", the key of its origin,
+0) a repeat. What a filter says of a row is a function of (seed, filter, key).
 """
 
 import zlib
 
+from msrl_graph.ir.attributes import Call
 from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
@@ -18,7 +19,7 @@ class Truth:
     def verdict(self, node, key):
         """How often a row goes on."""
         bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
-        select = "select" in self.graph.node(node).attributes
+        select = Call.of(self.graph.node(node)).select is not None
         return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
 
     def key(self, numbers, row, of):
@@ -32,7 +33,8 @@ class Truth:
         return ("g", self.key(numbers, row // made.fan, made.above), row % made.fan)
 
     def under(self, prompts, end, sieves):
-        """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who belongs together."""
+        """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who
+        belongs together."""
         found = [("p", i) for i in prompts]
         path = chain(self.rows.sets, end)[::-1]
         for here, below in zip(path, [*path[1:], None], strict=True):

@@ -1,5 +1,5 @@
-"""Ranks without Ray and without a dock that walk their instruction streams, every row at its bound: what each instruction holds at its
-peak, beside what the plan says."""
+"""Ranks without Ray and without a dock that walk their instruction streams, every row at its bound: what each
+instruction holds at its peak, beside what the plan says."""
 
 import gc
 import json
@@ -17,13 +17,15 @@ from stage import share
 from torch import distributed as dist
 
 from msrl_graph import compile
+from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import Column, offsets_of, ragged
-from msrl_graph.runtime.dock.controller import Batch
+from msrl_graph.runtime.dock.client import Client
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.rank import Rank
+from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -33,8 +35,9 @@ FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a program. `shape` is (hidden, layers, heads, key-value heads, intermediate, vocabulary), `deploy` the statements of
-    the deploy, `rows` (prompts, responses each, mini-batch), `tokens` the bounds of prompt and response."""
+    """A model and a program. `shape` is (hidden, layers, heads, key-value heads, intermediate, vocabulary), `deploy`
+    the statements of the deploy, `rows` (prompts, responses each, mini-batch), `tokens` the bounds of prompt and
+    response."""
 
     name: str
     family: str
@@ -49,7 +52,14 @@ class Case:
 
     def write(self, folder):
         """The model, with random weights, and the program of the example with this case's figures: its plan."""
-        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        names = (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "intermediate_size",
+            "vocab_size",
+        )
         config = dict(zip(names, self.shape, strict=True)) | {
             "model_type": self.family,
             "architectures": [FAMILIES[self.family]],
@@ -74,8 +84,15 @@ class Case:
             ("mini_batch = 256", f"mini_batch = {mini}"),
             ("devices_per_node = 2", f"devices_per_node = {self.ranks}"),
             ('  data held_out = "test.jsonl"  { prompt = "prompt", answer = "answer" }\n', ""),
-            ('  evaluate held_out { every = 40, report = reward, samples = 1, temperature = 0, label = "held-out accuracy" }\n', ""),
-            ("  layout actor.update   { dp = 2, zero = 3 }\n  layout actor.generate { tp = 2 }\n", f"  {self.deploy}\n"),
+            (
+                "  evaluate held_out { every = 40, report = reward, samples = 1, temperature = 0, "
+                'label = "held-out accuracy" }\n',
+                "",
+            ),
+            (
+                "  layout actor.update   { dp = 2, zero = 3 }\n  layout actor.generate { tp = 2 }\n",
+                f"  {self.deploy}\n",
+            ),
             *self.changes,
         ):
             assert old in text, old
@@ -83,8 +100,29 @@ class Case:
         return compile(folder / "walk.rlg", text=text, sets={"prompts": str(prompts), "group": str(group)})
 
 
+class Sharing(Doing):
+    """What ranks write, all of them have."""
+
+    def run(self, pool, node):
+        self.rank.written = {}
+        super().run(pool, node)
+        everyone, mine = [None] * dist.get_world_size(), self.rank.written
+        dist.all_gather_object(
+            everyone, {c: (p.rows, [p.column[i] for i in range(len(p.rows))]) for c, p in mine.items()}
+        )
+        for name in {c for written in everyone for c in written}:
+            pieces = {
+                row: value for written in everyone if name in written for row, value in zip(*written[name], strict=True)
+            }
+            self.rank.columns[name] = ragged(
+                [pieces[row] for row in sorted(pieces)], np.int32 if name == "response" else np.float32
+            )
+
+
 class Walk(Rank):
     """Needs a process group of the plan's devices."""
+
+    doing = Sharing
 
     def __init__(self, plan, rank):
         Training.__init__(self, plan, rank)
@@ -104,8 +142,11 @@ class Walk(Rank):
     def flush(self, task):
         return {}
 
-    def walk(self, instructions, task):
-        return instructions
+    def walk(self, pool, instructions, task, walker, around):
+        Client.walk(self, pool, instructions, task, walker, around)
+
+    def _reach(self, what, task):
+        pass
 
     def put(self, node, task, columns):
         self.written = columns
@@ -113,20 +154,11 @@ class Walk(Rank):
     def _ask(self, node, task):
         pass
 
-    def _run(self, instruction, task, report):
-        self.written = {}
-        super()._run(instruction, task, report)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {c: (rows, [column[i] for i in range(len(rows))]) for c, (rows, column) in self.written.items()})
-        for name in {c for written in everyone for c in written}:
-            pieces = {row: value for written in everyone if name in written for row, value in zip(*written[name], strict=True)}
-            self.columns[name] = ragged([pieces[row] for row in sorted(pieces)], np.int32 if name == "response" else np.float32)
-
     def _batches(self, node, task, report):
         """This group's rows of what a node reads; of an update, mini-batch by mini-batch."""
         layout, graph = self.plan.placement(node.name).layout, self.plan.graph
         every = np.arange(graph.rows[graph.level(node)])
-        size = int(node.number("mini_batch", len(every)))
+        size = Update.of(node).step_rows(len(every))
         for start in range(0, len(every), size):
             rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.local).dp]
             known = [c for c in self.columns if c in (*node.reads, "response.logp")]
@@ -152,15 +184,16 @@ OPS = {"RESHARD": "reshard", "WAIT": "swap", "generate": "generate", "infer": "i
 
 
 def predicted(plan):
-    """By place and phase, bytes and what they are: of a device the plan's entry, of a host what one rank has swapped to it."""
+    """By place and phase, bytes and what they are: of a device the plan's entry, of a host what one rank has swapped to
+    it."""
     found = {("device", m.phase): (m.total, f"{m.items} {m.remark}") for m in plan.memory if m.place == "device"}
     swapped = sum(r.released_bytes_per_device for r in plan.reshards)
     return found | {("host", phase): (swapped, "") for phase in ("reshard", "swap")}
 
 
 def measured(plan, moments=False):
-    """By place and phase, the bytes of the busiest rank in the second iteration (the first makes the optimizer's states), and with
-    `moments` what it held then."""
+    """By place and phase, the bytes of the busiest rank in the second iteration (the first makes the optimizer's
+    states), and with `moments` what it held then."""
     with tempfile.TemporaryDirectory() as folder:
         ranks.run(plan.cluster.devices, _walk, plan.to_json(), folder, moments)
         reports = [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())]
@@ -202,7 +235,10 @@ def _walk(rank, _, plan, out, moments):
 
 def _largest(peak):
     counts = Counter(peak.largest).most_common()
-    lines = [f"{n:4} x {size:>12,} {made} {shape}" for (size, made, shape), n in sorted(counts, key=lambda i: -i[0][0] * i[1])]
+    lines = [
+        f"{n:4} x {size:>12,} {made} {shape}"
+        for (size, made, shape), n in sorted(counts, key=lambda i: -i[0][0] * i[1])
+    ]
     return "\n  ".join([peak.moment, *lines[:40]])
 
 
@@ -232,23 +268,71 @@ CASES = (
     case("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),
     case("qwen2, tied, deep", "qwen2", DEEP, "dp = 1", micro=16, tied=True),
     case("llama, recompute", "llama", WIDE, "dp = 1", engine=", recompute = full"),
-    case("llama, bf16, recompute, long prompts", "llama", DEEP, "dp = 1", dtype="bf16", engine=", recompute = full", tokens=(96, 16)),
+    case(
+        "llama, bf16, recompute, long prompts",
+        "llama",
+        DEEP,
+        "dp = 1",
+        dtype="bf16",
+        engine=", recompute = full",
+        tokens=(96, 16),
+    ),
     *(case(f"llama, dp 2, zero {z}", "llama", WIDE, f"dp = 2, zero = {z}", "dp = 2", 4, 2, ranks=2) for z in range(4)),
     case("qwen2, bf16, dp 2, zero 1", "qwen2", EVEN, "dp = 2, zero = 1", "tp = 2", 4, 4, ranks=2, dtype="bf16"),
     case(
-        "qwen2, tied, dp 2, zero 3, recompute", "qwen2", DEEP, "dp = 2, zero = 3", "tp = 2", 8, 4, ", recompute = full", ranks=2, tied=True
+        "qwen2, tied, dp 2, zero 3, recompute",
+        "qwen2",
+        DEEP,
+        "dp = 2, zero = 3",
+        "tp = 2",
+        8,
+        4,
+        ", recompute = full",
+        ranks=2,
+        tied=True,
     ),
     case("llama, tp 2", "llama", WIDE, "tp = 2", "tp = 2", ranks=2),
     case("llama, sgd", "llama", WIDE, "dp = 1", changes=by("sgd(lr = 2e-4, momentum = 0.9)")),
     case("qwen2, bf16, sgd without momentum", "qwen2", WIDE, "dp = 1", dtype="bf16", changes=by("sgd(lr = 2e-4)")),
     case("llama, muon", "llama", FLAT, "dp = 1", changes=by("muon(lr = 2e-4)"), **SHORT),
     case("qwen2, bf16, muon", "qwen2", FLAT, "dp = 1", dtype="bf16", changes=by("muon(lr = 2e-4)"), **SHORT),
-    case("llama, dp 2, zero 1, muon", "llama", FLAT, "dp = 2, zero = 1", "dp = 2", 2, 1, ranks=2, changes=by("muon(lr = 2e-4)"), **SHORT),
-    case("llama, dp 2, zero 3, muon", "llama", WIDE, "dp = 2, zero = 3", "dp = 2", 4, 2, ranks=2, changes=by("muon(lr = 2e-4)")),
+    case(
+        "llama, dp 2, zero 1, muon",
+        "llama",
+        FLAT,
+        "dp = 2, zero = 1",
+        "dp = 2",
+        2,
+        1,
+        ranks=2,
+        changes=by("muon(lr = 2e-4)"),
+        **SHORT,
+    ),
+    case(
+        "llama, dp 2, zero 3, muon",
+        "llama",
+        WIDE,
+        "dp = 2, zero = 3",
+        "dp = 2",
+        4,
+        2,
+        ranks=2,
+        changes=by("muon(lr = 2e-4)"),
+    ),
     case("llama, tp 2, muon", "llama", FLAT, "tp = 2", "tp = 2", ranks=2, changes=by("muon(lr = 2e-4)"), **SHORT),
     case("qwen2, tied, tp 2, then dp 2", "qwen2", EVEN, "tp = 2", "dp = 2", 8, 2, ranks=2, tied=True),
     case("llama, dp 2 x tp 2, zero 3", "llama", WIDE, "dp = 2, tp = 2, zero = 3", "dp = 4", 4, 1, ranks=4),
-    case("qwen2, bf16, tp 2 x dp 2, zero 2", "qwen2", EVEN, "tp = 2, dp = 2, zero = 2", "tp = 2", 4, 2, ranks=4, dtype="bf16"),
+    case(
+        "qwen2, bf16, tp 2 x dp 2, zero 2",
+        "qwen2",
+        EVEN,
+        "tp = 2, dp = 2, zero = 2",
+        "tp = 2",
+        4,
+        2,
+        ranks=4,
+        dtype="bf16",
+    ),
     case("llama, dp 4, zero 3", "llama", DEEP, "dp = 4, zero = 3", "tp = 2", 4, 2, ranks=4),
 )
 

@@ -1,7 +1,7 @@
 """A Ray without processes and time: actors, calls and waits, one step at a time, in an order that is drawn.
 
-Invariant: one thread moves at a time, and which one, or which message arrives next, `random` draws; messages between two processes keep
-their order. Where nobody can move and the run has not ended, it is `Stuck`.
+Invariant: one thread moves at a time, and which one, or which message arrives next, `random` draws; messages between
+two processes keep their order. Where nobody can move and the run has not ended, it is `Stuck`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class World:
         self.back = threading.Semaphore(0)
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(lambda *_: None)  # tasks that never end, where nobody can move
-        self.lines: dict[tuple[str, str], deque[tuple[Ref, str, tuple[Any, ...]]]] = defaultdict(deque)  # by sender and receiver
+        self.lines: dict[tuple[str, str], deque[tuple[Ref, str, tuple[Any, ...]]]] = defaultdict(
+            deque
+        )  # by sender and receiver
         self.actors: dict[str, tuple[Any, Strand | None]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.met: Counter[Any] = Counter()
@@ -183,8 +185,11 @@ class World:
         ref = Strand(self, "driver").submit(main)
         while not ref.done:
             moves: list[Callable[[], None]] = [s.step for s in self.strands if s.until()]
-            moves += [lambda line=line, pair=pair: self._deliver(pair, line) for pair, line in self.lines.items() if line]  # type: ignore[misc]
-            if self.loop._ready:  # type: ignore[attr-defined]  # asyncio says nowhere else whether something can go on at once
+            moves += [
+                lambda line=line, pair=pair: self._deliver(pair, line) for pair, line in self.lines.items() if line
+            ]  # type: ignore[misc]
+            # asyncio says nowhere else whether something can go on at once
+            if self.loop._ready:  # type: ignore[attr-defined]
                 moves.append(self._turn)
             if not moves:
                 raise Stuck(words())

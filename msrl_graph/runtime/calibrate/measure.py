@@ -1,7 +1,8 @@
 """Measures this machine: as many ranks at once as it has cores, fewer and more, in processes of Ray as a run's are.
 
-Invariant: what is measured is what a run calls, in its surroundings: ranks are actors, and rows go through a dock of real controllers and
-warehouses. When it ends, or is killed, no process and no temporary folder of it is left (processes.py).
+Invariant: what is measured is what a run calls, in its surroundings: ranks are actors, and rows go through a dock of
+real controllers and warehouses. When it ends, or is killed, no process and no temporary folder of it is left
+(processes.py).
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from torch._C._distributed_c10d import TCPStore
 from ...hardware import calibration
 from ...hardware.calibration import VERSION, Busy, Calibration, this_machine
 from ...hardware.cluster import Curve
+from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
-from ..data.columns import Column, ragged
+from ..data.columns import Column, Piece, ragged
 from ..data.wrong import drawn
 from ..dock.actors import ControllerHost, WarehouseHost
 from ..dock.client import Client
-from ..dock.controller import Batch, Share
 from ..dock.readers import readers
+from ..dock.wire import Batch, Share
 from ..functions.calling import Function
 from ..metrics.record import Recorder
 from ..process import computing
@@ -51,13 +53,21 @@ WARM, TASKS = 3, 25  # iterations of the dock
 
 
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
-    """Measures and writes `path`. `plan` is a small one, whose dock is tried; `most` bounds the ranks at once (0: twice the cores). Raises
-    CalibrationError."""
+    """Measures and writes `path`. `plan` is a small one, whose dock is tried; `most` bounds the ranks at once (0: twice
+    the cores). Raises CalibrationError."""
     with closing(Temporary()) as kept:
         folder = kept.folder
         (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
         log = folder / "log"
-        command = [sys.executable, "-m", "msrl_graph.runtime.calibrate.measure", str(folder), str(path.absolute()), str(rounds), str(most)]
+        command = [
+            sys.executable,
+            "-m",
+            "msrl_graph.runtime.calibrate.measure",
+            str(folder),
+            str(path.absolute()),
+            str(rounds),
+            str(most),
+        ]
         environment = {**os.environ, MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
             child = subprocess.Popen(
@@ -91,7 +101,7 @@ class Prober:
 
     def join(self, port: int, rank: int, world: int) -> None:
         store = self.store or TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        dist.init_process_group(HOST.backends(), store=store, rank=rank, world_size=world)
 
     def probe(self, world: int) -> Busy:
         """One round of all probes, each begun by all ranks together."""
@@ -124,7 +134,10 @@ def middle(found: list[Busy]) -> Busy:
             for k, curve in first.curves.items()
         },
         collectives={
-            k: (statistics.median(b.collectives[k][0] for b in found), statistics.median(b.collectives[k][1] for b in found))
+            k: (
+                statistics.median(b.collectives[k][0] for b in found),
+                statistics.median(b.collectives[k][1] for b in found),
+            )
             for k in first.collectives
         },
     )
@@ -140,7 +153,11 @@ def spread(found: list[Busy]) -> list[float]:
 def worlds(most: int = 0) -> list[int]:
     """Numbers of ranks that are tried together: powers of two, up to two ranks a core."""
     cores = os.cpu_count() or 1
-    return sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)} | {2 * cores}) if not most else list(range(1, most + 1))
+    return (
+        sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)} | {2 * cores})
+        if not most
+        else list(range(1, most + 1))
+    )
 
 
 def busy(world: int) -> Callable[[], list[Busy]]:
@@ -154,8 +171,8 @@ def busy(world: int) -> Callable[[], list[Busy]]:
 
 @dataclass(frozen=True)
 class Docked:
-    """Seconds from one state's rows to the next state's having them; of a processor for a share, in the dock's processes and in those that
-    write and read; and of an iteration's start and end, the driver's book-keeping in it."""
+    """Seconds from one node's rows to the next node's having them; of a processor for a share, in the dock's processes
+    and in those that write and read; and of an iteration's start and end, the driver's book-keeping in it."""
 
     handover: float
     share: float
@@ -167,8 +184,8 @@ def dock(plan: Plan, folder: Path) -> Docked:
     kinds: Any = (WarehouseHost, ControllerHost)
     warehouse = kinds[0].options(name="warehouse").remote(0, 0)
     found = readers(plan)
-    board = kinds[1].options(name="controllers").remote(found, 60.0, "warehouse", ["warehouse"])
-    ray.get(warehouse.connect.remote([board], [sorted({c for r in found for c in r.hears})]))
+    host = kinds[1].options(name="controllers").remote(found, 60.0, "warehouse", ["warehouse"])
+    ray.get(warehouse.connect.remote([host], [sorted({c for r in found for c in r.hears})]))
     writer, reader = (Client(name, found, names, ["warehouse"], 0, 0) for name in ("writer", "reader"))
     prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
@@ -182,14 +199,16 @@ def dock(plan: Plan, folder: Path) -> Docked:
         task = Task("train", number, prompts)
         start = time.perf_counter()
         ray.get(warehouse.open.remote(task))
-        ray.get(board.open.remote(task))
+        ray.get(host.open.remote(task))
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
         start, before = time.perf_counter(), time.process_time()
-        writer.put("source", task, {"prompt": (np.arange(prompts), prompt)})
+        writer.put("source", task, {"prompt": Piece(np.arange(prompts), prompt)})
         reader.take("actor.generate", task, 0)
         reader.at("RUN actor.generate")  # as a rank does
-        writer.put("actor.generate", task, dict(zip(names_drawn, ((rows, response), (rows, logp)), strict=True)))
+        writer.put(
+            "actor.generate", task, dict(zip(names_drawn, (Piece(rows, response), Piece(rows, logp)), strict=True))
+        )
         reader.take("actor.infer", task, 0)
         reader.at("RUN actor.infer")
         hands.append((time.perf_counter() - start) / 2)
@@ -197,11 +216,11 @@ def dock(plan: Plan, folder: Path) -> Docked:
         start = time.perf_counter()
         for client in (writer, reader):
             client.flush(task)
-        board.close.remote(task.key)
+        host.close.remote(task.key)
         ray.get(warehouse.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
     spent = own + _spent() - start_of
-    for actor in (warehouse, board):
+    for actor in (warehouse, host):
         ray.kill(actor)
     turn = statistics.median(turns[WARM:]) + _books(plan, folder)
     return Docked(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
@@ -219,7 +238,9 @@ def _spent() -> float:
 
 def _books(plan: Plan, folder: Path) -> float:
     """Seconds that the driver takes to write an iteration down."""
-    report = Report("rank 0", seconds={n.name: 0.1 for n in plan.graph.nodes}, events=[(n.name, 0.0, 0.1) for n in plan.graph.nodes])
+    report = Report(
+        "rank 0", seconds={n.name: 0.1 for n in plan.graph.nodes}, events=[(n.name, 0.0, 0.1) for n in plan.graph.nodes]
+    )
     for name in ("prompt_tokens", "response_tokens", "response_length", "loss", "grad_norm"):
         report.count(name, 1.0, 1.0)
     recorder = Recorder(folder, plan, 0)
@@ -244,7 +265,13 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     cores = os.cpu_count() or 1
     os.environ |= nicer(0)
     ray.init(
-        address="local", num_cpus=cores, num_gpus=0, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=folder
+        address="local",
+        num_cpus=cores,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        _temp_dir=folder,
     )
     # Processes that wait take nothing, so all are there from the start.
     tried = {world: busy(world) for world in worlds(most)}

@@ -1,7 +1,9 @@
-"""What a process of a run is asked when this machine is measured: rates at several sizes, an operator's overhead, collectives.
+"""What a process of a run is asked when this machine is measured: rates at several sizes, an operator's overhead,
+collectives.
 
-Invariant: a probe is the very operation that it stands for, called as the engines call it, while all other ranks do the same; a figure is
-the median of several stretches. What an operator takes at least is `launch`, and is left out of the rates.
+Invariant: a probe is the very operation that it stands for, called as the engines call it, while all other ranks do the
+same; a figure is the median of several stretches. What an operator takes at least is `launch`, and is left out of the
+rates.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...backends import prefixes
 from ..data.columns import ragged
-from ..rank.packing import flat, pack
+from ..rank.micro_batches import pack
+from ..rank.packing import flat
 
 MATRICES = (64, 128, 256, 512, 1024)
 BYTES = tuple(2**k for k in range(15, 27, 2))
@@ -48,7 +51,8 @@ def seconds(action: Callable[[], Any], budget: float = 0.06, stretches: int = 5)
 
 
 def away(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Operands in turn, together more than a core's own cache: a pass comes back to none before it has met all others."""
+    """Operands in turn, together more than a core's own cache: a pass comes back to none before it has met all
+    others."""
     first = make()
     size = sum(t.nbytes for t in first)
     return itertools.cycle([first, *(make() for _ in range(min(AWAY // size, 255)))])
@@ -83,16 +87,23 @@ def memory() -> list[tuple[float, float]]:
 
 
 def layer() -> list[tuple[float, float]]:
-    """(bytes that an operator on hidden states reads and writes, bytes/s), of what an eager layer does between its products, on so many
-    tokens: two norms, rotation of queries and keys, gating, two residuals, and rows laid out for attention; bytes as
-    cost/time.py counts them."""
+    """(bytes that an operator on hidden states reads and writes, bytes/s), of what an eager layer does between its
+    products, on so many tokens: two norms, rotation of queries and keys, gating, two residuals, and rows laid out for
+    attention; bytes as cost/time.py counts them."""
     heads, size, hidden, wide = 4, 32, 128, 448
     small = torch.ones(hidden)
     least = CHAIN * seconds(lambda: small + small, 0.01)
     found = []
     for tokens in TOKENS:
         order = torch.arange(tokens)
-        shapes = ((tokens, hidden), (tokens, wide), (tokens, wide), (hidden,), (1, heads, tokens, size), (1, 1, tokens, size))
+        shapes = (
+            (tokens, hidden),
+            (tokens, wide),
+            (tokens, wide),
+            (hidden,),
+            (1, heads, tokens, size),
+            (1, 1, tokens, size),
+        )
         operands = away(lambda shapes=shapes: [torch.randn(s) for s in shapes])  # type: ignore[misc]
 
         def once(operands: Any = operands, order: torch.Tensor = order) -> Any:
@@ -127,11 +138,17 @@ def copy() -> float:
 
 
 def launch() -> float:
-    """What an operator takes at least, Python's part of it in: a small model of transformers on two tokens, divided by the operators in it
-    that are not called by another one."""
+    """What an operator takes at least, Python's part of it in: a small model of transformers on two tokens, divided by
+    the operators in it that are not called by another one."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 448,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, **sizes)).eval()
     ids = torch.ones(1, 2, dtype=torch.long)
     with torch.no_grad():
@@ -165,7 +182,8 @@ def row() -> float:
 
 
 def collectives(world: int) -> dict[str, tuple[float, float]]:
-    """By kind, seconds at least and bytes/s received, among operators as a model calls them: ranks do not come at the same instant."""
+    """By kind, seconds at least and bytes/s received, among operators as a model calls them: ranks do not come at the
+    same instant."""
     x, layer = torch.randn(32, 64), torch.nn.Linear(64, 64)
 
     def work() -> None:

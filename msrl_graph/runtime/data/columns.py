@@ -1,20 +1,29 @@
 """The currency of the sample flow: columns of rows, ragged, without padding.
 
-Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries; text is UTF-8 bytes. numpy
-arrays travel through Ray zero-copy and need no torch where rows are only kept or scored; a rank sees them as tensors without a copy.
+Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries; text is
+UTF-8 bytes. numpy arrays travel through Ray zero-copy and need no torch where rows are only kept or scored; a rank sees
+them as tensors without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-DTYPES = {"i32": np.int32, "i64": np.int64, "f32": np.float32, "bf16": np.float32, "bool": np.bool_, "text": np.uint8, "json": np.uint8}
+DTYPES = {
+    "i32": np.int32,
+    "i64": np.int64,
+    "f32": np.float32,
+    "bf16": np.float32,
+    "bool": np.bool_,
+    "text": np.uint8,
+    "json": np.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,36 @@ class Column:
         return Column(self.values[index], offsets)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a column as processes pass them on: the numbers of the rows, and the data of each, in the same order.
+
+    `Piece(np.array([3, 5]), texts(["a", "bc"]))` says that row 3 holds "a" and row 5 "bc"."""
+
+    rows: Array
+    column: Column
+
+    def take(self, positions: Array) -> Self:
+        """The rows at these positions, in this order (a copy)."""
+        return type(self)(self.rows[positions], self.column.take(positions))
+
+    @property
+    def told(self) -> Array:
+        """What controllers hear of each row: its length."""
+        return self.column.lengths
+
+
+@dataclass(frozen=True)
+class Verdicts(Piece):
+    """What a filter says of rows: how often each goes on. 0: it is dropped; 2: it goes on, and a repeat of it too."""
+
+    @property
+    def told(self) -> Array:
+        """Of verdicts controllers hear the verdict itself."""
+        told: Array = self.column.values.astype(np.int64)
+        return told
+
+
 def offsets_of(lengths: Array) -> Array:
     out = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=out[1:])
@@ -79,3 +118,13 @@ def concatenate(parts: Sequence[Column]) -> Column:
     if parts[0].offsets is None:
         return Column(values)
     return Column(values, offsets_of(np.concatenate([p.lengths for p in parts])))
+
+
+P = TypeVar("P", bound=Piece)
+
+
+def joined(pieces: Sequence[P]) -> P:
+    """The rows of all pieces of one column, one after another; a row that is in two of them is there twice."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return type(pieces[0])(np.concatenate([p.rows for p in pieces]), concatenate([p.column for p in pieces]))

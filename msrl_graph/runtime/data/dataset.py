@@ -1,8 +1,8 @@
 """The rows of a data file: read, checked, tokenised, and dealt to iterations.
 
-Invariant: which row stands at a position is a function of the seed, and of the iteration and the weights where it is drawn by some; a row
-that cannot be used is told with its number before anything is started, or left out and counted. The same rows in the same order are the
-same data, whichever kind of file they are in.
+Invariant: which row stands at a position is a function of the seed, and of the iteration and the weights where it is
+drawn by some; a row that cannot be used is told with its number before anything is started, or left out and counted.
+The same rows in the same order are the same data, whichever kind of file they are in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ LOOKED = 1000  # rows that are tokenised before a run is started
 
 @dataclass(frozen=True)
 class Looked:
-    """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are left `out`, and why."""
+    """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are
+    left `out`, and why."""
 
     rows: int
     looked: int = 0
@@ -56,8 +57,8 @@ class Looked:
 
 
 def check(data: Data, plan: Plan) -> Looked:
-    """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be used, and where no row
-    is short enough."""
+    """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be
+    used, and where no row is short enough."""
     rows = read(data, plan.graph)
     try:
         first = dict(islice(rows.items(), LOOKED))
@@ -71,12 +72,14 @@ def check(data: Data, plan: Plan) -> Looked:
 
 
 def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
-    """The rows of a JSON lines file, or of a Parquet one, by line (or row, from 1) and column; `Fault` for a file that is missing or empty
-    and for a row that cannot be used."""
+    """The rows of a JSON lines file, or of a Parquet one, by line (or row, from 1) and column; `Fault` for a file that
+    is missing or empty and for a row that cannot be used."""
     path = Path(data.path)
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         message = f"`{path.suffix}` data cannot be read"
-        raise Fault(Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)"))
+        raise Fault(
+            Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)")
+        )
     return {number: _row(row, number, data, graph) for number, row in datafile.rows(data)}
 
 
@@ -91,11 +94,16 @@ def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str
 
 
 class Dataset:
-    """The usable rows of a data file, numbered from 0 in its order. `left_out` counts the others, each by the first of its columns that is
-    longer than its bound, or has no token where a model reads it; `too_long` all of them, which `why` says in words. `rows` are some of
-    the file's, as `read` gives them; else it is read."""
+    """The rows of a data file that can be used, numbered from 0 in the file's order.
 
-    def __init__(self, data: Data, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None) -> None:
+    Left out are rows with a column that is longer than its bound, or that has no token where a model reads it.
+    `left_out` counts them by that column (the first, where there are several), `too_long` counts all of them, and
+    `why` says it in words. `rows` are rows of the file as `read` gives them, where somebody has read it already.
+    """
+
+    def __init__(
+        self, data: Data, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None
+    ) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
         self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
@@ -152,7 +160,9 @@ class Dataset:
         if name not in self.responses:
             return self._rendered(name, line, self.tokens.prompt, value)
         before = [c for c in self.responses[name] if c in row]
-        prompts = [v if isinstance(v, list) else messages(v) if isinstance(v, str) else None for v in (row[c] for c in before)]
+        prompts = [
+            v if isinstance(v, list) else messages(v) if isinstance(v, str) else None for v in (row[c] for c in before)
+        ]
         if len(prompts) > 1 or None in prompts:
             others = " and ".join(f"`{self.data.fields[c]}`" for c in before)
             what = f"has messages in `{self.data.fields[name]}`, and before it, in {others}, not one list of messages"
@@ -203,7 +213,9 @@ class Dataset:
         token = int(ids[(ids < 0) | (ids >= size)][0])
         text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
         what = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
-        help = "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+        help = (
+            "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+        )
         if text is None:
             help = "the ids are of another tokenizer: write the field as text or messages"
         raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", self.data.span, help))
@@ -220,8 +232,8 @@ class Dataset:
         return order.shuffled(self.seed, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
-        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not negative: without
-        replacement, those of weight 0 last."""
+        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not
+        negative: without replacement, those of weight 0 last."""
         return order.drawn(self.seed, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, Column]:

@@ -1,6 +1,7 @@
 """What a field of a data file may hold, by the type of its column.
 
-Invariant: a value is taken as it is or told as what it is and what belongs in its place; nothing is rounded, cut or guessed.
+Invariant: a value is taken as it is or told as what it is and what belongs in its place; nothing is rounded, cut or
+guessed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Misfit(ValueError):
 
 
 def take(value: Any, column: Column) -> str | Messages | Array:
-    """A field's value for a column: text, which for `json` and for messages in a `text` column is JSON; messages, for tokens; or
-    the numbers of a row, flat, in the dtype of the column's element. Raises Misfit."""
+    """A field's value for a column: text, which for `json` and for messages in a `text` column is JSON; messages, for
+    tokens; or the numbers of a row, flat, in the dtype of the column's element. Raises Misfit."""
     if column.element == "json":
         return _json(value)
     if column.element == "text":
@@ -73,7 +74,9 @@ def _json(value: Any) -> str:
         return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
     except (TypeError, ValueError) as error:
         raise (
-            error if isinstance(error, Misfit) else Misfit(f"what JSON does not know ({str(error).split(':')[0]})", "JSON belongs")
+            error
+            if isinstance(error, Misfit)
+            else Misfit(f"what JSON does not know ({str(error).split(':')[0]})", "JSON belongs")
         ) from None
 
 
@@ -85,7 +88,9 @@ def _stated(value: Messages) -> Messages:
 def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
     types, one, several = NUMBERS[column.element]
     sizes = " x ".join(str(d.size) for d in column.dims if d.size and not d.ragged)
-    wanted = wanted or (f"a list of {sizes + ' ' if sizes else ''}{several} belongs" if column.dims else f"{one} belongs")
+    wanted = wanted or (
+        f"a list of {sizes + ' ' if sizes else ''}{several} belongs" if column.dims else f"{one} belongs"
+    )
     flat = [value]
     for dim in column.dims:
         if odd := {type(v).__name__ for v in flat if not isinstance(v, list)}:
@@ -102,5 +107,7 @@ def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
     except OverflowError:
         raise Misfit(f"{within}{max(flat, key=abs):.3g}", wanted) from None
     if not np.isfinite(array).all():
-        raise Misfit(f"{within}{next(v for v, fine in zip(flat, np.isfinite(array), strict=True) if not fine):.3g}", wanted)
+        raise Misfit(
+            f"{within}{next(v for v, fine in zip(flat, np.isfinite(array), strict=True) if not fine):.3g}", wanted
+        )
     return array

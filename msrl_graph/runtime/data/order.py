@@ -1,7 +1,7 @@
 """The order in which the rows of a data file are dealt.
 
-Invariant: which row stands at a position is a function of the seed and of what is named beside it, so that any part of an order can be
-had without those before it, in any order, by any process.
+Invariant: which row stands at a position is a function of the seed and of what is named beside it, so that any part of
+an order can be had without those before it, in any order, by any process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ _DRAWN = 0x5EED  # tells the keys of draws from those of sampled tokens, which a
 
 
 def shuffled(seed: int, size: int, position: int, count: int) -> Array:
-    """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its own."""
+    """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its
+    own."""
     return _passes(lambda turn: _sorted(noise.keys(seed, turn, np.arange(size))), size, position, count)
 
 
 def drawn(seed: int, iteration: int, weights: Array, position: int, count: int) -> Array:
-    """`count` rows from `position` on of an iteration's draw, in proportion to `weights` and without replacement: each next row is any of
-    those left with the probability of its share of their weights (Efraimidis and Spirakis 2006: the order of u^(1/w), here as
-    log(-log u) - log w). Rows of weight 0 come last, in an order by the seed; where all are 0, all are equal. After the last row comes
-    another draw of all. `weights`: one a row, finite and not negative."""
+    """`count` rows of an iteration's draw, from `position` on: rows of the data by weight, without replacement.
+
+    Each next row is one of those left, with the probability of its weight among theirs; with the weights [2, 1, 0]
+    row 0 comes first in two draws of three. Rows of weight 0 come last, in an order by the seed; where all weights
+    are 0, all rows are alike. When all rows were drawn, another draw of all follows. `weights` has one number a row,
+    finite and not negative. (Efraimidis and Spirakis 2006: the rows in the order of u^(1/w) for random u, here as
+    log(-log u) - log w.)
+    """
     certain = weights > 0
     log = np.log(np.where(certain, weights, 1.0))
 
@@ -47,4 +52,6 @@ def _sorted(keys: Array) -> Array:
 def _passes(order: Callable[[int], Array], size: int, position: int, count: int) -> Array:
     positions = np.arange(position, position + count)
     turns = positions // size
-    return np.concatenate([np.zeros(0, np.int64), *(order(int(t))[positions[turns == t] % size] for t in np.unique(turns))])
+    return np.concatenate(
+        [np.zeros(0, np.int64), *(order(int(t))[positions[turns == t] % size] for t in np.unique(turns))]
+    )

@@ -1,7 +1,8 @@
 """The rows that were trained on, as Parquet files: written to be looked at, and taken again in place of generated ones.
 
-Invariant: a file holds one iteration of one table, in the order of the rows' numbers, and is there whole or not at all. Every value stands
-at the row that it belongs to, and at those below it. A recorded response is taken for the prompt that it was drawn for, and for no other.
+Invariant: a file holds one iteration of one table, in the order of the rows' numbers, and is there whole or not at all.
+Every value stands at the row that it belongs to, and at those below it. A recorded response is taken for the prompt
+that it was drawn for, and for no other.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import numpy as np
 
 from ...diagnostics import Diagnostic, Fault
 from ...files.paths import is_folder
+from ...ir.attributes import Call, Generate
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan
-from ...ir.rowsets import VERDICT, Numbers, Rowsets, chain, rowsets
+from ...ir.rowsets import Numbers, Rowsets, chain, rowsets
 from ...ir.sequences import is_tokens, sequences
 from ..process.report import RunError
 from ..process.task import Task, numbers
-from .columns import Array, Column, offsets_of, texts
+from .columns import Array, Column, Piece, Verdicts, offsets_of, texts
 from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
@@ -30,8 +32,13 @@ ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of a
 
 @dataclass(frozen=True)
 class Table:
-    """A level's rows: those of set `rows`, which `column` stands for, and the repeats of them that a `select` made. `folder` is its own
-    within FOLDER, "" where it is the only one. `ids`: what holds the numbers of rows, and the set that each is of."""
+    """A table of a recording: the rows that one generation made, or the source's, with the repeats of them that a
+    `select` made.
+
+    `column` is what the rows stand for, as `response`, and `rows` the set that they are of (ir/rowsets.py). `folder`
+    is the table's own within FOLDER, "" where there is only one table. `ids` are its columns of row numbers, each
+    with the set whose rows it numbers: {"row": 1, "prompt_row": 0}.
+    """
 
     folder: str
     column: str
@@ -50,15 +57,19 @@ def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
     bases = made if made and not several else {0: graph.made(0), **made}
 
     def ids(base: int) -> dict[str, int]:
-        above = {found.sets[s].level: s for s in reversed(chain(found.sets, base)) if s != base or (not s and not several)}
+        above = {
+            found.sets[s].level: s for s in reversed(chain(found.sets, base)) if s != base or (not s and not several)
+        }
         return {f"{graph.made(level) if several else 'prompt'}_row": s for level, s in above.items()}
 
-    return [Table(column if several else "", column, base, {"row": base, **ids(base)}) for base, column in bases.items()]
+    return [
+        Table(column if several else "", column, base, {"row": base, **ids(base)}) for base, column in bases.items()
+    ]
 
 
 def _shown(graph: Graph, column: str) -> str:
-    """A column's name in the file: a dot, as in `response.logp`, would stand for a part of a column. A declared `response_logp`, as an
-    `infer` may write, keeps its name."""
+    """A column's name in the file: a dot, as in `response.logp`, would stand for a part of a column. A declared
+    `response_logp`, as an `infer` may write, keeps its name."""
     name = column.replace(".", "_")
     return f"{name}_drawn" if column.endswith(".logp") and any(c.name == name for c in graph.columns) else name
 
@@ -73,33 +84,49 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     """`Fault` for a recording that cannot be written, or does not hold every iteration from `begin` on."""
     found, levels = [], tables(plan.graph)
     declared = {c.name: c for c in plan.graph.columns}
-    hidden = {_shown(plan.graph, name) for node in plan.graph.verb("generate") for name in drawn(plan.graph, node) if name not in declared}
-    hidden |= {_shown(plan.graph, f"{n.name}{VERDICT}") for n in plan.graph.nodes if n.filters}
-    hidden |= {ORIGIN} if any("select" in n.attributes for n in plan.graph.nodes) else set()
+    hidden = {
+        _shown(plan.graph, name)
+        for node in plan.graph.verb("generate")
+        for name in drawn(plan.graph, node)
+        if name not in declared
+    }
+    hidden |= {_shown(plan.graph, s.column) for s in rowsets(plan.graph).sieves.values()}
+    hidden |= {ORIGIN} if any(Call.of(n).select is not None for n in plan.graph.nodes) else set()
     own = {*hidden, *(i for t in levels for i in t.ids), *(f"{name}_text" for name in _tokens(plan))}
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
-        found.append(Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record"))
-    for node in (n for n in plan.graph.verb("generate") if replay and "environment" in n.attributes):
+        found.append(
+            Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record")
+        )
+    for node in (n for n in plan.graph.verb("generate") if replay and Generate.of(n).environment is not None):
         what = f"`{node.name}` cannot take its responses from a recording: what its environment does is not in it"
-        found.append(Diagnostic("bad-value", what, node.attributes["environment"].span, "leave out --replay"))
+        found.append(Diagnostic("bad-value", what, node.at("environment"), "leave out --replay"))
     if replay and not is_folder(Path(replay) / FOLDER):
         what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))
     elif replay:
         taken = {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
-        needed = ((i, t.file(Path(replay), i)) for i in range(begin, plan.deploy.run.iterations) for t in levels if t.column in taken)
+        needed = (
+            (i, t.file(Path(replay), i))
+            for i in range(begin, plan.deploy.run.iterations)
+            for t in levels
+            if t.column in taken
+        )
         missing = next(((i, path) for i, path in needed if not path.is_file()), None)
         if missing is not None:
             what = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
-            help = f"stop before it: --iterations {missing[0]}" if missing[0] > begin else "name the folder of a run that has it"
+            help = (
+                f"stop before it: --iterations {missing[0]}"
+                if missing[0] > begin
+                else "name the folder of a run that has it"
+            )
             found.append(Diagnostic("missing-file", what, help=help))
     if found:
         raise Fault(*found)
 
 
-def write(run: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task: Task) -> None:
-    """Writes an iteration into a run's folder: of each column the numbers of its rows, ascending, and the data."""
+def write(run: Path, plan: Plan, pieces: dict[str, Piece], task: Task) -> None:
+    """Writes an iteration into a run's folder: all rows of each column, ascending."""
     from pyarrow import parquet
 
     found = rowsets(plan.graph)
@@ -108,54 +135,65 @@ def write(run: Path, plan: Plan, columns: dict[str, tuple[Array, Column]], task:
         path = level.file(run, task.number)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        parquet.write_table(_table(level, plan, found, counted, columns), partial)
+        parquet.write_table(_table(level, plan, found, counted, pieces), partial)
         partial.replace(path)
 
 
-def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, columns: dict[str, tuple[Array, Column]]) -> Any:
-    """The rows of a level with all columns of it and of those above. What a row lacks, since a filter dropped it, is null."""
+def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece]) -> Any:
+    """The rows of a level with all columns of it and of those above. What a row lacks, since a filter dropped it, is
+    null."""
     import pyarrow as pa
 
-    graph, here = plan.graph, _here(level, found, numbers, columns)
+    graph, here = plan.graph, _here(level, found, numbers, pieces)
     rows = np.unique(np.concatenate([*here.values()]))
 
     def of(rowset: int, only: bool = False) -> Array:
-        """The number of the row of a set that each row is, or lies under; -1 where there is none. `only`: not of what lies under it."""
+        """The number of the row of a set that each row is, or lies under; -1 where there is none. `only`: not of what
+        lies under it."""
         wanted = np.full(len(rows), -1)
         for own, some in here.items():
             if rowset == own or (rowset in chain(found.sets, own) and not only):
                 wanted[np.searchsorted(rows, some)] = numbers.above(some, own, rowset)
         return wanted
 
-    made: dict[str, Any] = {"row": pa.array(rows)} | {name: pa.array(of(s)) for name, s in level.ids.items() if name != "row"}
+    made: dict[str, Any] = {"row": pa.array(rows)} | {
+        name: pa.array(of(s)) for name, s in level.ids.items() if name != "row"
+    }
     if len(here) > 1:
         made[ORIGIN] = pa.array(of(level.rows))
     declared = {c.name: c for c in graph.columns}
-    sets = {as_drawn: found.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))}
+    sets = {
+        as_drawn: found.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))
+    }
     sets |= found.columns | {s.column: s.rows for s in found.sieves.values()}
-    for name in (*(c for c in declared if c in columns), *sorted(columns.keys() - declared.keys())):
-        rowset, (there, column) = sets.get(name, 0), columns[name]
+    for name in (*(c for c in declared if c in pieces), *sorted(pieces.keys() - declared.keys())):
+        rowset, piece = sets.get(name, 0), pieces[name]
         if not any(rowset in chain(found.sets, own) for own in here):
             continue
-        wanted = of(rowset, only=rowset in here and name.endswith(VERDICT))  # how often a row goes on is not said of its repeats again
-        place = np.minimum(np.searchsorted(there, wanted), max(len(there) - 1, 0))
+        # How often a row goes on is not said of its repeats again.
+        wanted = of(rowset, only=rowset in here and isinstance(piece, Verdicts))
+        place = np.minimum(np.searchsorted(piece.rows, wanted), max(len(piece.rows) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        made[_shown(graph, name)] = _arrow(column, place, np.isin(wanted, there), text)
+        made[_shown(graph, name)] = _arrow(piece.column, place, np.isin(wanted, piece.rows), text)
     for name in (n for n in _tokens(plan) if n in made):
         ids = [row or [] for row in made[name].to_pylist()]
         made[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
     return pa.table(made)
 
 
-def _here(level: Table, found: Rowsets, numbers: Numbers, columns: dict[str, tuple[Array, Column]]) -> dict[int, Array]:
-    """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of their own."""
-    nothing = (np.zeros(0, np.int64), Column(np.zeros(0, np.int64)))  # a filter may leave no prompt to generate from
-    here = {level.rows: columns.get(level.column, nothing)[0]}
+def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece]) -> dict[int, Array]:
+    """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of
+    their own."""
+    nothing = Piece(
+        np.zeros(0, np.int64), Column(np.zeros(0, np.int64))
+    )  # a filter may leave no prompt to generate from
+    here = {level.rows: pieces.get(level.column, nothing).rows}
     for sieve in found.sieves.values():
         if sieve.rows in here and sieve.left != sieve.rows:
-            chosen, times = columns.get(sieve.column, nothing)
-            which = np.concatenate([np.arange(n) for n in times.values]) if len(chosen) else chosen
-            here[sieve.left] = np.repeat(chosen, times.values) + which * numbers.space[sieve.rows]
+            verdicts = pieces.get(sieve.column, nothing)
+            chosen, times = verdicts.rows, verdicts.column.values
+            which = np.concatenate([np.arange(n) for n in times]) if len(chosen) else chosen
+            here[sieve.left] = np.repeat(chosen, times) + which * numbers.space[sieve.rows]
     return here
 
 
@@ -189,8 +227,8 @@ class Recording:
     def responses(
         self, node: Node, columns: tuple[str, str], iteration: int, prompts: list[Array], rows: Array, fan: int
     ) -> tuple[list[Array], list[Array]]:
-        """What a generator would draw for these rows, `fan` of which belong to each prompt: tokens, and their log-probabilities as
-        drawn; `columns` name the two."""
+        """What a generator would draw for these rows, `fan` of which belong to each prompt: tokens, and their
+        log-probabilities as drawn; `columns` name the two."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
         names = ("row", *context, *(_shown(self.plan.graph, c) for c in columns))
@@ -200,11 +238,15 @@ class Recording:
         number = found["row"].values
         place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
         if len(missing := rows[number[place] != rows]):
-            raise RunError(f"{path} holds no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it")
+            raise RunError(
+                f"{path} holds no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it"
+            )
         for i, row in enumerate(place):
             if not np.array_equal(np.concatenate([found[c][row] for c in context]), prompts[i // fan]):
                 what = f"row {rows[i]} of {path} is a response to another prompt than this run's"
-                raise RunError(f"{what}: a recording is replayed with the seed, the data and the sizes that it was made with")
+                raise RunError(
+                    f"{what}: a recording is replayed with the seed, the data and the sizes that it was made with"
+                )
         tokens, logps = (found[name] for name in names[-2:])
         return [tokens[row] for row in place], [logps[row] for row in place]
 

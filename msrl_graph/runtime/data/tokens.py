@@ -1,7 +1,7 @@
 """Text and messages as a model reads them, and its tokens as text.
 
-Invariant: text is encoded without special tokens; messages are rendered by the chat template of the model that reads them, and what the
-template writes is all that is added. The same text gives the same tokens in every process.
+Invariant: text is encoded without special tokens; messages are rendered by the chat template of the model that reads
+them, and what the template writes is all that is added. The same text gives the same tokens in every process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class BadMessages(ValueError):
 
 
 class Tokens:
-    """The tokenizer of a model's folder. `ends` are the tokens that end a response, first the one that is appended where none does; none
-    where the folder names none."""
+    """The tokenizer of a model's folder. `ends` are the tokens that end a response, first the one that is appended
+    where none does; none where the folder names none."""
 
     def __init__(self, folder: str, tokenizer: Any = None) -> None:
         self.folder = folder
@@ -35,13 +35,13 @@ class Tokens:
         self.ends = ends(folder)
 
     def read(self, column: Column) -> Column:
-        """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of other text its own.
-        Raises BadMessages."""
+        """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of
+        other text its own. Raises BadMessages."""
         return ragged(self.encode([self.asked(column.text(row)) for row in range(len(column))]), np.int32)
 
     def ended(self, column: Column) -> Column:
-        """The tokens of a text column whose texts are responses: each as it is, and what ends a response where nothing does. Raises
-        BadMessages, since what comes before them is not known here."""
+        """The tokens of a text column whose texts are responses: each as it is, and what ends a response where nothing
+        does. Raises BadMessages, since what comes before them is not known here."""
         found = [column.text(row) for row in range(len(column))]
         if any(map(messages, found)):
             raise BadMessages("a column of `text` that is scored holds messages: declare it as tokens, `i32[<= n]`")
@@ -50,7 +50,9 @@ class Tokens:
     def closed(self, responses: Sequence[Array]) -> list[Array]:
         """Responses with the token that ends them, the empty ones aside: without it a model never learns to end."""
         ends = self.ends
-        return [np.append(r, ends[:1]).astype(r.dtype) if len(r) and ends and r[-1] not in ends else r for r in responses]
+        return [
+            np.append(r, ends[:1]).astype(r.dtype) if len(r) and ends and r[-1] not in ends else r for r in responses
+        ]
 
     def asked(self, text: str) -> str:
         """What `read` encodes for a text. Raises BadMessages."""
@@ -74,18 +76,23 @@ class Tokens:
         return self._rendered(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
-        """What the template writes of `messages` after `prompt`, up to the end token where it writes one: the text that a generation
-        would have written. `messages` may begin with those of the prompt. Raises BadMessages."""
+        """What the template writes of `messages` after `prompt`, up to the end token where it writes one: the text that
+        a generation would have written. `messages` may begin with those of the prompt. Raises BadMessages."""
         whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
         before, text = self.prompt(prompt) if prompt else "", self._rendered(whole, False)
         if not text.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
-            what = f"writes {text[same : same + 20]!r} with the response where the prompt alone has {before[same : same + 20]!r}"
+            what = (
+                f"writes {text[same : same + 20]!r} with the response where the prompt alone has "
+                f"{before[same : same + 20]!r}"
+            )
             raise BadMessages(f"the chat template of {self.folder} {what}, so that none is the beginning of the other")
         text = text[len(before) :]
         # Templates go on after the end token, most with a newline, which no generation reaches.
         shorter = text.rstrip()
-        return shorter if shorter.endswith(tuple(t for e in self.ends if (t := self.tokenizer.id_to_token(e)))) else text
+        return (
+            shorter if shorter.endswith(tuple(t for e in self.ends if (t := self.tokenizer.id_to_token(e)))) else text
+        )
 
     def _rendered(self, messages: Messages, prompt: bool) -> str:
         chat = self.chat()
@@ -100,8 +107,8 @@ class Tokens:
 
 
 def tokenised(plan: Plan, node: Node, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """The columns of some rows, those of text that the node's model reads as its tokens, a text that it scores with the token that ends a
-    response. Raises BadMessages."""
+    """The columns of some rows, those of text that the node's model reads as its tokens, a text that it scores with the
+    token that ends a response. Raises BadMessages."""
     read = sequences(plan.graph, node)
     names = [c for c in (*read.context, *read.scored) if c in columns and plan.graph.column(c).element == "text"]
     if not names:
@@ -121,7 +128,8 @@ def of_column(plan: Plan, column: str) -> Tokens:
 
 
 def of_node(plan: Plan, node: Node) -> Tokens:
-    """The tokenizer of the first column of tokens that a node reads, else of the first that it writes, else the policy's."""
+    """The tokenizer of the first column of tokens that a node reads, else of the first that it writes, else the
+    policy's."""
     graph = plan.graph
     found = next((c for c in (*node.reads, *node.writes) if is_tokens(graph, c)), graph.node("source").writes[0])
     return of_column(plan, found)
@@ -151,12 +159,17 @@ def _chat(folder: str) -> Any:
 
 @cache
 def ends(folder: str) -> tuple[int, ...]:
-    """The tokens that end a response of the model in a folder, as its files name them; first the one of its tokenizer."""
+    """The tokens that end a response of the model in a folder, as its files name them; first the one of its
+    tokenizer."""
     stated = [_config(folder, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
     found: int | list[int] = next((e for e in stated if e is not None), [])
     named = found if isinstance(found, list) else [found]
     name = _config(folder, "tokenizer_config.json").get("eos_token")
-    own = _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name) if name and len(named) > 1 else None
+    own = (
+        _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name)
+        if name and len(named) > 1
+        else None
+    )
     # Of several, the tokenizer's own is the one that ends a turn.
     return tuple(sorted(named, key=lambda end: end != own))
 

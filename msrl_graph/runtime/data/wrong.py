@@ -1,8 +1,9 @@
-"""Wrong numbers: values that are not finite, tokens that a model does not know, empty responses, and log-probabilities of the trainer
-that are not those of the generator.
+"""Wrong numbers: values that are not finite, tokens that a model does not know, empty responses, and log-probabilities
+of the trainer that are not those of the generator.
 
-Invariant: a wrong number is told once, by the process that makes it, in the iteration in which it does. Under `on_nan = stop` telling it
-ends the run; under `skip` it is counted and said, and goes on as it is, so that the update leaves out the step that it is in.
+Invariant: a wrong number is told once, by the process that makes it, in the iteration in which it does. Under `on_nan =
+stop` telling it ends the run; under `skip` it is counted and said, and goes on as it is, so that the update leaves out
+the step that it is in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost.holdings import dtype
+from ...ir.attributes import Generate, ReshardingEdge
 from ...ir.graph import Graph, Node
+from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, models, of_response, sequences, tempered
 from ..process.report import Report, RunError
@@ -22,17 +25,22 @@ from .columns import Array, Column
 if TYPE_CHECKING:
     from ..process.task import Task
 
-# The most that the log-probabilities of trainer and generator may differ, in nats, mean over the tokens of a batch, at temperature 1.
-# Both sum the same products in another order. A float32 logit near 32 is exact to 2e-6, and layers add a few such errors: below 1e-5 is
-# usual, so 1e-3 is no rounding. A bfloat16 logit near 32 is a multiple of 1/8, off by 1/32 on average at the last rounding alone: 0.1 is
-# three times that. Weights that are not the trainer's are off by more than either, a training step that was missed aside.
+# The most that the log-probabilities of trainer and generator may differ, in nats, mean over the tokens of a batch, at
+# temperature 1. Both sum the same products in another order. A float32 logit near 32 is exact to 2e-6, and layers add a
+# few such errors: below 1e-5 is usual, so 1e-3 is no rounding. A bfloat16 logit near 32 is a multiple of 1/8, off by
+# 1/32 on average at the last rounding alone: 0.1 is three times that. Weights that are not the trainer's are off by
+# more than either, a training step that was missed aside.
 TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The state `node` reads `column`, the log-probabilities with which the tokens of `response` were drawn, beside its own. In `turns`
-    those of an environment were not, and have NaN there."""
+    """Where the log-probabilities of a response's tokens are compared with those that they were drawn with.
+
+    The node `node` computes those of `response` with the generator's weights, and reads beside them `column`, those
+    as drawn. They may differ by `tolerance` nats on average. `turns`: the response is of several turns, and what the
+    environment wrote in it was not drawn: `column` holds NaN there.
+    """
 
     node: str
     column: str
@@ -50,30 +58,39 @@ class Drawn:
 
 
 def drawn(graph: Graph, node: Node) -> tuple[str, str]:
-    """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one, else one that
-    only the dock knows."""
+    """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one,
+    else one that only the dock knows."""
     response = next(c for c in node.writes if graph.column(c).element == "i32" and is_tokens(graph, c))
     return response, of_response(graph, node, "f32") or f"{response}.logp"
 
 
 def comparison(plan: Plan) -> Comparison | None:
-    """Who compares: the first state after the generation that computes the response's log-probabilities with the generator's weights."""
+    """Who compares: the first node after the generation that computes the response's log-probabilities with the
+    generator's weights."""
     graph = plan.graph
-    # The states of one worker are in one pool, so the order of the pools does not matter.
-    order = [graph.node(i.node) for s in plan.schedule if s.task == "train" for i in s.instructions if i.op == "RUN"]
+    # The nodes of one worker are in one pool, so the order of the pools does not matter.
+    order = [graph.node(name) for name in nodes_run(plan.schedule)]
     for node in graph.verb("generate"):
         response, column = drawn(graph, node)
         edges = [e for e in graph.reshards() if e.dst == node.name]
-        if any("staleness" in e.attributes and e.attributes["staleness"].value for e in edges):
+        if any(ReshardingEdge.of(e).staleness for e in edges):
             continue
         worker = graph.node(edges[0].src).worker if edges else node.worker
         fed = (*sequences(graph, node).context, response)
-        for state in order:
-            read = sequences(graph, state)
-            gives = state.verb == "update" or any([d.like for d in graph.column(c).dims] == [response] for c in state.writes)
-            if state.worker == worker and state.verb != "generate" and gives and (*read.context, *read.scored) == fed:
-                kinds = {dtype(plan, node.name), dtype(plan, state.name)}
-                return Comparison(state.name, column, response, max(TOLERANCE[k] for k in kinds), "environment" in node.attributes)
+        for other in order:
+            read = sequences(graph, other)
+            gives = other.verb == "update" or any(
+                [d.like for d in graph.column(c).dims] == [response] for c in other.writes
+            )
+            if other.worker == worker and other.verb != "generate" and gives and (*read.context, *read.scored) == fed:
+                kinds = {dtype(plan, node.name), dtype(plan, other.name)}
+                return Comparison(
+                    other.name,
+                    column,
+                    response,
+                    max(TOLERANCE[k] for k in kinds),
+                    Generate.of(node).environment is not None,
+                )
     return None
 
 
@@ -81,11 +98,15 @@ def vocabulary(plan: Plan, column: str) -> int:
     """How many tokens all models know that read a column; 0 where none does."""
     readers = [n for n in plan.graph.nodes if column in n.reads and n.verb in ("generate", "infer", "update")]
     tokens = plan.graph.column(column).element == "i32"
-    return min((plan.model(n.name).vocabulary for n in readers if plan.graph.worker(n.worker).model), default=0) if tokens else 0
+    return (
+        min((plan.model(n.name).vocabulary for n in readers if plan.graph.worker(n.worker).model), default=0)
+        if tokens
+        else 0
+    )
 
 
 class Watch:
-    """Looks at what a node-state makes. Masks have one entry a row: True where the row holds a wrong number."""
+    """Looks at what a node makes. Masks have one entry a row: True where the row holds a wrong number."""
 
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
@@ -104,23 +125,43 @@ class Watch:
     def begun(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
         """Ends the run where what a model reads before what it predicts has no token, which no `on_nan` helps."""
         if len(bare := rows[lengths == 0]):
-            raise RunError(_message(node, task, bare, "what its model reads first holds no token, from which nothing can be predicted"))
+            raise RunError(
+                _message(
+                    node, task, bare, "what its model reads first holds no token, from which nothing can be predicted"
+                )
+            )
 
     def temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
-        """Ends the run where a response would be drawn at no temperature, or at 0 where a policy scores it, which no `on_nan` helps."""
+        """Ends the run where a response would be drawn at no temperature, or at 0 where a policy scores it, which no
+        `on_nan` helps."""
         response, _ = drawn(self.graph, node)
-        scores = [n.name for n in models(self.graph) if n.verb != "generate" and response in sequences(self.graph, n).scored]
+        scores = [
+            n.name for n in models(self.graph) if n.verb != "generate" and response in sequences(self.graph, n).scored
+        ]
         scores = [name for name in scores if tempered(self.graph, self.graph.node(name))]
         bad = ~np.isfinite(values) | (values < 0) | ((values == 0) & bool(scores))
         if bad.any():
-            wanted = f"a number above 0 belongs, since `{scores[0]}` scores `{response}`" if scores else "a number of 0 or more belongs"
+            wanted = (
+                f"a number above 0 belongs, since `{scores[0]}` scores `{response}`"
+                if scores
+                else "a number of 0 or more belongs"
+            )
             what = f"the temperature `{name}` is {values[bad][0]:g}, where {wanted}"
             raise RunError(_message(node, task, rows[bad], what))
 
     def finite(
-        self, node: Node, task: Task, report: Report, reason: str, what: str, rows: Array, column: Column, known: Array | None = None
+        self,
+        node: Node,
+        task: Task,
+        report: Report,
+        reason: str,
+        what: str,
+        rows: Array,
+        column: Column,
+        known: Array | None = None,
     ) -> Array:
-        """Tells the rows with a value (`{}` in `what`) that is not finite, those aside that are `known` to be wrong; all of them."""
+        """Tells the rows with a value (`{}` in `what`) that is not finite, those aside that are `known` to be wrong;
+        all of them."""
         bad = not_finite(column)
         known = np.zeros(len(bad), bool) if known is None else known
         if len(new := np.flatnonzero(bad & ~known)):
@@ -128,24 +169,43 @@ class Watch:
             self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
         return bad | known
 
-    def logp(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Drawn | None, known: Array) -> Array:
-        """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its own temperature)."""
+    def logp(
+        self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Drawn | None, known: Array
+    ) -> Array:
+        """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its
+        own temperature)."""
         known = self.finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
-        return known if as_drawn is None or task.name != "train" else self.drift(node, task, report, rows, logp, as_drawn, known)
+        return (
+            known
+            if as_drawn is None or task.name != "train"
+            else self.drift(node, task, report, rows, logp, as_drawn, known)
+        )
 
-    def response(self, node: Node, task: Task, report: Report, rows: Array, tokens: Column, logp: Column, vocabulary: int) -> None:
+    def response(
+        self, node: Node, task: Task, report: Report, rows: Array, tokens: Column, logp: Column, vocabulary: int
+    ) -> None:
         """Looks at what was generated, of several turns at what the policy wrote."""
         strange = outside(tokens, vocabulary)
         if len(new := np.flatnonzero(strange)):
             values = tokens.take(new).values
             token = values[(values < 0) | (values >= vocabulary)][0]
-            self.tell(node, task, report, "token", rows[new], f"it drew the token {token}, outside the vocabulary of {vocabulary}")
+            self.tell(
+                node,
+                task,
+                report,
+                "token",
+                rows[new],
+                f"it drew the token {token}, outside the vocabulary of {vocabulary}",
+            )
         if len(new := np.flatnonzero(tokens.lengths == 0)):
             self.tell(node, task, report, "empty", rows[new], "the response is empty")
         self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
 
-    def drift(self, node: Node, task: Task, report: Report, rows: Array, logp: Column, found: Drawn, known: Array) -> Array:
-        """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or are too far off."""
+    def drift(
+        self, node: Node, task: Task, report: Report, rows: Array, logp: Column, found: Drawn, known: Array
+    ) -> Array:
+        """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or
+        are too far off."""
         assert self.comparison is not None
         as_drawn = found.logp
         written = ~np.isnan(as_drawn.values) if self.comparison.turns else np.ones(len(as_drawn.values), bool)
@@ -157,7 +217,9 @@ class Watch:
             return known
         report.count("logp_drift", float(off.sum()), len(off))
         report.peak("logp_drift_max", float(off.max()))
-        tolerance = self.comparison.tolerance / np.minimum(1.0, found.heat)  # temperatures below 1 stretch the errors of logits
+        tolerance = self.comparison.tolerance / np.minimum(
+            1.0, found.heat
+        )  # temperatures below 1 stretch the errors of logits
         if off.mean() <= tolerance[row].mean():
             return known
         by_row = np.bincount(row, off, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
@@ -165,8 +227,10 @@ class Watch:
         far = far[np.argsort(-by_row[far], kind="stable")]
         writer = self.graph.writer(self.comparison.response)
         what = (
-            f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` ({writer.span.place}) drew it "
-            f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where rounding makes at most "
+            f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` "
+            f"({writer.span.place}) drew it "
+            f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where "
+            "rounding makes at most "
             f"{tolerance[far[0]]:.3g}"
         )
         self.tell(node, task, report, "drift", rows[far], what)
@@ -175,7 +239,11 @@ class Watch:
 
 
 def _message(node: Node, task: Task, rows: Array, what: str) -> str:
-    when = f"iteration {task.number}" if task.name == "train" else f"the evaluation of {task.name} after {task.number} iterations"
+    when = (
+        f"iteration {task.number}"
+        if task.name == "train"
+        else f"the evaluation of {task.name} after {task.number} iterations"
+    )
     return f"`{node.name}` ({node.span.place}) on {listed(rows)} of {when}: {what}"
 
 
@@ -189,8 +257,11 @@ def outside(tokens: Column, vocabulary: int) -> Array:
 
 
 def known_tokens(columns: list[Column], size: int) -> tuple[list[Column], Array]:
-    """The columns fit to be fed to a model of `size` tokens, and the rows that were not: fed as it is, a token outside would end the
-    process, or pass for nothing under tensor parallelism."""
+    """The columns as a model of `size` tokens can be fed with them, and which rows had a token that it does not know.
+
+    In those rows the token is put within bounds. Fed as it is, it would end the process, or pass for nothing under
+    tensor parallelism.
+    """
     strange = np.any([outside(c, size) for c in columns], axis=0)
     return [replace(c, values=c.values.clip(0, size - 1)) for c in columns] if strange.any() else columns, strange
 
@@ -205,4 +276,6 @@ def _any(column: Column, bad: Array) -> Array:
 def listed(rows: Array) -> str:
     """Row numbers for a sentence."""
     first = ", ".join(map(str, rows[:5])) or "none"
-    return f"row {first}" if len(rows) == 1 else f"rows {first}" if len(rows) <= 5 else f"{len(rows)} rows ({first}, ...)"
+    return (
+        f"row {first}" if len(rows) == 1 else f"rows {first}" if len(rows) <= 5 else f"{len(rows)} rows ({first}, ...)"
+    )

@@ -1,53 +1,48 @@
 """The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, and where they lie.
 
-Invariant: which rows form a round of an update is a function of (seed, iteration, epoch, row) and of nothing else; a controller only
-chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an update: once an epoch), and whoever
-asks for a group's n-th share gets the same one however often it asks. What a controller decided and what it heard of are all that it is
-made of: `restore` builds it anew from the warehouses. Nothing here knows Ray or torch; actors.py puts it on processes.
+Invariant: which rows form a round of an update is a function of (seed, iteration, epoch, row) and of nothing else; a
+controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an
+update: once an epoch), and whoever asks for a group's n-th share gets the same one however often it asks. What a
+controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses.
+Nothing here knows Ray or torch; actors.py puts it on processes.
 
-Rows are those of rowsets.py. A node's *units* are what it is handed at once: its rows, or with `per = prompt` whole groups. Filters say how
-often each row goes on (their *verdict*); who comes after one is handed the rows that are left, and is done when all verdicts are there.
-With a refill the nodes up to the filter work round by round of prompts, and the first groups that survive it, in the source's order, go on.
+All that is decided for a node is decided here: what is handed out next and to whom, whether another round of prompts is
+needed, when an iteration is closed, and what of it must be kept safe. What a rank or a function host may ask is a
+`Question`, a class at the end of this file: a new one needs its class here and the line of client.py that asks it;
+actors.py passes all of them on alike.
+
+Rows are those of rowsets.py. A node's *units* are what it is handed at once: its rows, or with `per = prompt` whole
+groups. Filters say how often each row goes on (their *verdict*); who comes after one is handed the rows that are left,
+and is done when all verdicts are there. With a refill the nodes up to the filter work round by round of prompts, and
+the first groups that survive it, in the source's order, go on.
 """
 
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from ... import noise
 from ...ir.rowsets import Numbers, chain
-from ..data.columns import Array, Column
+from ..data.columns import Array
 from ..process.report import RunError
 from ..process.task import Task
 from .readers import Reader
-from .view import Table, View, enumerate_rows, first_prompts, view
-from .warehouse import Part, Round
+from .view import Table, View, enumerate_rows, view
+from .wire import News, Part, Round, Share
 
-
-@dataclass(frozen=True)
-class Share:
-    """What one group gets of a round: its units, how many rows each has, those rows, and for each column the warehouses of the rows
-    that they came from (each once, ascending). `most` are the rows of the largest share (so that all make as many micro-batches),
-    `round_units` those of the whole round, `elements` the length of each column over them."""
-
-    units: Array
-    sizes: Array
-    rows: Array
-    where: dict[str, Array]
-    most: int
-    round_units: int
-    elements: dict[str, int]
-    epoch: int
-    last: bool
+T_co = TypeVar("T_co", covariant=True)
 
 
 def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[Array]:
-    """Shares units among groups: with weights, the heaviest first to the lightest group; else even stretches, rows of one home together."""
+    """Shares units among groups: with weights, the heaviest first to the lightest group; else even stretches, rows of
+    one home together."""
     if weight is None:
         order = units[np.lexsort((units, home))]
         return [np.sort(part) for part in np.array_split(order, groups)]
@@ -60,11 +55,38 @@ def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[A
     return [np.sort(np.asarray(p, np.int64)) for p in parts]
 
 
+def first_prompts(rows: Array, known: Array, above: Array, prompts: int, count: int) -> tuple[Array, Array, int]:
+    """Of the prompts 0 to `prompts` - 1, which are the first `count` that any row is left of, as far as that is
+    known?
+
+    `rows` are the rows that filters have not dropped, `above` the prompt of each, and `known` says of which it is
+    sure that they stay. Gives for each prompt whether it is one of the first `count`, for each prompt whether that is
+    decided, and how many are found so far. With count = 2, and rows left of the prompts 0, 2 and 3, the prompts 0 and
+    2 are the first; if it is open whether any row of prompt 1 stays, that is decided of prompt 0 only.
+    """
+    alive, open_ = np.zeros(prompts, bool), np.zeros(prompts, bool)
+    alive[above[known]] = True
+    open_[above[~known]] = True
+    open_ &= ~alive  # one row that stays is enough to know that the prompt does
+    decided = np.logical_and.accumulate(~open_)
+    rank = np.cumsum(alive & decided)
+    inside = alive & decided & (rank <= count)
+    full = int(rank[-1]) >= count if prompts else False
+    return inside, decided | full, int(min(rank[-1], count)) if prompts else 0
+
+
 @dataclass
 class Book:
-    """What a controller knows of one iteration. Of each column heard of, `where` says which warehouse has a row (-1: none yet) and `heard`
-    its length, or of a filter's verdict how often it goes on. `opened` are the rounds of prompts of which a row was heard, `ended` those
-    that were handed out to their end; `seen` is the view once it is complete, since it changes no more."""
+    """What a controller knows of one iteration.
+
+    - `where` says of each row of a column which warehouse has it (-1: none yet); `heard` how long the row is, or of a
+      filter's verdict how often the row goes on.
+    - `dealt` marks the units that were handed out, `shares` are what each group got, in order.
+    - `opened` counts the rounds of prompts of which some row was heard; `ended` those that were handed out to their
+      end. Without a refill there is one round.
+    - `seen` is the view of the rows, kept once it is complete, since it changes no more.
+    - `rounds`, of an update whose rows are all known: its mini-batches that are still to come, each as (epoch, rows).
+    """
 
     task: Task
     numbers: Numbers
@@ -79,14 +101,28 @@ class Book:
 
 
 class Controller:
-    """The metadata of one node-state: which rows are ready, where they lie, who gets them."""
+    """The metadata of one node: which rows are ready, where they lie, who gets them.
+
+    `open`, `heard` and `restore` give the rounds that they have decided. Whoever calls them has these kept in a
+    warehouse where the controller `keeps` them, and then gives them to `hand`, in order, from which `take` has its
+    shares."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.books: dict[str, Book] = {}
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what is decided depends on the order in which rows come, as where batches are cut from what is there:
+        it must be kept before anybody hears of it. All else (all rows at once, or an update's mini-batches in their
+        order) would be decided again alike: who writes a row again writes it to its warehouse."""
+        return self.reader.chunk > 0 and not self.reader.update
+
     def open(self, task: Task) -> list[Round]:
-        """Begins an iteration. What that decides, as `heard` tells it: a node that reads nothing but states waits for no row."""
+        """Begins an iteration, unless it has begun. A node that reads no column, but states, waits for no row: it has
+        its rounds now."""
+        if task.key in self.books:
+            return []
         self._begin(task)
         return self._deal(self.books[task.key])
 
@@ -104,23 +140,25 @@ class Controller:
     def close(self, key: str) -> None:
         self.books.pop(key, None)
 
-    def heard(self, key: str, column: str, rows: Array, lengths: Array, warehouse: int) -> list[Round]:
-        """Rows of a column have come to lie in a warehouse. What that decides: to be given to `hand`, in order, after it was kept safe
-        where it depends on what came first (Reader.by_arrival)."""
+    def heard(self, key: str, news: Iterable[News]) -> list[Round]:
+        """Rows have come to lie in a warehouse."""
         book = self.books.get(key)
-        if book is None or column not in book.where:
+        if book is None:
             return []
-        self._note(book, column, rows, lengths, warehouse)
+        return [round for n in news if n.column in book.where for round in self._heard(book, n)]
+
+    def _heard(self, book: Book, news: News) -> list[Round]:
+        self._note(book, news)
         return self._deal(book)
 
-    def restore(self, task: Task, found: Iterable[tuple[str, Array, Array, int]], rounds: Iterable[Round]) -> list[Round]:
-        """Takes the place of a controller that had opened the iteration, heard of `found` (column, rows, lengths, warehouse) and decided
-        `rounds` (those that were kept). What else is decided now, as `heard` tells it."""
+    def restore(self, task: Task, news: Iterable[News], rounds: Iterable[Round]) -> list[Round]:
+        """Takes the place of a controller that had opened the iteration, heard the news and decided these rounds (those
+        that were kept); the rounds that it decides beside them."""
         self._begin(task)
         key, book = task.key, self.books[task.key]
-        for column, rows, lengths, warehouse in found:
-            if column in book.where:
-                self._note(book, column, rows, lengths, warehouse)
+        for n in news:
+            if n.column in book.where:
+                self._note(book, n)
         for round in rounds:
             book.dealt.set(np.concatenate([p.units for p in round.parts]), 1)
             book.ended += round.last
@@ -128,14 +166,20 @@ class Controller:
         return self._deal(book)
 
     def hand(self, key: str, round: Round) -> None:
-        """Makes the shares of a round, for `take`."""
-        book, reader = self.books[key], self.reader
+        """Makes the shares of a round, for `take`; of an iteration that was closed meanwhile nobody asks for what its
+        last rows led to."""
+        if (book := self.books.get(key)) is None:
+            return
+        reader = self.reader
+        columns = [(read.column, read.rows) for read in reader.reads]
         everyone = np.concatenate([p.rows for p in round.parts])
         most = max(len(p.rows) for p in round.parts)
-        elements = {c: int(book.heard[c].get(self._above(book, everyone, rows)).sum()) for c, rows, _ in reader.reads}
+        elements = {c: int(book.heard[c].get(self._above(book, everyone, rows)).sum()) for c, rows in columns}
         for shares, part in zip(book.shares, round.parts, strict=True):
-            where = {c: book.where[c].get(np.unique(self._above(book, part.rows, rows))) for c, rows, _ in reader.reads}
-            shares.append(Share(part.units, part.sizes, part.rows, where, most, len(everyone), elements, round.epoch, round.last))
+            where = {c: book.where[c].get(np.unique(self._above(book, part.rows, rows))) for c, rows in columns}
+            shares.append(
+                Share(part.units, part.sizes, part.rows, where, most, len(everyone), elements, round.epoch, round.last)
+            )
 
     def take(self, key: str, group: int, index: int) -> Share | None:
         """The group's share number `index`, None while there is none."""
@@ -143,8 +187,8 @@ class Controller:
         return shares[index] if index < len(shares) else None
 
     def again(self, key: str, rounds: int) -> bool | None:
-        """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that is not known.
-        RunError where there were as many rounds as there may be."""
+        """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that
+        is not known. RunError where there were as many rounds as there may be."""
         book, filter = self.books[key], self.reader.refilling
         assert filter is not None
         _, decided, count = self._surviving(book, rounds)
@@ -154,9 +198,13 @@ class Controller:
             return False
         if rounds > filter.refill:
             drawn = rounds * book.task.prompts
-            what = f"of {drawn} prompts in {rounds} rounds {count} have rows that it lets pass, where {book.task.prompts} are to go on"
+            what = (
+                f"of {drawn} prompts in {rounds} rounds {count} have rows that it lets pass, where "
+                f"{book.task.prompts} are to go on"
+            )
             raise RunError(
-                f"`{filter.node}` in iteration {book.task.number}: {what}; raise `refill`, ask for fewer prompts, or look at the filter"
+                f"`{filter.node}` in iteration {book.task.number}: {what}; raise `refill`, ask for fewer prompts, or "
+                "look at the filter"
             )
         return True
 
@@ -164,22 +212,28 @@ class Controller:
         """What the node waits for, in words."""
         book, reader, parts = self.books[key], self.reader, []
         seen = self._view(book)
-        for column, rows, writer in reader.reads:
-            wanted = np.unique(self._above(book, seen.rows, rows))
-            absent = wanted[book.where[column].get(wanted) < 0]
+        for read in reader.reads:
+            wanted = np.unique(self._above(book, seen.rows, read.rows))
+            absent = wanted[book.where[read.column].get(wanted) < 0]
             if len(absent):
                 first = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
-                parts.append(f"`{column}` from `{writer}` ({len(absent)} of {len(wanted)} rows missing: {first})")
+                parts.append(
+                    f"`{read.column}` from `{read.writer}` ({len(absent)} of {len(wanted)} rows missing: {first})"
+                )
         if not seen.complete:
             filters = ", ".join(f"`{s.node}`" for s in (reader.passed or (reader.refilling,)) if s)
-            parts.append(f"the verdict of {filters} on {int((~seen.known).sum())} of {len(seen.rows)} rows" if filters else "more prompts")
+            parts.append(
+                f"the verdict of {filters} on {int((~seen.known).sum())} of {len(seen.rows)} rows"
+                if filters
+                else "more prompts"
+            )
         return "; ".join(parts) or "nothing: all its rows are there"
 
-    def _note(self, book: Book, column: str, rows: Array, lengths: Array, warehouse: int) -> None:
-        book.heard[column].set(rows, lengths)
-        book.where[column].set(rows, warehouse)
-        if len(rows) and self.reader.refilling is not None and book.task.trains:
-            prompt = int(book.numbers.above(rows, self.reader.hears[column], 0).max())
+    def _note(self, book: Book, news: News) -> None:
+        book.heard[news.column].set(news.rows, news.lengths)
+        book.where[news.column].set(news.rows, news.warehouse)
+        if len(news.rows) and self.reader.refilling is not None and book.task.trains:
+            prompt = int(book.numbers.above(news.rows, self.reader.hears[news.column], 0).max())
             book.opened = max(book.opened, prompt // book.task.prompts + 1)
 
     def _above(self, book: Book, rows: Array, end: int) -> Array:
@@ -222,8 +276,8 @@ class Controller:
     def _ready(self, book: Book, seen: View) -> Array:
         """The units that are known whole and of which all is there."""
         ready = seen.known.copy()
-        for column, rows, _ in self.reader.reads:
-            ready &= book.where[column].get(self._above(book, seen.rows, rows)) >= 0
+        for read in self.reader.reads:
+            ready &= book.where[read.column].get(self._above(book, seen.rows, read.rows)) >= 0
         return seen.each(ready)
 
     def _deal(self, book: Book) -> list[Round]:
@@ -263,7 +317,9 @@ class Controller:
             book.rounds, size = deque(), reader.mini_batch or max(len(seen.rows), 1)
             for epoch in range(reader.epochs):
                 order = np.argsort(noise.keys(reader.seed, book.task.number, epoch, seen.rows), kind="stable")
-                book.rounds.extend((epoch, np.sort(seen.rows[order[i : i + size]])) for i in range(0, max(len(order), 1), size))
+                book.rounds.extend(
+                    (epoch, np.sort(seen.rows[order[i : i + size]])) for i in range(0, max(len(order), 1), size)
+                )
         if book.rounds:
             ready = self._ready(book, seen)
             while book.rounds and ready[np.searchsorted(seen.units, book.rounds[0][1])].all():
@@ -278,12 +334,11 @@ class Controller:
         home, weight = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
         if len(units) and not reader.whole:
             starts = np.cumsum(sizes) - sizes
-            for column, of, _ in sorted(
-                reader.reads, key=lambda r: len(chain(reader.sets, r[1]))
-            ):  # the deepest says where a unit is at home
-                above = self._above(book, rows, of)
-                home = book.where[column].get(above[starts])
-                weight += np.add.reduceat(book.heard[column].get(above), starts)
+            # The deepest says where a unit is at home.
+            for read in sorted(reader.reads, key=lambda r: len(chain(reader.sets, r.rows))):
+                above = self._above(book, rows, read.rows)
+                home = book.where[read.column].get(above[starts])
+                weight += np.add.reduceat(book.heard[read.column].get(above), starts)
         parts = []
         for some in deal(units, home, weight if reader.balance else None, reader.groups):
             mine, each = seen.rows_of(some)
@@ -292,29 +347,49 @@ class Controller:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The rows of a share: their numbers, and each column with one entry a row."""
+class Question(ABC, Generic[T_co]):
+    """What a process asks the controller of `node` in a task; it waits until there is an answer."""
 
-    share: Share
-    rows: Array
-    columns: dict[str, Column]
+    node: str
+    key: str
+
+    @abstractmethod
+    def answer(self, controller: Controller) -> T_co | None:
+        """The answer, None while there is none."""
+
+    @property
+    def of_group(self) -> int:
+        """The group that asks; -1: it is all the same which."""
+        return -1
+
+    @property
+    def who(self) -> str:
+        """Who waits, in words."""
+        return f"`{self.node}`" + (f" (group {self.of_group})" if self.of_group >= 0 else "")
 
 
-def wanted(share: Share, reader: Reader, numbers: Numbers) -> dict[str, Array]:
-    """The rows of each column that a share needs, ascending, each once."""
-    return {c: np.unique(numbers.above(share.rows, reader.rows, rows)) for c, rows, _ in reader.reads} if len(share.rows) else {}
+@dataclass(frozen=True)
+class Take(Question[Share]):
+    """The group's share number `index`. `process` is who begins with the share as soon as it has it: were it to tell
+    that itself, its word could die with it."""
+
+    group: int
+    index: int
+    process: str = ""
+
+    def answer(self, controller: Controller) -> Share | None:
+        return controller.take(self.key, self.group, self.index)
+
+    @property
+    def of_group(self) -> int:
+        return self.group
 
 
-def assemble(share: Share, reader: Reader, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, Column]) -> Batch:
-    """Lays fetched columns, of which these rows were `asked` for (`wanted`), out by the node's rows."""
-    columns = {}
-    for name, rows, _ in reader.reads if asked else ():
-        place = np.searchsorted(asked[name], numbers.above(share.rows, reader.rows, rows))
-        columns[name] = fetched[name] if np.array_equal(place, np.arange(len(asked[name]))) else fetched[name].take(place)
-    return Batch(share, share.rows, columns)
+@dataclass(frozen=True)
+class Again(Question[bool]):
+    """Whether after so many rounds of prompts the filter `node` needs another one."""
 
+    rounds: int
 
-def split(where: Array) -> Iterable[tuple[int, Array]]:
-    """(warehouse, the positions of its rows) for each warehouse that holds some."""
-    for warehouse in np.unique(where):
-        yield int(warehouse), np.flatnonzero(where == warehouse)
+    def answer(self, controller: Controller) -> bool | None:
+        return controller.again(self.key, self.rounds)

@@ -1,4 +1,4 @@
-"""What the dock knows beforehand: of each node-state what its controller hears of.
+"""What the dock knows beforehand: of each node what its controller hears of.
 
 Invariant: plain data, a function of the plan.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets
 from ..data.wrong import comparison
@@ -15,14 +16,29 @@ from ..process.task import Task, numbers
 
 
 @dataclass(frozen=True)
+class Read:
+    """A column that a node reads: the set that its rows are of, and the node that writes it."""
+
+    column: str
+    rows: int
+    writer: str
+
+
+@dataclass(frozen=True)
 class Reader:
-    """What a controller needs to know of its node-state. `reads` are (column, set of rows, writer); `rows` and `unit` are the sets of its
-    rows and units, `passed` the filters before it. Of the graph's filter that refills, if there is one: itself, the filters before it, and
-    whether the node comes before it, or is it. `prompts` is a column of the source: a node that works round by round and reads nothing but
-    states hears of it that a round has begun."""
+    """What a controller needs to know of its node.
+
+    - `reads`: the columns that it reads; `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of what it is
+      handed at once. A function with `per = prompt` works on responses, and its units are prompts.
+    - `passed`: the filters whose verdicts decide which rows it gets.
+    - `refilling`: the graph's filter that asks for more prompts, if there is one, and `before_refill` the filters
+      before it. `loops`: the node comes before that filter, or is it, so it works round by round of prompts.
+    - `prompts`: a column of the source. A node that loops but reads no column, only nodes, hears by it that a round
+      has begun.
+    """
 
     node: str
-    reads: tuple[tuple[str, int, str], ...]
+    reads: tuple[Read, ...]
     sets: tuple[Rowset, ...]
     rows: int
     unit: int
@@ -40,18 +56,12 @@ class Reader:
     loops: bool = False
     prompts: str = ""
 
-    @property
-    def by_arrival(self) -> bool:
-        """Whether what is decided depends on the order in which rows come: batches are cut from what is there. All else (all rows at once,
-        or an update's mini-batches in their order) would be decided again alike: who writes a row again writes it to its warehouse."""
-        return self.chunk > 0 and not self.update
-
     @cached_property
     def hears(self) -> dict[str, int]:
         """The columns whose rows concern the node, verdicts too, and the set that they are of."""
         verdicts = (*self.passed, *([self.refilling] if self.refilling else []), *self.before_refill)
         begun = {self.prompts: 0} if self.loops and not self.reads else {}
-        return begun | {c: rows for c, rows, _ in self.reads} | {s.column: s.rows for s in verdicts}
+        return begun | {r.column: r.rows for r in self.reads} | {s.column: s.rows for s in verdicts}
 
     def numbers(self, task: Task) -> Numbers:
         """How the rows of a task are numbered."""
@@ -61,14 +71,14 @@ class Reader:
 def readers(plan: Plan) -> list[Reader]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
     graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
-    balanced = {e.dst for e in graph.samples() if str(e.attributes.get("balance", "")) == "tokens"}
+    balanced = {e.dst for e in graph.samples() if SampleEdge.of(e).balance}
     refilling, repeated = rows.refilling, looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
-        reads = [(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
-        reads += [(s.name, 0, "source") for s in graph.states if s.per and s.name in node.states]
+        reads = [Read(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
+        reads += [Read(s.name, 0, "source") for s in graph.states if s.per and s.name in node.states]
         if compared and compared.node == node.name and compared.column not in node.reads:
-            reads.append((compared.column, rows.columns[compared.response], graph.writer(compared.response).name))
+            reads.append(Read(compared.column, rows.columns[compared.response], graph.writer(compared.response).name))
         found.append(
             Reader(
                 node=node.name,
@@ -81,8 +91,8 @@ def readers(plan: Plan) -> list[Reader]:
                 chunk=controller.chunk,
                 balance=node.name in balanced,
                 update=node.verb == "update",
-                epochs=int(node.number("epochs", 1)),
-                mini_batch=int(node.number("mini_batch", 0)),
+                epochs=Update.of(node).epochs,
+                mini_batch=Update.of(node).mini_batch or 0,
                 seed=plan.deploy.run.seed,
                 passed=rows.passed[node.name],
                 refilling=refilling,

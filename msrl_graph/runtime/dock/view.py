@@ -1,7 +1,7 @@
 """What a controller sees of an iteration: which rows there are, as far as filters have said.
 
-Invariant: pure functions of what was heard; a row is *known* when every filter before it has said that it goes on, and stays known: more
-news only turn unknown rows into known ones, or take them away.
+Invariant: pure functions of what was heard; a row is *known* when every filter before it has said that it goes on, and
+stays known: more news only turn unknown rows into known ones, or take them away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from ..data.columns import Array
 
 
 class Table:
-    """A number for each row, by the row's number. Rows that repeat others (rowsets.py) lie in blocks of their own, made as they come."""
+    """A number for each row, by the row's number, `empty` where none was set.
+
+    Row numbers of repeats (rowsets.py) are far beyond `size`: row 3 of 8 has repeats 11, 19, … So the table is kept
+    in blocks of `size` numbers, made when the first row of theirs comes: block 0 for the rows themselves, block 1 for
+    the first repeat of each, and so on.
+    """
 
     def __init__(self, size: int, empty: int) -> None:
         self.size, self.empty = max(size, 1), empty
@@ -51,8 +56,11 @@ class Table:
 
 @dataclass(frozen=True)
 class View:
-    """The rows that a node is to be handed, by unit and then by number, and which of them are known; `units` are ascending, and the
-    rows of each begin at `starts`. `complete`: there will be no others."""
+    """The rows that a node is to be handed, and which of them are `known`: no filter can drop them any more.
+
+    `units` are ascending, `starts` says where the rows of each begin in `rows`: with units [0, 2] and starts [0, 4]
+    the first four rows are unit 0, the others unit 2. `complete`: no other rows will come.
+    """
 
     rows: Array
     known: Array
@@ -87,14 +95,21 @@ def view(rows: Array, known: Array, units: Array, complete: bool) -> View:
 def enumerate_rows(
     numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, Table]
 ) -> tuple[Array, Array]:
-    """The rows of set `end` under some prompts that filters have not dropped, and which of them are known to stay."""
+    """The rows of set `end` that filters have not dropped, under some prompts, and which of them are known to stay.
+
+    It walks from the prompts down to the set: a generation makes `fan` rows of each, a filter drops those whose
+    verdict is 0, a `select` repeats those whose verdict is 2 or more. A row whose verdict is not there yet stays, but
+    is not known. Of 2 prompts with 2 responses each and the verdicts 1, 0, 1 and none for the responses 0 to 3: rows
+    [0, 2, 3], known [True, True, False].
+    """
     rows, known = prompts, np.ones(len(prompts), bool)
     path = chain(numbers.sets, end)[::-1]
     for here, below in zip(path, [*path[1:], -1], strict=True):
         if here and not numbers.sets[here].repeats:
             fan = numbers.fans[here]
             rows, known = (rows[:, None] * fan + np.arange(fan)).reshape(-1), np.repeat(known, fan)
-        # One that repeats rows makes others of them: who chooses from these rows comes before it, wherever it stands in the graph.
+        # One that repeats rows makes others of them: who chooses from these rows comes before it, wherever it stands in
+        # the graph.
         for sieve in sorted((s for s in sieves if s.rows == here), key=lambda s: s.left != here):
             times = verdicts[sieve.column].get(rows)
             if sieve.left == here:
@@ -108,7 +123,8 @@ def enumerate_rows(
                 rows = np.repeat(rows, count) + which * numbers.space[here]
                 known = np.repeat(known & (times >= 0), count)
     for sieve in sieves:
-        # A filter of rows that are not above these: one stays where any that belongs to it, or to the row above both, does.
+        # A filter of rows that are not above these: one stays where any that belongs to it, or to the row above both,
+        # does.
         if sieve.left in path:
             continue
         meeting = common(numbers.sets, sieve.left, end)
@@ -120,17 +136,3 @@ def enumerate_rows(
         alive, possible = np.isin(mine, above[sure]), np.isin(mine, above)
         rows, known = rows[possible], (known & alive)[possible]
     return rows, known
-
-
-def first_prompts(rows: Array, known: Array, above: Array, prompts: int, count: int) -> tuple[Array, Array, int]:
-    """Of `prompts` prompts, of which some rows stay (`above` are their prompts), the first `count` that any row is left of, in order, as
-    far as is known: whether each is one of them, whether that is known, and how many there are."""
-    alive, open_ = np.zeros(prompts, bool), np.zeros(prompts, bool)
-    alive[above[known]] = True
-    open_[above[~known]] = True
-    open_ &= ~alive  # one row that stays is enough to know that the prompt does
-    decided = np.logical_and.accumulate(~open_)
-    rank = np.cumsum(alive & decided)
-    inside = alive & decided & (rank <= count)
-    full = int(rank[-1]) >= count if prompts else False
-    return inside, decided | full, int(min(rank[-1], count)) if prompts else 0

@@ -1,6 +1,7 @@
 """What outlives an iteration, weights aside: how far the data was read, and the values of states.
 
-Invariant: it lives in the driver, and changes only when an iteration has ended: every process gets it with the task. A checkpoint holds it.
+Invariant: it lives in the driver, and changes only when an iteration has ended: every process gets it with the task. A
+checkpoint holds it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...ir.attributes import Call
 from ...ir.plan import Plan
 from ..data.columns import Array
 from ..process.report import Report, RunError
@@ -30,7 +32,7 @@ class Carried:
             first = float(state.initial.literal())
             self.states[state.name] = np.full(rows, first) if state.per else np.asarray(first)
         # Whether the next iteration's prompts are known before this one has ended.
-        self.known = not self.states and not any("refill" in n.attributes for n in plan.graph.nodes)
+        self.known = not self.states and not any(Call.of(n).refill for n in plan.graph.nodes)
 
     def task(self, number: int) -> Task:
         """Iteration `number` of training."""
@@ -53,8 +55,8 @@ class Carried:
         rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
         given: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
-            for name, (units, values) in report.states.items():
-                given.setdefault(name, []).extend(zip(units, values, strict=True))
+            for name, found in report.states.items():
+                given.setdefault(name, []).extend(zip(found.units, found.values, strict=True))
         for name, pairs in given.items():
             for unit, value in sorted(pairs):  # of a row that came twice the last prompt counts, whoever computed it
                 if self.states[name].ndim:
@@ -79,5 +81,8 @@ class Carried:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
             if found[name].shape != value.shape:
                 has, wants = found[name].size, f"the data has {self.rows} rows" if value.ndim else "the run has one"
-                raise RunError(f"{folder} holds {has} values of the state `{name}`, and {wants}: go on with the data that it was made with")
+                raise RunError(
+                    f"{folder} holds {has} values of the state `{name}`, and {wants}: go on with the data that it was "
+                    "made with"
+                )
             self.states[name] = found[name].astype(np.float64)

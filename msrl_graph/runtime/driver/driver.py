@@ -1,7 +1,8 @@
 """The driver of a run: starts iterations and collects metrics. No sample passes through it.
 
-Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints renamed into place. It
-tells the supervisor how it ended. When the supervisor is gone it is killed, with all that it started (processes.py).
+Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints
+renamed into place. It tells the supervisor how it ended. When the supervisor is gone it is killed, with all that it
+started (processes.py).
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from ...diagnostics import Fault
-from ...emit.text import many
+from ...emit.page import many
 from ...ir.plan import Evaluation, Plan
-from ..dock.actors import DockTimeout, Picture
+from ..dock.actors import DockTimeout
+from ..dock.wire import Status
 from ..metrics.display import Display, Screen, Tail, comparison
 from ..metrics.record import Recorder
 from ..metrics.symptoms import Symptoms
 from ..process import points
-from ..process.report import Report, RunError
+from ..process.report import Loaded, Report, RunError
 from ..process.task import Task
 from ..weights import checkpoint
 from .carried import Carried
 from .function_hosts import Call, FunctionHosts, reference
 from .pool import Pool
+from .signals import HEEDED, Signals
 from .supervisor import Attempt, Result
 
-HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK = 0.5  # seconds between two looks at the processes
 # Seconds that a driver leaves the docks to tell of a wait before it does.
 AFTER = 2.0
@@ -45,35 +47,11 @@ STILL = 5.0
 DISK = 3600.0  # seconds that reading or writing weights may take
 
 
-class Signals:
-    """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that comes when no
-    iteration is under way, or SIGHUP, ends it at once. So does the first where the iteration stands still."""
-
-    def __init__(self, say: Any) -> None:
-        self.say = say
-        self.asked = 0  # the first signal that was heeded
-        self.since = 0.0  # when it came (time.monotonic)
-        self.last = 0
-        self.training = False
-        self.heed()
-
-    def heed(self) -> None:
-        """Puts the handlers in place: again after Ray, which has its own, was started."""
-        for number in HEEDED:
-            signal.signal(number, self._heard)
-
-    def _heard(self, number: int, _frame: Any) -> None:
-        self.last = number
-        if self.asked or not self.training or number == signal.SIGHUP:
-            raise KeyboardInterrupt
-        self.asked, self.since = number, time.monotonic()
-        self.say("ending after this iteration, with a checkpoint; ask once more to end at once")
-
-
 def main(folder: str) -> int:
     """Runs the attempt that the supervisor described in `folder`."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
-    # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to the old one.
+    # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to
+    # the old one.
     screen = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
     console = Screen(file=screen)
@@ -138,8 +116,8 @@ _leaving = threading.Lock()
 
 
 def _leave(attempt: Attempt, result: Result) -> NoReturn:
-    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is left of the run. Who
-    comes first is heard."""
+    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is
+    left of the run. Who comes first is heard."""
     _leaving.acquire()
     with suppress(OSError):  # a full disk
         os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
@@ -170,7 +148,7 @@ class Driver:
         self.ray = ray
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = attempt.plan
-        self.pictures: list[Picture] = []
+        self.statuses: list[Status] = []
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
         self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
@@ -185,14 +163,14 @@ class Driver:
         pool.connect()
         self.signals.heed()
         pool.start()
-        sizes: dict[str, tuple[int, str]] = self._wait(pool.started, DISK)[0]
+        loaded: dict[str, Loaded] = self._wait(pool.started, DISK)[0]
         (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
-        for name, (_, left_out) in sizes.items():
-            if left_out:
-                display.say(f"{name}: {left_out}")
+        for name, data in loaded.items():
+            if data.left_out:
+                display.say(f"{name}: {data.left_out}")
         self.recorder = Recorder(out, self.plan, self.attempt.lines)
         try:
-            result = self._train({name: rows for name, (rows, _) in sizes.items()}, out)
+            result = self._train({name: data.rows for name, data in loaded.items()}, out)
         except KeyboardInterrupt:
             display.say(f"interrupted; the files of the run so far are in {out}")
             raise
@@ -251,7 +229,9 @@ class Driver:
             if self.signals.asked or saves:
                 self._checkpoint(i + 1, out)
             if self.signals.asked:
-                self.display.say(f"ended after {many(i + 1, 'iteration')}" + ("" if self.unsaved else f"; go on with --resume {out}"))
+                self.display.say(
+                    f"ended after {many(i + 1, 'iteration')}" + ("" if self.unsaved else f"; go on with --resume {out}")
+                )
                 return Result("interrupted", status=128 + self.signals.asked)
         self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
@@ -259,7 +239,9 @@ class Driver:
             if not evaluation.every or run.iterations % evaluation.every:
                 self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
-            self._wait([r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK)
+            self._wait(
+                [r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK
+            )
         # All else is done; but who asked for checkpoints must not take this run for one that has its last.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
@@ -295,7 +277,7 @@ class Driver:
         points.reach("driver", f"open {task.key}")
         self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
         points.reach("driver", f"opened in warehouses {task.key}")
-        self.ray.get([b.open.remote(task) for b in self.pool.boards])
+        self.ray.get([c.open.remote(task) for c in self.pool.controllers])
         points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
@@ -308,8 +290,8 @@ class Driver:
         return _Running(task, start, [*ranks, *self.ahead.pop(task.key)])
 
     def _prepare(self, task: Task) -> None:
-        """Opens a task and starts the hosts' functions on it: ahead of the ranks where it follows without anything between, so that its
-        prompts are there when it begins."""
+        """Opens a task and starts the hosts' functions on it: ahead of the ranks where it follows without anything
+        between, so that its prompts are there when it begins."""
         self._open(task)
         tables = self.carried.tables() if task.trains else {}
         hosts = range(self.plan.cluster.nodes)
@@ -328,20 +310,23 @@ class Driver:
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
-            for words in filter(None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])):
+            for words in filter(
+                None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])
+            ):
                 self.display.say(words)
         moved: dict[str, int] = {}
         for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
             for what, size in counts.items():
                 moved[what] = moved.get(what, 0) + size
-        for board in pool.boards:  # last: one that is rebuilt takes for open what the warehouses know
-            board.close.remote(task.key)
+        for host in pool.controllers:  # last: one that is rebuilt takes for open what the warehouses know
+            host.close.remote(task.key)
         points.reach("driver", f"cleared {task.key}")
         return moved
 
     def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:
-        """The results, of references and of function hosts' calls. Fails as soon as one fails or a process dies that is not replaced, or
-        when for the deadline (0: the dock's) no row has moved and nothing has ended; keeps the display alive meanwhile."""
+        """The results, of Ray's references and of calls of function hosts. It fails as soon as one of them fails, or
+        a process dies that is not replaced; and when for `deadline` seconds (0: the dock's) nothing has ended and no
+        row has moved. Meanwhile it keeps the display alive."""
         left, moves, since, rows = list(asked), -1, time.monotonic(), not deadline
         deadline = deadline or self.plan.docks.deadline
         while left:
@@ -355,46 +340,58 @@ class Driver:
             now = moves
             if not done:
                 self._look()
-                now = sum(p.moves for p in self.pictures)
+                now = sum(s.moves for s in self.statuses)
             if done or now != moves:
                 moves, since = now, time.monotonic()
-            elif rows and self.signals.asked and (still := time.monotonic() - max(since, self.signals.since)) > self._patience():
+            elif (
+                rows
+                and self.signals.asked
+                and (still := time.monotonic() - max(since, self.signals.since)) > self._patience()
+            ):
                 self.display.say(f"for {still:.0f} s no row has moved: ending at once{self.words()}")
                 raise KeyboardInterrupt
             elif time.monotonic() - since > deadline + AFTER:
                 # The dock's own deadline would have told of a wait by now: this is work that does not end.
-                last = ", ".join(f"`{p.last}`" for p in self.pictures if p.last)
-                raise RunError(f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}")
+                last = ", ".join(f"`{s.last}`" for s in self.statuses if s.last)
+                raise RunError(
+                    f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}"
+                )
         return list(self.ray.get([reference(x) for x in asked]))
 
     def _patience(self) -> float:
-        """How long an iteration may stand still after which the run is to end: what takes minutes each time is work, and ends."""
+        """How long an iteration may stand still after which the run is to end: what takes minutes each time is work,
+        and ends."""
         return max(STILL, 2 * self.longest)
 
     def _look(self) -> None:
         """Asks controllers and warehouses; whoever is dead fails at once."""
         with suppress(self.ray.exceptions.GetTimeoutError):
-            asked = [b.picture.remote() for b in self.pool.boards]
+            asked = [c.status.remote() for c in self.pool.controllers]
             self.ray.get([w.__ray_ready__.remote() for w in self.pool.warehouses], timeout=5)
-            self.pictures = self.ray.get(asked, timeout=5)
-            self.display.phase(self.pictures[0].last)
+            self.statuses = self.ray.get(asked, timeout=5)
+            self.display.phase(self.statuses[0].last)
 
     def place(self, names: list[str]) -> str:
         """What these processes did when they were last heard of, in words."""
         with suppress(self.ray.exceptions.RayError):
-            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
-        # A process tells the controllers of one host what it does; those of another may know of a share that it has taken since.
-        heard = sorted((item for p in self.pictures for item in p.doing.items()), key=lambda item: -item[1][1])
-        doing = {name: what for name, (what, _) in heard}
+            self.statuses = self.ray.get([c.status.remote() for c in self.pool.controllers], timeout=2)
+        # A process tells the controllers of one host what it does; those of another may know of a share that it has
+        # taken since.
+        heard = sorted((item for s in self.statuses for item in s.doing.items()), key=lambda item: -item[1].seconds)
+        doing = {name: told.what for name, told in heard}
         told = [f"in {doing[name]}" for name in names if name in doing]
         return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
 
     def words(self, told: str = "") -> str:
         """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
         with suppress(self.ray.exceptions.RayError):
-            self.pictures = self.ray.get([b.picture.remote() for b in self.pool.boards], timeout=2)
-        lines = [str(wait) for p in self.pictures for wait in p.waits if str(wait).split(" has waited ")[0] not in told]
-        lines += [f"{name} has been in {what} for {s:.0f} s" for p in self.pictures for name, (what, s) in sorted(p.doing.items())]
+            self.statuses = self.ray.get([c.status.remote() for c in self.pool.controllers], timeout=2)
+        lines = [str(wait) for s in self.statuses for wait in s.waits if str(wait).split(" has waited ")[0] not in told]
+        lines += [
+            f"{name} has been in {d.what} for {d.seconds:.0f} s"
+            for s in self.statuses
+            for name, d in sorted(s.doing.items())
+        ]
         return "".join(f"\n  {line}" for line in lines)
 
     def _measured(self, number: int) -> bool:

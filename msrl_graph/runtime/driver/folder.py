@@ -1,7 +1,7 @@
 """The folder of a run.
 
-Invariant: a run never writes among another's results, unless it is asked to replace them, and then removes nothing but what runs make and
-nothing that it reads; two never write into one folder at a time.
+Invariant: a run never writes among another's results, unless it is asked to replace them, and then removes nothing but
+what runs make and nothing that it reads; two never write into one folder at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MADE = (
 
 
 def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
-    """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads none of them."""
+    """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads
+    none of them."""
     try:
         return _chosen(plan, out, overwrite, replay)
     except OSError as error:  # a name that is too long, a folder that none may look into
@@ -61,7 +62,13 @@ def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
         elif ran:
             help += ", or replace the results in it: --overwrite"
     elif overwrite and out is None:
-        raise Fault(Diagnostic("bad-value", "--overwrite replaces the results in a folder, and none is named", help="name it with --out"))
+        raise Fault(
+            Diagnostic(
+                "bad-value",
+                "--overwrite replaces the results in a folder, and none is named",
+                help="name it with --out",
+            )
+        )
     elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
         what = f"cannot be made: {nearest} is not a folder that can be written to"
     if what:
@@ -120,7 +127,9 @@ def lock(out: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             what = f"another run is writing into {out}"
-            raise Fault(Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")) from None
+            raise Fault(
+                Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")
+            ) from None
         except OSError:
             pass  # a file system without locks: then nobody is kept out
         yield

@@ -1,8 +1,9 @@
 """The function hosts of a run, as its driver holds them.
 
-Invariant: a host's calls are done in the order in which they were asked for, whoever does them. Ray keeps the order of calls to one
-process, but not of those that it makes again after a death: a later task could wait in front of the earlier one that it needs. So Ray
-makes none again. A process that died is replaced here, and what it had not answered is asked for again, in the same order.
+Invariant: a host's calls are done in the order in which they were asked for, whoever does them. Ray keeps the order of
+calls to one process, but not of those that it makes again after a death: a later task could wait in front of the
+earlier one that it needs. So Ray makes none again. A process that died is replaced here, and what it had not answered
+is asked for again, in the same order.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ class Call:
 
 
 class FunctionHosts:
-    """One process for each host, which may die `restarts` times. `start(host, again)` starts one and gives its actor: `again` where it
-    takes a dead one's place. `ended` tells which of some references have a result, and what is raised where it is its process's death."""
+    """One process for each host, each of which may die `restarts` times.
+
+    `start(host, again)` starts the process of a host and gives its actor; `again`: it takes the place of one that
+    died. `ended(references)` tells which of some references have a result, each with None, or with what Ray raised
+    where the process died before it had one.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The processes of a run on Ray: asked for, started together, ended by their ids.
 
-Invariant: nothing is started before the resources are known to be there. Controllers that die are started again by Ray, function hosts by
-function_hosts.py, `run { restarts }` times each; whoever else dies ends the attempt. What is left of a
-pool on this machine, the supervisor ends.
+Invariant: nothing is started before the resources are known to be there. Controllers that die are started again by Ray,
+function hosts by function_hosts.py, `run { restarts }` times each; whoever else dies ends the attempt. What is left of
+a pool on this machine, the supervisor ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from ...diagnostics import Diagnostic
-from ...emit.text import many
+from ...emit.page import many
 from ...ir.plan import Plan
 from ..dock.readers import home, readers
 from ..process import joining
@@ -39,7 +39,7 @@ class Pool:
         self.ranks: list[Any] = []
         self.functions: FunctionHosts | None = None
         self.warehouses: list[Any] = []
-        self.boards: list[Any] = []
+        self.controllers: list[Any] = []
         self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
         self.started: list[Call] = []  # the function hosts' answers to `start`
         self.group: Any = None
@@ -58,7 +58,9 @@ class Pool:
             try:
                 ray.init(address=address, **ray_options)
             except ConnectionError as error:
-                raise joining.unreached(f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", plan) from None
+                raise joining.unreached(
+                    f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", plan
+                ) from None
         else:
             ray.init(
                 address="local",  # never one that somebody else has started
@@ -87,8 +89,8 @@ class Pool:
         found = readers(plan)
         at = {c.node: c.host for c in plan.docks.controllers}
         stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
-        boards = {h: f"controllers of host {h}" for h in sorted(set(at.values()))}
-        controllers = {node: boards[h] for node, h in at.items()}
+        hosts = {h: f"controllers of host {h}" for h in sorted(set(at.values()))}
+        controllers = {node: hosts[h] for node, h in at.items()}
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:
@@ -98,10 +100,19 @@ class Pool:
             self.names[handle._actor_id.hex()] = called
             return handle
 
+        # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
+        text = plan.to_json()
+        folder = "" if self.attached else self.folder  # other hosts do not have it
+        threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
+        asks = cluster.device.kind.ray()
+        for r in range(cluster.devices):
+            of, at_host = (text, r, threads, folder, self.logs), cluster.host(r)
+            self.ranks.append(start(rank_host.RankHost, f"rank {r}", at_host, *of, **asks))
         self.warehouses = [
-            start(actors.WarehouseHost, name, h, i, h) for i, (name, h) in enumerate(zip(stores, plan.docks.warehouses, strict=True))
+            start(actors.WarehouseHost, name, h, i, h)
+            for i, (name, h) in enumerate(zip(stores, plan.docks.warehouses, strict=True))
         ]
-        self.boards = [
+        self.controllers = [
             start(
                 actors.ControllerHost,
                 name,
@@ -113,22 +124,17 @@ class Pool:
                 max_restarts=restarts,
                 max_task_retries=restarts,
             )
-            for h, name in boards.items()
+            for h, name in hosts.items()
         ]
-        heard = [sorted({c for r in found if at[r.node] == h for c in r.hears}) for h in boards]
-        connected = [w.connect.remote(self.boards, heard) for w in self.warehouses]
-        text = plan.to_json()
-        folder = "" if self.attached else self.folder  # other hosts do not have it
-        threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
-        resource = {"num_cpus": 1} if cluster.device.resource == "CPU" else {"resources": {cluster.device.resource: 1}}
-        for r in range(cluster.devices):
-            name = f"rank {r}"
-            self.ranks.append(start(rank_host.RankHost, name, cluster.host(r), text, r, threads, folder, self.logs, **resource))
+        heard = [sorted({c for r in found if at[r.node] == h for c in r.hears}) for h in hosts]
+        connected = [w.connect.remote(self.controllers, heard) for w in self.warehouses]
         packed = zlib.compress(text.encode())
 
         def function_host(host: int, again: bool) -> Any:
             if again and self.functions:
-                ray.kill(self.functions.actors[host])  # one that only could not be reached for a while would go on beside
+                ray.kill(
+                    self.functions.actors[host]
+                )  # one that only could not be reached for a while would go on beside
             arguments = (packed, host, folder, self.logs, controllers, stores, again)
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
             return start(functions.FunctionHost, f"functions of host {host}", host, *arguments, name=None)
@@ -164,11 +170,17 @@ class Pool:
             total, living = {k: v * nodes for k, v in asked.items()}, len(joining.living())
             short = any(there.get(k, 0) < v for k, v in total.items()) or living < nodes
             if short or time.monotonic() > until:
-                words = ", ".join(f"{there.get(k, 0):g} {k} in all, {ray.available_resources().get(k, 0):g} of them free" for k in asked)
+                words = ", ".join(
+                    f"{there.get(k, 0):g} {k} in all, {ray.available_resources().get(k, 0):g} of them free"
+                    for k in asked
+                )
                 raise NoResources(
                     Diagnostic(
                         "no-resources",
-                        f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has {many(living, 'host')}, {words}",
+                        (
+                            f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has "
+                            f"{many(living, 'host')}, {words}"
+                        ),
                         self.plan.cluster.span,
                         "lower `nodes` or `devices_per_node`, or free the devices",
                     )
@@ -209,7 +221,7 @@ class Pool:
 
     def _actors(self) -> list[Any]:
         hosts = self.functions.actors if self.functions else []
-        return [*self.ranks, *hosts, *self.warehouses, *self.boards]
+        return [*self.ranks, *hosts, *self.warehouses, *self.controllers]
 
     def close(self) -> None:
         import ray
@@ -233,7 +245,7 @@ def check_machine(plan: Plan) -> None:
     asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {cluster.device.resource}"
     there = f"this machine is 1 host of {cores} cores"
     help = ""
-    if cluster.device.backend != "cpu":
+    if not cluster.device.kind.is_host:
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
     elif cluster.nodes > 1:
         help = "set RAY_ADDRESS to a Ray cluster of that many hosts, or use one host"

@@ -1,8 +1,8 @@
 """`run`: one process that watches another drive the run, and starts it again where something died.
 
-Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises, or this process is
-killed, no process and no temporary folder of it is left (processes.py). The driver (driver.py) is a process of its own since Ray ends
-the process that drives it when its servers are lost.
+Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises,
+or this process is killed, no process and no temporary folder of it is left (processes.py). The driver (driver.py) is a
+process of its own since Ray ends the process that drives it when its servers are lost.
 """
 
 from __future__ import annotations
@@ -23,16 +23,12 @@ from typing import IO, Any
 
 import msgspec
 
-from ...checks import folders
-from ...compiler.unready import unready
 from ...diagnostics import UNFIT, Diagnostic, Fault
-from ...emit.text import many
+from ...emit.page import many
 from ...ir.located import absolute
 from ...ir.plan import Plan
-from ...model.architecture import Model
 from ..data import dataset as data
 from ..data import recording as rows
-from ..data.tokens import Tokens
 from ..metrics.display import Screen
 from ..metrics.record import read
 from ..process.joining import NoResources
@@ -40,7 +36,7 @@ from ..process.processes import MARK, Temporary, nicer, sweep
 from ..rank.tried import tried
 from ..weights import checkpoint
 from .folder import choose, clear, lock, make
-from .pool import check_machine
+from .needs import check
 
 DRIVER = ("-m", "msrl_graph.runtime.driver.driver")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -85,8 +81,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What a driver is given: `folder` is the temporary one, `answer` the open file that its result goes to, `resume` a checkpoint (or
-    nothing), `lines` how many lines of the metrics in `out` belong to it."""
+    """What a driver is given: `folder` is the temporary one, `answer` the open file that its result goes to, `resume` a
+    checkpoint (or nothing), `lines` how many lines of the metrics in `out` belong to it."""
 
     plan: Plan
     out: str
@@ -105,49 +101,6 @@ class Result:
     message: str = ""
     status: int = 0
     diagnostics: list[Diagnostic] = field(default_factory=list)
-
-
-def check(plan: Plan) -> dict[str, data.Looked]:
-    """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is missing."""
-    found = unready(plan)
-    for model in plan.deploy.models.values():
-        if not model.path:
-            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
-            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
-            continue
-        for pattern in ("*.safetensors", "tokenizer.json"):
-            if not list(Path(model.path).glob(pattern)):
-                found.append(Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span))
-    if not found:
-        found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
-    if not found:
-        found = folders.changed(plan) or [d for d in folders.check(plan) if d.severity == "error"]
-    if "source" not in plan.deploy.data:
-        found.append(
-            Diagnostic(
-                "missing-file", "the deploy names no data for the source", plan.deploy.span, 'add: data source = "file.jsonl" { ... }'
-            )
-        )
-    sizes, able = {}, not found  # data needs the models' tokenizers
-    for name, item in plan.deploy.data.items():
-        try:
-            sizes[name] = data.check(item, plan) if able else data.Looked(len(data.read(item, plan.graph)))
-        except Fault as fault:
-            found += fault.diagnostics
-    if found:
-        raise Fault(*found)
-    if not os.environ.get("RAY_ADDRESS"):
-        check_machine(plan)
-    return sizes
-
-
-def _unreadable(model: Model) -> Diagnostic | None:
-    """What is wrong with a folder's tokenizer."""
-    try:
-        Tokens(model.path)
-    except Exception as error:  # the library raises nothing more special
-        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span)
-    return None
 
 
 @dataclass(frozen=True)
@@ -171,7 +124,9 @@ class Prepared:
         """What would run."""
         plan, run = self.plan, self.plan.deploy.run
         begin = f"from iteration {self.manifest.iteration} ({self.begin})" if self.manifest else "from the beginning"
-        saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
+        saved = (
+            f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
+        )
         rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
         left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
         return [
@@ -211,14 +166,18 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
 
 
 def run(
-    plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options(), stderr: IO[str] | None = None
+    plan: Plan,
+    out: Path | str | None = None,
+    resume: str = "",
+    options: Options = Options(),
+    stderr: IO[str] | None = None,
 ) -> Outcome:
-    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a new folder under
-    runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with). What is told on the way goes to
-    `stderr`.
+    """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
+    new folder under runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
+    What is told on the way goes to `stderr`.
 
-    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a process died more
-    often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
+    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
     """
     made = prepare(plan, out, resume, options)
     return Supervisor(made, options, stderr).whole()
@@ -227,7 +186,9 @@ def run(
 class Supervisor:
     """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
 
-    def __init__(self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER) -> None:
+    def __init__(
+        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER
+    ) -> None:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
@@ -316,11 +277,17 @@ class Supervisor:
         """Starts a driver, and waits for its end."""
         command = [sys.executable, *self.driver, attempt.folder]
         # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
-        environment = {**os.environ, **nicer(attempt.options.nice), MARK: attempt.folder, "RAY_IGNORE_UNHANDLED_ERRORS": "1"}
+        environment = {
+            **os.environ,
+            **nicer(attempt.options.nice),
+            MARK: attempt.folder,
+            "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        }
         logs.mkdir(exist_ok=True)
         direct = self.stderr is None or _is_file(self.stderr)
         with (logs / "driver.log").open("ab") as log:  # Ray speaks to stdout, which belongs to the results
-            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one only.
+            # A session of its own: what a terminal sends to all of its processes reaches the driver through this one
+            # only.
             self.child = child = subprocess.Popen(
                 command,
                 env=environment,
@@ -341,7 +308,8 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Hands signals on to the driver; one that stays deaf is killed. What the caller has ignored (nohup), stays ignored."""
+        """Hands signals on to the driver; one that stays deaf is killed. What the caller has ignored (nohup), stays
+        ignored."""
 
         def forward(number: int, _frame: Any) -> None:
             self.asked.append(number)

@@ -1,7 +1,7 @@
 """What is told where a user's Python fails.
 
-Invariant: the first line has the node, its line in the program, the row and the place in the user's own file; the lines after it how the
-code got there and what it was given, cut to what fits a screen. The log of the process has all of it.
+Invariant: the first line has the node, its line in the program, the row and the place in the user's own file; the lines
+after it how the code got there and what it was given, cut to what fits a screen. The log of the process has all of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from ...ir.attributes import CALLED
 from ...ir.graph import Node
 from ..process import log
 from .note import ProcessDied
 
-CALLS = ("call", "keep", "select", "weights", "environment", "loss", "optimizer")  # attributes that name what is called
 MOST = 200  # characters of a value that the message shows
 FRAMES = 8  # that the message shows, of a recursion the first and the last
 LOGGED = 1_000_000  # characters of a value that the log holds
@@ -29,13 +29,15 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 
 class BadResult(ValueError):
-    """A function returned what its columns cannot hold. It has no place in a file: what was returned is what is wrong."""
+    """A function returned what its columns cannot hold. It has no place in a file: what was returned is what is
+    wrong."""
 
 
 def blame(node: Node, error: BaseException, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
-    """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process gets it in full."""
+    """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process
+    gets it in full."""
     # Of a node that extends another one's the call may stand elsewhere.
-    calls = [node.attributes[key].span for key in CALLS if key in node.attributes]
+    calls = [call.span for key in CALLED if (call := node.stated(key)) is not None]
     place = next((span.place for span in calls if span.line), node.span.place)
     head = f"`{node.name}` ({place}) failed on {where}: {reason(error)}"
     values = list(given)
@@ -47,7 +49,8 @@ def blame(node: Node, error: BaseException, where: str, given: Iterable[tuple[st
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line: its kind, the first line of what it says, and where a debugger would stop in the user's own code."""
+    """An error in a line: its kind, the first line of what it says, and where a debugger would stop in the user's own
+    code."""
     said = str(error).splitlines()
     what = f"{type(error).__name__}: {said[0] if said else ''}{' …' if len(said) > 1 else ''}"
     found = _own(error)
@@ -55,7 +58,8 @@ def reason(error: BaseException) -> str:
 
 
 def steps(error: BaseException) -> list[str]:
-    """How the user's code got to where it failed, a line for each of its frames; nothing where `reason` has told all of it."""
+    """How the user's code got to where it failed, a line for each of its frames; nothing where `reason` has told all of
+    it."""
     found = [f"{f.filename}:{f.lineno} in {f.name}: {cut(f.line or '', MOST)}" for f in _own(error)]
     if isinstance(error, BadResult) or not found:
         return []
@@ -84,7 +88,9 @@ def cut(text: str, most: int) -> str:
 def _own(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code; where there are none, the last of all: a function of the package fails."""
     found: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
-    if isinstance(error, ProcessDied):  # from where the process began: what is of interest begins with what this folder called
+    if isinstance(
+        error, ProcessDied
+    ):  # from where the process began: what is of interest begins with what this folder called
         here = [i for i, f in enumerate(error.frames) if f.filename.startswith(_HERE)]
         found = error.frames[here[-1] if here else 0 :]
     frames = [f for f in found if not f.filename.startswith("<frozen ")]

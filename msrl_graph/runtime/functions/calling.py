@@ -1,8 +1,8 @@
 """Function nodes made callable: from the rows of a batch to arguments, and from results to rows.
 
-Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends with the node, its
-line, the row and what was returned. A generator that it asks for is keyed by (seed, iteration, node, unit), so that neither the host nor
-the order of arrival changes what it returns.
+Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends
+with the node, its line, the row and what was returned. A generator that it asks for is keyed by (seed, iteration, node,
+unit), so that neither the host nor the order of arrival changes what it returns.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 
 from ... import algorithms
+from ...ir.attributes import Call, Source
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Sieve, rowsets
 from ...ir.sequences import is_tokens
-from ..data.columns import Array, Column
+from ..data.columns import Array, Column, Piece, Verdicts
 from ..data.dataset import Dataset
 from ..data.tokens import of_column
 from ..data.wrong import not_finite
-from ..dock.controller import Batch
 from ..dock.readers import Reader
-from ..process.report import RunError
+from ..dock.wire import Batch
+from ..process.report import NextValues, RunError
 from ..process.task import Task
 from .blame import BadResult, blame
 from .note import Note
@@ -43,11 +44,10 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass
 class Results:
-    """What a node made of a batch: rows by column, the row numbers and the data (a filter's verdicts among them), and next values of
-    states, by the number of the unit that they are of."""
+    """What a node made of a batch: rows by column (of a filter its verdicts), and next values by state."""
 
-    columns: dict[str, tuple[Array, Column]] = field(default_factory=dict)
-    states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    columns: dict[str, Piece] = field(default_factory=dict)
+    states: dict[str, NextValues] = field(default_factory=dict)
 
 
 class _OfUnit(list[Any]):
@@ -65,10 +65,9 @@ class Function:
         self.sieve: Sieve | None = found.sieves.get(node.name)
         self.written = {c: found.columns[c] for c in node.writes}  # the set of the rows of each
         self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
-        key = next(k for k in ("call", "keep", "select") if k in node.attributes)
-        self.comparison = node.attributes[key] if node.attributes[key].kind != "call" else None
+        call = Call.of(node).functions[0]
+        self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
-            call = node.attributes[key]
             self.call, self.signature = called(call, "function")
             # A function of one row may have a group that is one: a value for the row above it.
             self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(call.value)
@@ -92,7 +91,9 @@ class Function:
             bad |= not_finite(batch.columns[name])
         if self.node.per == "row" or not len(bad):
             return bad
-        return np.repeat(np.logical_or.reduceat(bad, np.cumsum(batch.share.sizes) - batch.share.sizes), batch.share.sizes)
+        return np.repeat(
+            np.logical_or.reduceat(bad, np.cumsum(batch.share.sizes) - batch.share.sizes), batch.share.sizes
+        )
 
     def __call__(self, batch: Batch, task: Task) -> Results:
         if self.comparison is not None:
@@ -112,31 +113,42 @@ class Function:
                     raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
                 result = next(results) if results else self._called(given, task, int(unit), where)
                 if self.sieve is not None:
-                    times.append(self._times(result, int(size)))
+                    times.append(self._times(result, int(size), numbers.repeats[self.reader.rows]))
                     continue
                 for name, value in self._by_column(result):
                     if name not in self.written:
-                        if np.isfinite(number := self._next(name, value)):  # under `on_nan = skip` a state stays as it is
+                        if np.isfinite(
+                            number := self._next(name, value)
+                        ):  # under `on_nan = skip` a state stays as it is
                             made[name][0].append(int(unit))
                             made[name][1].append(number)
                         continue
                     wanted, first = batch.rows[rows], np.arange(int(size))
                     if self.written[name] != self.reader.rows:
-                        wanted, first = np.unique(numbers.above(wanted, self.reader.rows, self.written[name]), return_index=True)
+                        wanted, first = np.unique(
+                            numbers.above(wanted, self.reader.rows, self.written[name]), return_index=True
+                        )
                     one = not grouped or self.alone or self.written[name] == self.reader.unit != self.reader.rows
-                    for row, at, item in zip(wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True):
+                    for row, at, item in zip(
+                        wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True
+                    ):
                         where = where if one else f"{self.scope} {unit}, row {row}"
                         made[name][0].append(int(row))
-                        made[name][1].append(self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at))))
+                        made[name][1].append(
+                            self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at)))
+                        )
             except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
                 raise RunError(blame(self.node, error, f"{where} of iteration {task.number}", given)) from error
         if self.sieve is not None:
             return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
-        columns = {name: (np.asarray(made[name][0], np.int64), self.returned.column(name, made[name][1])) for name in self.node.writes}
-        return Results(columns, {name: made[name] for name in self.node.sets})
+        columns = {
+            c: Piece(np.asarray(made[c][0], np.int64), self.returned.column(c, made[c][1])) for c in self.node.writes
+        }
+        return Results(columns, {name: NextValues(*made[name]) for name in self.node.sets})
 
     def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
-        """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one number, a state's."""
+        """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one
+        number, a state's."""
         return [(c if p == self.signature.rest else p, self._argument(batch, task, c, p)) for p, c in self.bound]
 
     def _argument(self, batch: Batch, task: Task, name: str, parameter: str) -> Any:
@@ -173,7 +185,11 @@ class Function:
         options = self.options | self.filled(task.number, unit)
         with self.note.at(f"{self.node.name}: {where} of {task.key}"):
             # What comes before `*columns` is given by order, as Python wants it.
-            return self.call(*(v for _, v in given), **options) if self.signature.rest else self.call(**dict(given), **options)
+            return (
+                self.call(*(v for _, v in given), **options)
+                if self.signature.rest
+                else self.call(**dict(given), **options)
+            )
 
     def _compare(self, batch: Batch, task: Task) -> Array:
         assert self.comparison is not None
@@ -182,9 +198,9 @@ class Function:
         left = task.states[str(side.value)] if run_state else batch.columns[str(side.value)].values
         return np.broadcast_to(COMPARISONS[self.comparison.kind](left, number.literal()), len(batch.rows))
 
-    def _times(self, result: Any, size: int) -> Array:
-        """How often each row of a unit goes on."""
-        if "keep" in self.node.attributes:
+    def _times(self, result: Any, size: int, most: int) -> Array:
+        """How often each row of a unit goes on; `most` times at most."""
+        if Call.of(self.node).keep is not None:
             truths = _array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
@@ -193,14 +209,24 @@ class Function:
         places = _array(result)
         if places.shape == (0,):
             places = places.astype(np.int64)
-        if places.ndim != 1 or places.dtype.kind not in "iu" or (len(places) and not 0 <= places.min() <= places.max() < size):
+        if (
+            places.ndim != 1
+            or places.dtype.kind not in "iu"
+            or (len(places) and not 0 <= places.min() <= places.max() < size)
+        ):
             shown = f"{brief(result)}: {result!r:.60}" if places.ndim else brief(result)
             raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
-        return np.bincount(places, minlength=size).astype(np.int32)
+        times = np.bincount(places, minlength=size).astype(np.int32)
+        if size and times.max() > most:
+            raise BadResult(
+                f"it returned place {times.argmax()} {times.max():,} times, where a row may go on {most:,} "
+                "times at most"
+            )
+        return times
 
     def _verdicts(self, batch: Batch, times: Array) -> Results:
         assert self.sieve is not None
-        return Results({self.sieve.column: (batch.rows, Column(times))})
+        return Results({self.sieve.column: Verdicts(batch.rows, Column(times))})
 
     def _by_column(self, result: Any) -> list[tuple[str, Any]]:
         """The result for each name that the node writes."""
@@ -213,12 +239,18 @@ class Function:
 
     def _lengths(self, name: str, batch: Batch, position: int) -> dict[str, int]:
         """How long those columns of a row are which a column has the length of."""
-        return {d.like: len(batch.columns[d.like][position]) for d in self.graph.column(name).dims if d.like in batch.columns}
+        return {
+            d.like: len(batch.columns[d.like][position])
+            for d in self.graph.column(name).dims
+            if d.like in batch.columns
+        }
 
     def _by_row(self, name: str, values: Any, size: int) -> Any:
         """The results of a group for a column, one a row."""
         if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
-            raise BadResult(f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs")
+            raise BadResult(
+                f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs"
+            )
         return values
 
     def _next(self, name: str, value: Any) -> float:
@@ -245,7 +277,8 @@ class Weigher:
 
     def __init__(self, plan: Plan, data: Dataset) -> None:
         self.source = source = plan.graph.node("source")
-        expr = source.attributes["weights"]
+        expr = Source.of(source).weights
+        assert expr is not None
         self.call, signature = called(expr, "function")
         self.options, renamed = _options(expr), expr.columns()
         self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
@@ -257,7 +290,9 @@ class Weigher:
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
                 column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
                 plain = column.offsets is None
-                self.columns[parameter] = column.values if plain else seen(column, element, range(self.rows), text, tokens)
+                self.columns[parameter] = (
+                    column.values if plain else seen(column, element, range(self.rows), text, tokens)
+                )
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
         """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
@@ -270,25 +305,42 @@ class Weigher:
             raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
         what = f"`weights` of the source ({self.source.span.place})"
         if found.shape != (self.rows,):
-            raise RunError(f"{what} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} rows of the data")
+            raise RunError(
+                f"{what} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} rows "
+                "of the data"
+            )
         if len(wrong := np.flatnonzero(~(np.isfinite(found) & (found >= 0)))):
-            row, more = self.data.where(int(wrong[0])), f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else ""
-            raise RunError(f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs")
+            row, more = (
+                self.data.where(int(wrong[0])),
+                f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else "",
+            )
+            raise RunError(
+                f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"
+            )
         if not found.any():
-            raise RunError(f"{what} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: there is none to draw")
+            raise RunError(
+                f"{what} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: there is "
+                "none to draw"
+            )
         return found
 
 
 def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """What to tell of an iteration whose prompts from `first` on are the first of it that only rows of weight 0 were left for."""
+    """What to tell of an iteration whose prompts from `first` on are the first of it that only rows of weight 0 were
+    left for."""
     some = np.count_nonzero(weights)
     if not first <= some < min(first + task.prompts, len(weights)):
         return []
     few = f"only {some} of {len(weights)} rows of the data have a weight above 0"
-    return [f"`weights` of the source ({source.span.place}): {few}, so iteration {task.number} takes rows of weight 0 too"]
+    return [
+        f"`weights` of the source ({source.span.place}): {few}, so iteration {task.number} takes rows of weight 0 too"
+    ]
 
 
 def _options(call: Expr) -> dict[str, Any]:
     """The options of a call; one that is a call itself is what that gives."""
     given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
-    return {k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal() for k, a in given.items()}
+    return {
+        k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal()
+        for k, a in given.items()
+    }

@@ -1,7 +1,7 @@
 """The pool of function nodes: the source and the Python functions, on the hosts' CPUs.
 
-Invariant: what a process of it keeps between tasks is what a new one in its place loads: data, functions, nothing that a task left. The
-values that outlive an iteration come with the task, and go back in the report.
+Invariant: what a process of it keeps between tasks is what a new one in its place loads: data, functions, nothing that
+a task left. The values that outlive an iteration come with the task, and go back in the report.
 """
 
 from __future__ import annotations
@@ -10,16 +10,19 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import ray
 
 from ...algorithms.registry import told
+from ...ir.attributes import Call, Source
 from ...ir.graph import Node, State
-from ...ir.plan import from_json
+from ...ir.instruction import Walker
+from ...ir.plan import FUNCTIONS, from_json
 from ..data import recording as rows
-from ..data.columns import Array, Column
+from ..data.columns import Array, Column, Piece, Verdicts
 from ..data.dataset import Dataset
 from ..data.wrong import Watch
 from ..dock.client import Client
@@ -27,7 +30,7 @@ from ..dock.readers import home, readers
 from ..metrics.spread import Means
 from ..process import log
 from ..process.joining import absent
-from ..process.report import Report, RunError
+from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
 from ..process.task import Task
 from .blame import blame
@@ -35,12 +38,49 @@ from .calling import Function, Weigher, scarce
 from .note import Note, ProcessDied
 
 
+@dataclass
+class _Calls(Walker):
+    """What a function host does at the instructions of a task: it calls, and has no weights. `drawn`: rounds of prompts
+    so far."""
+
+    host: FunctionHost
+    functions: Mapping[str, Function]
+    task: Task
+    tables: Mapping[str, Array]
+    report: Report
+    drawn: int = 0
+
+    def run(self, pool: str, node: str) -> None:
+        if node != "source":
+            self.host._function(self.functions[node], self.task, self.report)
+        elif self.host.host == 0:
+            self.host.client.at(f"source in {self.task.key}")
+            with self.report.phase("source"):
+                self.host._source(self.task, self.drawn, self.tables, self.report)
+            self.drawn += 1
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
+        return self.host.client.again(node, self.task, rounds)
+
+    def _nothing(self, *names: object) -> None:
+        raise AssertionError("a function has no weights")
+
+    reshard = release = swap_in = wait = _nothing
+
+
 @ray.remote(num_cpus=0)
 class FunctionHost:
     """The function nodes of one host; host 0 also runs the source. `again`: in the place of a process that died."""
 
     def __init__(
-        self, plan: bytes, host: int, folder: str, logs: str, controllers: dict[str, str], warehouses: list[str], again: bool
+        self,
+        plan: bytes,
+        host: int,
+        folder: str,
+        logs: str,
+        controllers: dict[str, str],
+        warehouses: list[str],
+        again: bool,
     ) -> None:
         settle(folder, logs, f"functions of host {host}")
         self.note = Note(Path(folder or logs) / f"functions-of-host-{host}.note", again)
@@ -48,15 +88,17 @@ class FunctionHost:
         self.host = host
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
-        self.client = Client(f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0))
+        self.client = Client(
+            f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0)
+        )
         self.functions: dict[str, Function] | None = None
 
     def lacks(self, paths: list[str]) -> tuple[str, list[str]]:
         """This host's address, and which of the paths it has not."""
         return ray.util.get_node_ip_address(), absent(paths)
 
-    def start(self) -> dict[str, tuple[int, str]]:
-        """Loads functions and data; of each data file how many rows can be used, and which others were left out."""
+    def start(self) -> dict[str, Loaded]:
+        """Loads functions and data."""
         plan = self.plan
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
@@ -64,39 +106,42 @@ class FunctionHost:
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
         with self._noted(source, "its import"):
-            self.weigh = Weigher(plan, self.data["source"]) if "weights" in source.attributes and "source" in self.data else None
+            self.weigh = (
+                Weigher(plan, self.data["source"])
+                if Source.of(source).weights is not None and "source" in self.data
+                else None
+            )
         functions = {}
         for node in plan.graph.nodes:
-            if plan.placement(node.name).pool == "functions" and node.verb != "source":
+            if plan.placement(node.name).pool == FUNCTIONS and node.verb != "source":
                 with self._noted(node, "its import"):
                     functions[node.name] = Function(node, plan, self.readers[node.name], self.note)
         self.functions = functions
         left_out = {
-            name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}" for name, d in self.data.items() if d.too_long
+            name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}"
+            for name, d in self.data.items()
+            if d.too_long
         }
-        return {name: (len(d), left_out.get(name, "")) for name, d in self.data.items()}
+        return {name: Loaded(len(d), left_out.get(name, "")) for name, d in self.data.items()}
 
     def run(self, task: Task, tables: Mapping[str, Array]) -> Report:
-        """The stream of this pool for one task; `tables` are, for the source, the states of each row of the data. Where this process takes
-        a dead one's place it does all of it again: its shares are the same, functions are pure, and rows that are written twice replace
-        themselves."""
+        """Does this pool's stream for one task. `tables` are for the source: by state, its value for each row of the
+        data.
+
+        A process that takes a dead one's place does all of the task again, and nothing changes by it: its shares are
+        the same, functions are pure, and rows that are written twice replace themselves.
+        """
         if self.functions is None:
             self.start()
         assert self.functions is not None
-        report, drawn = Report(f"functions of host {self.host}"), 0
-        stream = next(s for s in self.plan.schedule if s.pool == "functions" and s.task == task.name)
-        for instruction in self.client.walk(stream.instructions, task):
-            if instruction.node != "source":
-                self._function(self.functions[instruction.node], task, report)
-            elif self.host == 0:
-                self.client.at(f"source in {task.key}")
-                with report.phase("source"):
-                    self._source(task, drawn, tables, report)
-                drawn += 1
+        report = Report(f"functions of host {self.host}")
+        stream = next(s for s in self.plan.schedule if s.pool == FUNCTIONS and s.task == task.name)
+        calls = _Calls(self, self.functions, task, tables, report)
+        self.client.walk(FUNCTIONS, stream.instructions, task, calls)
         if self.host == 0 and task.trains:
             if self.refilling is not None:
-                report.count("refills", drawn - 1, 0)
-                report.count("prompts_drawn", drawn * task.prompts, 0)
+                report.count("refills", calls.drawn - 1, 0)
+                report.count("prompts_drawn", calls.drawn * task.prompts, 0)
             for name, value in task.states.items():
                 report.count(name, value, 1)
         report.here = self.client.flush(task)
@@ -134,7 +179,7 @@ class FunctionHost:
             for state in self._states():
                 report.count(state.name, float(columns[state.name].values.sum()), task.prompts)
             report.drawn = np.concatenate([report.drawn, chosen])
-        self.client.put("source", task, {name: (numbers, column) for name, column in columns.items()})
+        self.client.put("source", task, {name: Piece(numbers, column) for name, column in columns.items()})
 
     def _states(self) -> list[State]:
         """The states of each prompt that some node reads."""
@@ -165,27 +210,30 @@ class FunctionHost:
             for figure, amount in told().items():
                 report.count(figure, amount, 0)
             known = function.spoilt(batch)
-            for name, (numbers, column) in made.columns.items():
-                if function.sieve is not None:
-                    self._kept(function, task, numbers, column, report)
+            for name, piece in made.columns.items():
+                rows, column = piece.rows, piece.column
+                if isinstance(piece, Verdicts):
+                    self._kept(function, task, piece, report)
                     continue
-                spoilt = known if len(numbers) == len(known) else None
-                self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", numbers, column, spoilt)
+                spoilt = known if len(rows) == len(known) else None
+                self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, spoilt)
                 if column.offsets is None and column.values.dtype.kind == "f":
-                    self.means.count(report, node, task, name, numbers, column.values)
-            for name, (units, values) in made.states.items():
-                reader, old = self.readers[node.name], report.states.get(name, ([], []))
+                    self.means.count(report, node, task, name, rows, column.values)
+            for name, found in made.states.items():
+                reader, all_, units = self.readers[node.name], report.states.setdefault(name, NextValues()), found.units
                 if not reader.whole:  # a prompt that a filter repeats is the same row of the data
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
-                report.states[name] = (old[0] + units, old[1] + values)
+                all_.units += units
+                all_.values += found.values
             self.client.put(node.name, task, made.columns)
 
-    def _kept(self, function: Function, task: Task, numbers: Array, verdicts: Column, report: Report) -> None:
+    def _kept(self, function: Function, task: Task, verdicts: Verdicts, report: Report) -> None:
         """Counts what a filter lets pass."""
-        report.count(f"kept/{function.node.name}", float(verdicts.values.sum()), len(verdicts))
-        if "select" in function.node.attributes:
-            report.count(f"distinct/{function.node.name}", float((verdicts.values > 0).sum()), len(verdicts))
+        times = verdicts.column.values
+        report.count(f"kept/{function.node.name}", float(times.sum()), len(times))
+        if Call.of(function.node).select is not None:
+            report.count(f"distinct/{function.node.name}", float((times > 0).sum()), len(times))
         if self.refilling is not None and function.sieve == self.refilling:
             reader = self.readers[function.node.name]
-            prompts = reader.numbers(task).above(numbers[verdicts.values > 0], reader.rows, 0)
+            prompts = reader.numbers(task).above(verdicts.rows[times > 0], reader.rows, 0)
             report.count("prompts_kept", len(np.unique(prompts)), 0)

@@ -1,8 +1,9 @@
 """What a function host is at, noted where its death does not reach, for the process that takes its place.
 
-Invariant: a call that ended its process (a signal of its own, an exit) is not made again, nor one in which the process was killed twice:
-the kill may have been for what the call does, such as taking all memory. One kill says nothing of the call. A note costs no system call:
-it is a write to memory that a file backs, which the system keeps when the process is gone.
+Invariant: a call that ended its process (a signal of its own, an exit) is not made again, nor one in which the process
+was killed twice: the kill may have been for what the call does, such as taking all memory. One kill says nothing of the
+call. A note costs no system call: it is a write to memory that a file backs, which the system keeps when the process is
+gone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _LENGTH = 4
 
 
 class ProcessDied(Exception):
-    """A call is not made again since a process died in it; `frames` are where it was, the innermost last, as far as that is known."""
+    """A call is not made again since a process died in it; `frames` are where it was, the innermost last, as far as
+    that is known."""
 
     def __init__(self, how: str, frames: list[traceback.FrameSummary]) -> None:
         super().__init__(how)
@@ -34,7 +36,8 @@ class ProcessDied(Exception):
 
 @dataclass(frozen=True)
 class _Death:
-    """In which call a process died, the `times`-th in a row there; `how` it ended itself (empty: it was killed), with Python's trace."""
+    """In which call a process died, the `times`-th in a row there; `how` it ended itself (empty: it was killed), with
+    Python's trace."""
 
     call: str
     times: int
@@ -71,7 +74,8 @@ class Note:
         if death is not None and death.call == call:
             if death.how or death.times > 1:
                 raise ProcessDied(
-                    death.how or f"its process died in it {death.times} times without a word, as where memory runs out", _frames(death)
+                    death.how or f"its process died in it {death.times} times without a word, as where memory runs out",
+                    _frames(death),
                 )
             self._times += death.times
         self._write()

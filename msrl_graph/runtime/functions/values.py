@@ -17,7 +17,7 @@ import numpy as np
 from ... import algorithms, noise
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from ...ir.signatures import Kind, Signature, called_as
+from ...ir.signatures import CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
 from ..data.tokens import Tokens, of_node
 from ..data.wrong import vocabulary
@@ -51,18 +51,32 @@ class Returned:
             with np.errstate(invalid="ignore"):
                 array: Array = np.asarray(value, DTYPES[column.element])
             given = np.asarray(value)
-            if value is None or given.dtype.kind in "SU" or (array.dtype.kind in "ib" and not np.array_equal(array, given)):
+            if (
+                value is None
+                or given.dtype.kind in "SU"
+                or (array.dtype.kind in "ib" and not np.array_equal(array, given))
+            ):
                 raise TypeError  # numpy makes nan of None, 3.5 of "3.5", and of 3.5 the whole number 3
         except (TypeError, ValueError, OverflowError):
             raise BadResult(f"it returned {brief(value)} for `{name}`, where {column.element} belongs") from None
         if array.ndim != len(column.dims):
-            belongs = "one number" if not column.dims else "one value a token" if len(column.dims) == 1 else "a row of values a token"
+            belongs = (
+                "one number"
+                if not column.dims
+                else "one value a token"
+                if len(column.dims) == 1
+                else "a row of values a token"
+            )
             raise BadResult(f"it returned {brief(value)} for `{name}`, where {belongs} belongs")
         for size, dim in zip(array.shape, column.dims, strict=True):
             if dim.like in lengths and size != lengths[dim.like]:
-                raise BadResult(f"it returned {size} values for `{name}`, where `{dim.like}` has {lengths[dim.like]} tokens")
+                raise BadResult(
+                    f"it returned {size} values for `{name}`, where `{dim.like}` has {lengths[dim.like]} tokens"
+                )
             if not dim.like and (size > dim.size if dim.ragged else size != dim.size):
-                raise BadResult(f"it returned {size} values for `{name}`, which holds {'at most ' if dim.ragged else ''}{dim.size}")
+                raise BadResult(
+                    f"it returned {size} values for `{name}`, which holds {'at most ' if dim.ragged else ''}{dim.size}"
+                )
         if self.stops and not np.isfinite(array).all():
             raise BadResult(f"it returned {array[~np.isfinite(array)].flat[0]} for `{name}`")
         size = self.vocabularies[name]
@@ -95,8 +109,8 @@ class Filled:
 
 
 def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
-    """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too; tokens as arrays, or
-    decoded where a tokenizer is given."""
+    """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too;
+    tokens as arrays, or decoded where a tokenizer is given."""
     if element in ("text", "json"):
         texts = [column.text(row) for row in rows]
         return texts if element == "text" or text else [json.loads(t) for t in texts]
@@ -104,13 +118,15 @@ def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens |
     return tokens.decode(found) if tokens else found
 
 
-def called(call: Expr, kind: Kind) -> tuple[Callable[..., Any], Signature]:
+def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     """What a program calls: of the package, or of a file ("path.py:name")."""
     name = str(call.value)
     if ":" not in name:
         return algorithms.load(kind, name), algorithms.library()[kind, name][0]
     path, _, function = name.rpartition(":")
-    return getattr(imported(path, call), function), called_as(kind, Path(path).read_text(encoding="utf-8-sig"))[function]
+    return getattr(imported(path, call), function), called_as(kind, Path(path).read_text(encoding="utf-8-sig"))[
+        function
+    ]
 
 
 def imported(path: str, call: Expr) -> Any:

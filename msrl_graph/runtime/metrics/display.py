@@ -1,6 +1,7 @@
 """What a person sees of a run: a live line on a terminal, one plain line an iteration elsewhere.
 
-Invariant: an iteration is called by its number, from 0, as in metrics, rows, logs and errors; what is counted are those that are done.
+Invariant: an iteration is called by its number, from 0, as in metrics, rows, logs and errors; what is counted are those
+that are done.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...diagnostics.shown import shown
-from ...emit.text import duration, many, size
+from ...emit.page import duration, many, size
 from ...ir.plan import Plan
 
 
@@ -116,7 +117,9 @@ class Tail:
 
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
     """Predicted against measured."""
-    table = Table(title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column("what", no_wrap=True)
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")

@@ -20,10 +20,19 @@ from ...passes.reshard import Resharding
 
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
     """The rows of an iteration, in medians over lines of the metrics; None where nothing is generated."""
-    names = ("prompt_tokens", "response_tokens", "response_length_max", "distinct_prompt_tokens", "distinct_tokens", "distinct_rows")
+    names = (
+        "prompt_tokens",
+        "response_tokens",
+        "response_length_max",
+        "distinct_prompt_tokens",
+        "distinct_tokens",
+        "distinct_rows",
+    )
     if not plan.graph.verb("generate") or not all(name in line for name in names for line in lines):
         return None
-    prompt, response, longest, beginnings, tokens, different = (statistics.median(line[name] for line in lines) for name in names)
+    prompt, response, longest, beginnings, tokens, different = (
+        statistics.median(line[name] for line in lines) for name in names
+    )
     count = plan.graph.rows[-1]
     mean = (prompt + response) / count
     alike = (prompt - beginnings, response - tokens, count - different)
@@ -33,4 +42,4 @@ def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
     """What an iteration of a run takes, whose lines these are, where it ran on this machine."""
     plan = replace(plan, cluster=calibration.applied(plan.cluster)[0])
-    return EstimateTime(ENGINES, rows(plan, lines))(Resharding(ENGINES)(plan)).estimate
+    return EstimateTime(ENGINES, rows(plan, lines)).apply(Resharding(ENGINES).apply(plan)).estimate

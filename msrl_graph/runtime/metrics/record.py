@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics, curve, trace, and predicted against measured.
 
-Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what is in memory.
+Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what
+is in memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from ...ir.plan import Plan
 from ..process.report import Report
 from .predicted import estimate
 from .spread import spreads
-from .tensorboard import Board
+from .tensorboard import TensorBoard
 
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
-# What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was begun.
+# What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
+# begun.
 COUNTED = ("wrong/", "verify/")  # what evaluations tell beside their columns
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
 
@@ -56,7 +58,7 @@ class Recorder:
         self._metrics = path.open("r+b" if kept else "wb")
         self._metrics.truncate(sum(map(len, kept)))
         self._metrics.seek(0, 2)
-        self._board = Board(folder / "tensorboard", lines)
+        self._tensorboard = TensorBoard(folder / "tensorboard", lines)
 
     def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
@@ -68,7 +70,12 @@ class Recorder:
         graph, devices = self.plan.graph, self.plan.cluster.devices
         prompts, responses = graph.rows[0], graph.rows[-1]
         tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
-        bound = sum(graph.bound(c) for n in graph.verb("generate")[:1] for c in (*n.reads, *n.writes) if graph.column(c).element == "i32")
+        bound = sum(
+            graph.bound(c)
+            for n in graph.verb("generate")[:1]
+            for c in (*n.reads, *n.writes)
+            if graph.column(c).element == "i32"
+        )
         line["tokens_per_second"] = tokens / seconds
         # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, a device.
         line["throughput_eq5"] = responses * bound / devices / seconds
@@ -89,7 +96,9 @@ class Recorder:
         self.held = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
         (self.folder / "memory.json").write_text(json.dumps(self.held, indent=2))
 
-    def evaluation(self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]) -> dict[str, float]:
+    def evaluation(
+        self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]
+    ) -> dict[str, float]:
         """Adds the means of the reported columns over all of the data."""
         found, sums = {}, _sums(reports)
         for column in columns:
@@ -103,11 +112,13 @@ class Recorder:
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}  # JSON has no nan
+        finite = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+        }  # JSON has no nan
         self._metrics.write((json.dumps(finite) + "\n").encode())
         self._metrics.flush()
         self.written += 1
-        self._board.add(line)
+        self._tensorboard.add(line)
 
     def _trace(self, iteration: int, reports: list[Report]) -> None:
         for report in reports:
@@ -115,18 +126,31 @@ class Recorder:
             for name, start, seconds in report.events:
                 self._start = start if self._start is None else min(self._start, start)
                 self.events.append(
-                    {"name": name, "ph": "X", "ts": start, "dur": seconds * 1e6, "pid": 0, "tid": process, "args": {"iteration": iteration}}
+                    {
+                        "name": name,
+                        "ph": "X",
+                        "ts": start,
+                        "dur": seconds * 1e6,
+                        "pid": 0,
+                        "tid": process,
+                        "args": {"iteration": iteration},
+                    }
                 )
 
     def close(self) -> None:
         """Writes trace and curve."""
         self._metrics.close()
-        self._board.close()
+        self._tensorboard.close()
         names: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "host 0"}}]
-        names += [{"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": p}} for p, t in self._processes.items()]
+        names += [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": p}}
+            for p, t in self._processes.items()
+        ]
         for event in self.events:
             event["ts"] = (event["ts"] - (self._start or 0.0)) * 1e6
-        (self.folder / "trace.json").write_text(json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"}))
+        (self.folder / "trace.json").write_text(
+            json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"})
+        )
         if self.lines:
             self._curve()
 
@@ -140,7 +164,13 @@ class Recorder:
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
         x = [line["iteration"] + 1 for line in self.lines]
         for name in names:
-            axes.plot(x, [line.get(name, math.nan) for line in self.lines], linewidth=1, alpha=0.6, label=f"{name}, mean of the batch")
+            axes.plot(
+                x,
+                [line.get(name, math.nan) for line in self.lines],
+                linewidth=1,
+                alpha=0.6,
+                label=f"{name}, mean of the batch",
+            )
         for evaluation in self.plan.deploy.evaluations:
             some = [e for e in self.evaluations if e["evaluation"] == evaluation.data]
             for column in evaluation.report:
@@ -159,8 +189,11 @@ class Recorder:
         pyplot.close(figure)
 
     def table(self) -> list[tuple[str, str, float, float, str]]:
-        """Predicted against measured: (what, unit, predicted, measured, source); measured are medians over the iterations, the first
-        left out when there are several. Seconds are predicted for the lengths that rows had, bytes for their bounds."""
+        """Predicted against measured, line by line: (what, unit, predicted, measured, source).
+
+        Measured are medians over the iterations, without the first where there are several. Seconds are predicted for
+        rows as long as they were, bytes for rows at their bounds.
+        """
         plan = self.plan
         lines = self.lines[1:] or self.lines
         rows: list[tuple[str, str, float, float, str]] = []
@@ -184,14 +217,19 @@ class Recorder:
             predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
         for node, size in predicted.items():
             got = [
-                sum(v for k, v in line["dock_bytes"].items() if k in (f"{node} get", f"{node} get away", f"{node} get here"))
+                sum(
+                    v
+                    for k, v in line["dock_bytes"].items()
+                    if k in (f"{node} get", f"{node} get away", f"{node} get here")
+                )
                 for line in lines
             ]
             rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
         return [*rows, *self._memory()]
 
     def _memory(self) -> list[tuple[str, str, float, float, str]]:
-        """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding left on the host."""
+        """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding
+        left on the host."""
         found = []
         for pool in self.plan.pools:
             per_host = self.plan.cluster.devices_per_node
@@ -206,7 +244,9 @@ class Recorder:
             for m in self.plan.memory:
                 if m.place == "device" and m.pool == pool.name and m.phase in peaks:
                     source = "derived, at the columns' bounds"
-                    found.append((f"peak of {m.phase}, a device{where}", "B", float(m.total), float(peaks[m.phase]), source))
+                    found.append(
+                        (f"peak of {m.phase}, a device{where}", "B", float(m.total), float(peaks[m.phase]), source)
+                    )
         for edge in self.plan.reshards:
             key = f"before RELEASE {edge.dst}, host"
             if measured := [held[key] for held in self.held.values() if key in held]:

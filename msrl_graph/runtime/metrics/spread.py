@@ -1,7 +1,9 @@
-"""How far what is written for rows differs among the responses to a prompt: where it does not, relative advantages are 0.
+"""How far what is written for rows differs among the responses to a prompt: where it does not, relative advantages are
+0.
 
-Invariant: a process tells of each prompt count, mean, sum of squared deviations, least and largest of the rows that it had; merged they are
-those of all rows, whoever had which (Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances").
+Invariant: a process tells of each prompt count, mean, sum of squared deviations, least and largest of the rows that it
+had; merged they are those of all rows, whoever had which (Chan et al. 1979, "Updating formulae and a pairwise algorithm
+for computing sample variances").
 """
 
 from __future__ import annotations
@@ -44,11 +46,17 @@ class Means:
 
 
 def spreads(reports: list[Report]) -> dict[str, float]:
-    """NAME/std, the mean over prompts of the standard deviation (unbiased) among their rows, and NAME/flat, the share of prompts whose
-    rows are all alike. Where no prompt has two rows, of all rows together."""
+    """How far the numbers of each prompt's rows differ, by the column's NAME.
+
+    NAME/std is the standard deviation (unbiased) among a prompt's rows, in the mean over prompts; NAME/flat the share
+    of prompts whose rows all have the same number. Rewards [1, 0] and [1, 1] of two prompts give std 0.35 and flat
+    0.5. Where no prompt has two rows, all rows count as one prompt's.
+    """
     found: dict[str, float] = {}
     for name in sorted({name for report in reports for name in report.groups}):
-        units, counts, means, squares, least, most = np.concatenate([g for r in reports for g in r.groups.get(name, ())], axis=1)
+        units, counts, means, squares, least, most = np.concatenate(
+            [g for r in reports for g in r.groups.get(name, ())], axis=1
+        )
         places, of = np.unique(units, return_inverse=True)
         if len(places) == counts.sum():
             places, of = places[:1], np.zeros_like(of)

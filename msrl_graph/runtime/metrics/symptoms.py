@@ -1,6 +1,7 @@
 """Signs in the metrics that a run goes wrong, each told once, and again when it has gone and come back.
 
-Invariant: a function of the metrics' lines in their order: a run that goes on tells what it would have told. Thresholds are those of `run`.
+Invariant: a function of the metrics' lines in their order: a run that goes on tells what it would have told. Thresholds
+are those of `run`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Symptoms:
             self.flat[name] = self.flat[name] + 1 if line.get(f"{name}/flat") == 1 else 0
             if run.warn_flat and self.flat[name] >= run.warn_flat:
                 words = (
-                    f"`{name}` has been the same for all responses to a prompt for {run.warn_flat} iterations: nothing is learnt from it,"
+                    f"`{name}` has been the same for all responses to a prompt for {run.warn_flat} iterations: "
+                    "nothing is learnt from it,"
                 )
                 yield f"flat {name}", (words, node)
         generations, updates = list(self.graph.verb("generate")), list(self.graph.verb("update"))
@@ -55,13 +57,17 @@ class Symptoms:
             if entropy is not None:
                 first = self.first.setdefault(node.name, entropy)
                 if entropy < run.warn_entropy * first:
-                    yield f"{head}entropy", (f"the entropy has fallen from {first:.3g} to {entropy:.3g} nats a token", node)
+                    yield (
+                        f"{head}entropy",
+                        (f"the entropy has fallen from {first:.3g} to {entropy:.3g} nats a token", node),
+                    )
             for key in (k for k in line if k.startswith(head) and k.removeprefix(head) in ("loss/kl", "clip/kl")):
                 if run.warn_kl and line[key] > run.warn_kl:
                     yield key, (f"`{key}` is {line[key]:.3g} nats a token, over {run.warn_kl:g},", node)
 
 
 def judged(graph: Graph) -> list[str]:
-    """The numbers of a response from which a node makes advantages of its tokens, together with those of other responses."""
+    """The numbers of a response from which a node makes advantages of its tokens, together with those of other
+    responses."""
     compared = [n for n in graph.nodes if n.per != "row" and any(graph.column(c).dims for c in n.writes)]
     return sorted({c for n in compared for c in n.reads if reported(graph, c)})

@@ -1,8 +1,8 @@
 """The metrics as TensorBoard shows them.
 
-Invariant: what it shows is what metrics.jsonl holds, also after a resume: the lines that were kept are written anew. A disk that is full
-costs points, never the run: events are written at once, by the caller (tensorboardX's SummaryWriter blocks for ever once its thread has
-met a full disk).
+Invariant: what it shows is what metrics.jsonl holds, also after a resume: the lines that were kept are written anew. A
+disk that is full costs points, never the run: events are written at once, by the caller (tensorboardX's SummaryWriter
+blocks for ever once its thread has met a full disk).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 @contextmanager
 def _without(name: str) -> Iterator[None]:
-    """Without a module, unless it is there already: tensorboardX imports torch where it can, which takes a second, for values of a kind
-    that it never gets here."""
+    """Without a module, unless it is there already: tensorboardX imports torch where it can, which takes a second, for
+    values of a kind that it never gets here."""
     hidden = name not in sys.modules
     if hidden:
         sys.modules[name] = None  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def _without(name: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-class Board:
+class TensorBoard:
     def __init__(self, folder: Path, lines: list[dict[str, Any]]) -> None:
         with _without("torch"):
             from tensorboardX.event_file_writer import EventsWriter

@@ -10,14 +10,16 @@ from contextlib import suppress
 
 import torch
 
-# Of mallopt(3): the size from which memory is the system's own, and how much free memory at the end of the heap goes back.
+# Of mallopt(3): the size from which memory is the system's own, and how much free memory at the end of the heap goes
+# back.
 TRIM, MMAP = -1, -3
 LARGEST, KEPT = 32 << 20, 256 << 20  # bytes; glibc allows no more for the first
 
 
 def prepare(threads: int) -> None:
-    """Takes so many threads, and keeps what tensors give back for the next ones: eager operators make and drop megabytes each, and fresh
-    memory costs more than most of them (a page fault for every 4 KiB). Where the C library is another one, memory is as it is there."""
+    """Takes so many threads, and keeps what tensors give back for the next ones: eager operators make and drop
+    megabytes each, and fresh memory costs more than most of them (a page fault for every 4 KiB). Where the C library is
+    another one, memory is as it is there."""
     # gloo and torch would otherwise each take a thread for every core of the machine.
     torch.set_num_threads(threads)
     with suppress(OSError, AttributeError):

@@ -1,6 +1,7 @@
 """What the hosts of a Ray cluster must have in common, and how their processes reach each other.
 
-Invariant: a cluster that does not answer, and a host that lacks what the others have, are named before a rank builds anything.
+Invariant: a cluster that does not answer, and a host that lacks what the others have, are named before a rank builds
+anything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from ...ir.plan import Plan
 
 # Seconds until a host that does not answer is taken for dead, and until what answers there is taken for no Ray.
 CONNECT, GREET = 10.0, 20.0
-START = "start one, `ray start --head` and `ray start --address=HEAD:6379` on the others; or unset RAY_ADDRESS to run on this machine"
+START = (
+    "start one, `ray start --head` and `ray start --address=HEAD:6379` on the others; or unset RAY_ADDRESS "
+    "to run on this machine"
+)
 COPY = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 
 
@@ -32,20 +36,21 @@ class NoResources(Fault):
     """The machines lack what the plan asks for; exit status 3."""
 
 
-def speak(hosts: int) -> None:
-    """Makes gloo speak by the interface of Ray's own address of this host, or within one host by its loopback; else it takes the address
-    that the host's name has, which is 127.0.0.1 on many. What the user has set, stays."""
+def speak(hosts: int, variables: Iterable[str]) -> None:
+    """Makes collectives, which read these `variables`, speak by the interface of Ray's own address of this host, or
+    within one host by its loopback; else they take the address that the host's name has, which is 127.0.0.1 on many.
+    What the user has set, stays."""
     import ray
 
     address = ray.util.get_node_ip_address() if hosts > 1 else "127.0.0.1"
     name = next((name for name, held in psutil.net_if_addrs().items() if address in {a.address for a in held}), "")
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    for variable in variables if name else ():
+        os.environ.setdefault(variable, name)
 
 
 def greet(address: str, plan: Plan) -> None:
-    """Raises NoResources where no Ray cluster answers at the address that RAY_ADDRESS holds, or none that this process may join: Ray itself
-    would try for minutes, without a word."""
+    """Raises NoResources where no Ray cluster answers at the address that RAY_ADDRESS holds, or none that this process
+    may join: Ray itself would try for minutes, without a word."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         help = "set it to the address of the cluster's head, as 10.0.0.1:6379, on a machine of the cluster"
@@ -67,7 +72,9 @@ def greet(address: str, plan: Plan) -> None:
     except AuthenticationError as error:
         said = str(error).partition(" Note:")[0]
         token = "set RAY_AUTH_MODE=token, with the cluster's token in RAY_AUTH_TOKEN or in ~/.ray/auth_token"
-        raise unreached(f"the Ray cluster at {address} asks for a token that this process does not give ({said})", plan, token) from None
+        raise unreached(
+            f"the Ray cluster at {address} asks for a token that this process does not give ({said})", plan, token
+        ) from None
     except TimeoutError:
         raise unreached(f"what answers at {address}, which RAY_ADDRESS names, is no Ray cluster", plan) from None
 
@@ -115,7 +122,8 @@ def marked(folder: Path) -> Iterator[Path]:
 
 
 def wanted(plan: Plan, marker: Path) -> dict[str, Diagnostic]:
-    """What every host must have, by path, and what to tell of one that has not, of which the message begins with the host."""
+    """What every host must have, by path, and what to tell of one that has not, of which the message begins with the
+    host."""
     deploy = plan.deploy
     found: dict[str, Diagnostic] = {}
     for model in deploy.models.values():

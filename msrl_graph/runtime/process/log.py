@@ -1,7 +1,7 @@
 """What the processes of a run print, by whatever code.
 
-Invariant: each process has one file in the run's folder; a line that Python prints begins with the time, the process and the node-state at
-work, so that the files of all processes can be laid together.
+Invariant: each process has one file in the run's folder; a line that Python prints begins with the time, the process
+and the node at work, so that the files of all processes can be laid together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...diagnostics.shown import shown
 
 
 class Lines(io.TextIOBase):
-    """A text stream that puts a head before each line. `node` is the node-state at work."""
+    """A text stream that puts a head before each line. `node` is the node at work."""
 
     def __init__(self, descriptor: int, process: str) -> None:
         self.descriptor, self.process, self.node = descriptor, process, ""
@@ -28,7 +28,10 @@ class Lines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         head = shown(" ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip()) + " | "
-        pieces = [_shown(piece) if self.open and i == 0 else head + _shown(piece) for i, piece in enumerate(text.splitlines(keepends=True))]
+        pieces = [
+            _shown(piece) if self.open and i == 0 else head + _shown(piece)
+            for i, piece in enumerate(text.splitlines(keepends=True))
+        ]
         self.open = (self.open and not text) or (bool(text) and not text.endswith("\n"))
         with suppress(OSError):  # a full disk costs lines, not a run
             os.write(self.descriptor, "".join(pieces).encode("utf-8", "replace"))
@@ -62,7 +65,7 @@ def divert(path: str, process: str) -> None:
 
 
 def at(node: str) -> None:
-    """The lines to come are of this node-state."""
+    """The lines to come are of this node."""
     for lines in _here:
         lines.node = node
 

@@ -1,7 +1,8 @@
 """What a rank holds, measured: the storages of all live tensors, at an instant or at the peak of a phase.
 
-Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers (of a swap) count apart, since on a
-CPU device and host share one memory. What a kernel takes for itself while it runs is no tensor and is not seen.
+Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers (of a swap) count
+apart, since on a CPU device and host share one memory. What a kernel takes for itself while it runs is no tensor and is
+not seen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...backends import devices
+from ...hardware.device_kinds import HOST
+
 _host: set[int] = set()  # data pointers of host buffers
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
@@ -30,7 +34,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     global _taking
     _taking = True
     try:
-        copy = tensor.clone()
+        copy = devices.of(tensor).host_buffer(tensor).copy_(tensor)
     finally:
         _taking = False
     _host.add(copy.untyped_storage().data_ptr())
@@ -60,10 +64,11 @@ def _storages() -> list[torch.UntypedStorage]:
 
 
 def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
-    seen = {s.data_ptr(): s.nbytes() for s in storages}
+    seen = {s.data_ptr(): s for s in storages}
     seen.pop(0, None)
-    host = sum(size for pointer, size in seen.items() if pointer in _host)
-    return {"device": sum(seen.values()) - host, "host": host}
+    away = any(s.device.type != HOST.torch for s in seen.values())  # then what lies on the host is none of a device's
+    host = sum(s.nbytes() for p, s in seen.items() if p in _host or (away and s.device.type == HOST.torch))
+    return {"device": sum(s.nbytes() for s in seen.values()) - host, "host": host}
 
 
 def held() -> dict[str, int]:
@@ -73,17 +78,21 @@ def held() -> dict[str, int]:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operation is other operations, on every device (in inference mode it comes here before it is taken apart)."""
+    """Whether an operation is other operations, on every device (in inference mode it comes here before it is taken
+    apart)."""
     keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "PrivateUse1")
     composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
     return composite and not any(own)
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes at once while it is entered, of what was there before and of every tensor that an operation makes, in backward too.
+    """The most bytes that tensors held at one time while this was entered.
 
-    `peak` is by place; the device's and the host's need not be of the same instant. `largest` tells what the device held at its peak:
-    (bytes, operation that made it, shape), and `moment` the operation after which that was. Slow: every operation is looked at."""
+    Counted is what was there before, and every tensor that an operation makes, in the backward pass too. `peak` has
+    the bytes of the device and of the host; the two need not be of the same moment. `largest` lists what the device
+    held at its peak, as (bytes, operation that made it, shape), and `moment` is the operation after which that was.
+    Slow, since it looks at every operation.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -133,5 +142,7 @@ class Peak(TorchDispatchMode):
         now = _sum([s for s, _, _ in live])
         if now["device"] > self.peak["device"] or not self.moment:
             self.moment = moment
-            self.largest = [(s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and s.data_ptr() not in _host]
+            self.largest = [
+                (s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and s.data_ptr() not in _host
+            ]
         self.peak = {place: max(most, now[place]) for place, most in self.peak.items()}

@@ -1,7 +1,8 @@
 """Named points in the work of each process, at which `bench/chaos.py` and tests kill it.
 
-Invariant: nothing happens unless MSRL_POINTS names a folder. There the file `seen` gets a line for each point that is reached, and a
-process that reaches a point of which there is a file (`file`) removes it and kills itself: each such file is one death, of one process.
+Invariant: nothing happens unless MSRL_POINTS names a folder. There the file `seen` gets a line for each point that is
+reached, and a process that reaches a point of which there is a file (`file`) removes it and kills itself: each such
+file is one death, of one process.
 """
 
 from __future__ import annotations

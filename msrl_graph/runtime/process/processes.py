@@ -1,8 +1,9 @@
 """The processes and temporary folders of a run, and how nothing of them is left, whoever is killed.
 
-Invariant: only what bears a run's mark, or is of its driver's session, is ended; only a folder that no keeper holds is removed. A *keeper*
-is a process that makes a temporary folder, waits until whoever started it lets go of it or is dead (the system closes the pipe between
-them), and then ends what is left of the run and removes the folder. This file is run as its program, so it imports nothing of the package.
+Invariant: only what bears a run's mark, or is of its driver's session, is ended; only a folder that no keeper holds is
+removed. A *keeper* is a process that makes a temporary folder, waits until whoever started it lets go of it or is dead
+(the system closes the pipe between them), and then ends what is left of the run and removes the folder. This file is
+run as its program, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary
 NICENESS = "RAY_worker_niceness"  # Ray's setting
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
-# Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their pipe, and then end.
+# Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their
+# pipe, and then end.
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
 TIDIES = 3.0  # seconds that they are left
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
 def nicer(by: int) -> dict[str, str]:
-    """The environment in which Ray's servers begin, so that its workers are nicer than these by so much; these are as nice as who starts
-    them. Ray's own default is 15: a thirtieth of a core that others want too. What the caller has set stays, unless `by` is more."""
+    """The environment in which Ray's servers begin, so that its workers are nicer than these by so much; these are as
+    nice as who starts them. Ray's own default is 15: a thirtieth of a core that others want too. What the caller has
+    set stays, unless `by` is more."""
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
 
@@ -48,7 +51,11 @@ class Temporary:
     def __init__(self) -> None:
         # A session of its own: what a terminal sends to all of its processes does not reach it.
         self.keeper = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-P", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self.keeper.stdin is not None and self.keeper.stdout is not None
         self._stdin, self._session = self.keeper.stdin, 0
@@ -91,9 +98,9 @@ def sweep() -> None:
 
 
 def end(folder: str, session: int = 0) -> None:
-    """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in their environment
-    (Ray's processes change their titles, which may write over it). Those that tidy up after others end by themselves, or last. Then removes
-    its folder."""
+    """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in
+    their environment (Ray's processes change their titles, which may write over it). Those that tidy up after others
+    end by themselves, or last. Then removes its folder."""
     begin = time.monotonic()
     until = begin + MOST
     while time.monotonic() < until:
@@ -103,7 +110,9 @@ def end(folder: str, session: int = 0) -> None:
                 ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
                 if not ours or process.pid == os.getpid() or not alive(process.pid):
                     continue
-                if time.monotonic() < begin + TIDIES and any(word in part for part in process.cmdline() for word in TIDY):
+                if time.monotonic() < begin + TIDIES and any(
+                    word in part for part in process.cmdline() for word in TIDY
+                ):
                     tidying = True
                     continue
                 process.kill()

@@ -22,6 +22,23 @@ class RunError(Exception):
 
 
 @dataclass
+class NextValues:
+    """The next values of a state that functions have computed: of which units (rows, groups or, where there is one
+    value, the batch)."""
+
+    units: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A data file as a process has loaded it: how many rows can be used, and which others were left out, in words."""
+
+    rows: int
+    left_out: str = ""
+
+
+@dataclass
 class Report:
     process: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -32,8 +49,10 @@ class Report:
     groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, what spread.py tells of each prompt's rows
     bytes: dict[str, int] = field(default_factory=dict)
     here: dict[str, int] = field(default_factory=dict)  # by `node get here`: bytes read where they were known already
-    states: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)  # next values, by the number of their unit
-    drawn: Any = field(default_factory=lambda: np.zeros(0, np.int64))  # of the data's rows those that became prompts, in order
+    states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
+    drawn: Any = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # of the data's rows those that became prompts, in order
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

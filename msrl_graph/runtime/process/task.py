@@ -10,9 +10,14 @@ from ...ir.rowsets import Numbers, Rowset, Sieve
 
 @dataclass(frozen=True)
 class Task:
-    """One pass over the graph: iteration `number` of `train`, or of an evaluation, which has no filters. `prompts` come at once (again
-    with each refill), from row `position` of the data's endless sequence on; `fan` responses are drawn to each (0: as many as the program
-    says). `states` are those of the run, as the iteration begins with them."""
+    """One pass over the graph: iteration `number` of training (`name` is "train"), or of an evaluation, which has no
+    filters.
+
+    - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
+      sequence of rows.
+    - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
+    - `states`: the values of the run's states with which the iteration begins.
+    """
 
     name: str
     number: int
@@ -31,6 +36,7 @@ class Task:
 
 
 def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
-    """How the rows of a task are numbered, in a graph of these sets; `refilling` is the filter that asks for more prompts."""
+    """How the rows of a task are numbered, in a graph of these sets; `refilling` is the filter that asks for more
+    prompts."""
     rounds = 1 + refilling.refill if refilling and task.trains else 1
     return Numbers(sets, task.prompts * rounds, task.fan)

@@ -1,8 +1,10 @@
-"""A loss with terms of the whole mini-batch: computed ahead of its micro-batches, from what all of them and all ranks gave.
+"""A loss with terms of the whole mini-batch: computed ahead of its micro-batches, from what all of them and all ranks
+gave.
 
-Invariant: the terms see each row of the mini-batch once, in the order of the rows' numbers, whoever computed it; so neither the micro-batch
-nor the layout changes what they give. The gradient is the chain rule in two parts (arXiv:2101.06983, section 3.2): here that of the loss
-at each number that a forward pass gave, and in each micro-batch that of those numbers at the weights, by which it goes on.
+Invariant: the terms see each row of the mini-batch once, in the order of the rows' numbers, whoever computed it; so
+neither the micro-batch nor the layout changes what they give. The gradient is the chain rule in two parts
+(arXiv:2101.06983, section 3.2): here that of the loss at each number that a forward pass gave, and in each micro-batch
+that of those numbers at the weights, by which it goes on.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ FIELDS = ("logp", "values", "entropy", "given")  # of Outputs, what terms are di
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank brings: its rows, which of them are wrong, how many tokens of each scored column they have, what columns hold, and by
-    field and scored column what forward passes gave."""
+    """What a rank brings: its rows, which of them are wrong, how many tokens of each scored column they have, what
+    columns hold, and by field and scored column what forward passes gave."""
 
     rows: Array
     strange: Array
@@ -34,13 +36,17 @@ class _Part:
 
 
 class Joint:
-    """The rows of a mini-batch that all ranks of a group hold together: by position their `numbers`, ascending, what is `seen` of them, and
-    what forward passes gave, `outputs`, as leaves of a graph of their own. `spoilt` says that one is wrong, and so what is computed of all.
+    """The rows of a mini-batch that all ranks of a group hold together: by position their `numbers`, ascending, what is
+    `seen` of them, and what forward passes gave, `outputs`, as leaves of a graph of their own. `spoilt` says that one
+    is wrong, and so what is computed of all.
 
-    It begins with what a rank has, as a collective: `seen` with the columns that terms read and, as `strange`, the rows that are known to
-    be wrong; and the `outputs` of its micro-batches `micro`. Positions that the methods take are those of the rank's own rows."""
+    It begins with what a rank has, as a collective: `seen` with the columns that terms read and, as `strange`, the rows
+    that are known to be wrong; and the `outputs` of its micro-batches `micro`. Positions that the methods take are
+    those of the rank's own rows."""
 
-    def __init__(self, seen: Given, rows: Array, micro: list[Array], outputs: list[Outputs], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, seen: Given, rows: Array, micro: list[Array], outputs: list[Outputs], group: dist.ProcessGroup | None
+    ) -> None:
         given = {name: [getattr(o, name) for o in outputs] for name in FIELDS}
         made = {name: _by_column(seen, micro, values) for name, values in given.items() if values[0] is not None}
         mine = _Part(rows, seen.strange, seen.lengths, seen.columns, made)
@@ -61,11 +67,18 @@ class Joint:
             strange=np.concatenate([part.strange for part in parts])[order],
         )
         whole = {
-            name: torch.cat([torch.from_numpy(concatenate([p.made[name][c] for p in parts]).take(order).values) for c in seen.lengths])
+            name: torch.cat(
+                [
+                    torch.from_numpy(concatenate([p.made[name][c] for p in parts]).take(order).values)
+                    for c in seen.lengths
+                ]
+            )
             for name in made
         }
         self.outputs = Outputs(**{name: values.requires_grad_() for name, values in whole.items()})
-        self.spoilt = bool(self.seen.strange.any()) or not all(bool(values.isfinite().all()) for values in whole.values())
+        self.spoilt = bool(self.seen.strange.any()) or not all(
+            bool(values.isfinite().all()) for values in whole.values()
+        )
 
     def back(self, found: Value, total: torch.Tensor) -> None:
         """Takes the loss of the rows, and what it comes to."""
@@ -74,7 +87,10 @@ class Joint:
         slopes = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
         everyone = np.arange(len(self.numbers))
         self._slopes = {
-            name: {c: Column(part.numpy(), offsets_of(self.seen.lengths[c])) for c, part in self.seen.split(everyone, slope).items()}
+            name: {
+                c: Column(part.numpy(), offsets_of(self.seen.lengths[c]))
+                for c, part in self.seen.split(everyone, slope).items()
+            }
             for name, slope in zip(leaves, slopes, strict=True)
         }
 
@@ -84,7 +100,8 @@ class Joint:
         total = torch.zeros(())
         for name, slopes in self._slopes.items():
             slope = torch.cat([torch.from_numpy(column.take(at).values) for column in slopes.values()])
-            total = total + (getattr(made, name) * slope).sum()
+            values = getattr(made, name)
+            total = total + (values * slope.to(values.device)).sum()
         return total
 
     def found(self, rows: Array) -> Value:
@@ -104,6 +121,6 @@ class Joint:
 def _by_column(seen: Given, micro: list[Array], made: list[torch.Tensor]) -> dict[str, Column]:
     """By scored column, what forward passes gave of each row's tokens."""
     order = np.concatenate(micro)
-    split = [seen.split(rows, values.detach()) for rows, values in zip(micro, made, strict=True)]
+    split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, made, strict=True)]
     values = {c: torch.cat([part[c] for part in split]).numpy() for c in seen.lengths}
     return {c: Column(v, offsets_of(seen.lengths[c][order])).take(np.argsort(order)) for c, v in values.items()}

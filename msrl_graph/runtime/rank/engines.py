@@ -1,7 +1,8 @@
 """The engines of a rank: built for its pool, saved, and restored.
 
-Invariant: process groups are made by all ranks of all pools in one order; a rank builds the engines of its own pool only. Weights and
-moments leave and enter by their boxes, so that neither checkpoints nor exported weights know a layout.
+Invariant: process groups are made by all ranks of all pools in one order; a rank builds the engines of its own pool
+only. Weights and moments leave and enter by their boxes, so that neither checkpoints nor exported weights know a
+layout.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +20,11 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import algorithms
-from ...backends import transformer
-from ...backends.spec import EngineSpec, Generator, Trainer
+from ...backends import ENGINES, transformer
+from ...backends.devices import Device, Devices
+from ...backends.spec import EngineSpec, Generator, Trainer, Weights
+from ...cost import holdings
+from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
 from ...sharding.layout import owns, slices
@@ -37,10 +41,12 @@ class Engines:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.per_host = plan.cluster.devices_per_node
-        self.pool = next((p for p in plan.pools if 0 <= p.rank(rank, self.per_host) < p.devices), None)  # None: an idle device
+        self.per_host, self.device = plan.cluster.devices_per_node, Device(plan.cluster.device.kind)
+        self.pool = next(
+            (p for p in plan.pools if 0 <= p.rank(rank, self.per_host) < p.devices), None
+        )  # None: an idle device
         self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
-        self.meshes: dict[tuple[int, int, int, int], DeviceMesh] = {}
+        self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, Swap] = {}  # by worker
@@ -62,48 +68,58 @@ class Engines:
 
     def _mesh(self, placement: Placement) -> DeviceMesh:
         layout = placement.layout
-        key = (placement.first, layout.tp, layout.dp, layout.inner)
+        key = (placement.first, layout.tp, layout.cp, layout.dp, layout.pp, layout.inner)
         if key not in self.meshes:
-            ranks = [[placement.device(layout.rank(tp, dp), self.per_host) for tp in range(layout.tp)] for dp in range(layout.dp)]
-            self.meshes[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+            axes = tuple(a for a in ("pp", "dp", "cp", "tp") if a in ("dp", "tp") or getattr(layout, a) > 1)
+            sizes = [getattr(layout, a) for a in axes]
+            places = [dict(zip(axes, at, strict=True)) for at in product(*map(range, sizes))]
+            ranks = torch.tensor([placement.device(layout.rank(**at), self.per_host) for at in places]).view(sizes)
+            self.meshes[key] = DeviceMesh(self.device.kind.torch, ranks, mesh_dim_names=axes)
         return self.meshes[key]
 
     def _first(self, node: Node) -> bool:
-        """Whether this rank speaks for its data-parallel group."""
-        return self.plan.placement(node.name).layout.coordinates(self.local).tp == 0
+        """Whether this rank speaks for its data-parallel group: the first of those that have a model's last layers."""
+        layout = self.plan.placement(node.name).layout
+        at = layout.coordinates(self.local)
+        return (at.tp, at.cp, at.pp) == (0, 0, layout.pp - 1)
+
+    def _leads(self, node: Node) -> bool:
+        """Whether it is the one rank that tells what is of all groups."""
+        return self._first(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
     def _shared(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
         """What the first rank of a node's data-parallel group finds, on all of its ranks."""
         placement = self.plan.placement(node.name)
         answer: list[Any] = [find(*arguments) if self._first(node) else None]
-        if placement.layout.tp > 1:
-            dist.broadcast_object_list(answer, group=self._mesh(placement)["tp"].get_group(), group_src=0)
+        # Along one axis after the other, so that each rank hears it from one that knows.
+        for axis, source in (("tp", 0), ("cp", 0), ("pp", placement.layout.pp - 1)):
+            if getattr(placement.layout, axis) > 1:
+                group = self._mesh(placement)[axis].get_group()
+                dist.broadcast_object_list(answer, group=group, group_src=source)
         shared: T = answer[0]
         return shared
 
     def _build(self, node: Node) -> None:
         plan, placement = self.plan, self.plan.placement(node.name)
-        engine = import_module(f"msrl_graph.backends.{placement.engine.name}").Engine
-        layout, options = placement.layout, placement.engine.options
-        model = plan.model(node.name)
-        model = replace(model, dtype=str(options.get("dtype") or model.dtype))
-        mesh = self._mesh(placement)
+        spec, model = ENGINES[placement.engine.name], plan.model(node.name)
+        model = replace(model, dtype=str(placement.engine.options.get("dtype") or model.dtype))
+        devices = Devices(self.device, self.local, self._mesh(placement))
+        weights = Weights(model, node, work=holdings.work(plan, ENGINES, node.name))
         if node.verb == "generate":
-            self.generators[node.name] = engine(model, layout, self.local, mesh, int(options.get("micro_batch") or 0))
+            generator = self.generators[node.name] = spec.built(weights, placement, devices)
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
-                transformer.fill(model, self.generators[node.name].allocate())
+                transformer.fill(model, generator.allocate())
+                generator.filled()
         elif node.worker not in self.trainers:
             update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
             if update is not None and update.name != node.name:
-                return self._build(update)  # what an update states holds for the weights that its other states share
-            recompute = options.get("recompute") == "full"
-            made = algorithms.optimizer(update.attributes["optimizer"]) if update else None
-            self.trainers[node.worker] = engine(model, layout, self.local, mesh, recompute, made)
+                return self._build(update)  # what an update states holds for the weights that its other nodes share
+            steps = algorithms.optimizer(Update.of(update).optimizer) if update else None
+            self.trainers[node.worker] = spec.built(replace(weights, optimizer=steps), placement, devices)
 
     def _spec(self, node: str) -> EngineSpec:
-        spec: EngineSpec = import_module(f"msrl_graph.backends.{self.plan.placement(node).engine.name}").SPEC
-        return spec
+        return ENGINES[self.plan.placement(node).engine.name]
 
     def _build_reshard(self, src: str, dst: str) -> None:
         plan = self.plan
@@ -127,8 +143,8 @@ class Engines:
             self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
-        """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files, optimizer steps by
-        update, and what went wrong."""
+        """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
+        optimizer steps by update, and what went wrong."""
         files, failed = [], ""
         for node in self._updates():
             if node.worker in self.swaps:
@@ -159,19 +175,26 @@ class Engines:
                 for s in trainer.shards():
                     s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
                 moments = {
-                    kind: {s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32) for s in trainer.shards() if s.name in of}
+                    kind: {
+                        s.name: source.read(f"{name}/{kind}/{s.name}", s.box, torch.float32)
+                        for s in trainer.shards()
+                        if s.name in of
+                    }
                     for kind, of in source.kinds(name).items()
                     if kind != "weights"
                 }
                 # Its optimizer has taken the steps of all of a worker's updates.
-                trainer.restore(moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name))
+                trainer.restore(
+                    moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name)
+                )
 
     def _updates(self) -> list[Node]:
         """The first update of each worker that has one."""
         return list({n.worker: n for n in reversed(list(self.plan.graph.verb("update")))}.values())
 
     def save(self, worker: str, folder: str) -> None:
-        """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have some."""
+        """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have
+        some."""
         if worker in self.swaps:
             self.swaps[worker].wait()
         mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()] if worker in self.trainers else []

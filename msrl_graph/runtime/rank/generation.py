@@ -1,7 +1,8 @@
 """Generation: what a rank does with prompts that it is handed, the verb `generate`.
 
-Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt, of the weights and of what an environment
-answers. All ranks of a group make the same calls on their engine: an environment answers on the first one, and what it says is shared.
+Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt, of the weights and of what an
+environment answers. All ranks of a group make the same calls on their engine: an environment answers on the first one,
+and what it says is shared.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from ...backends.spec import Sampling
+from ...ir.attributes import Generate
 from ...ir.graph import Node
 from ...ir.plan import Evaluation, Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import of_response, sequences, tempered
 from ..data import wrong
-from ..data.columns import Array, Column, ragged
+from ..data.columns import Array, Column, Piece, ragged
 from ..data.recording import Recording
 from ..data.tokens import Tokens, ends, tokenised
-from ..dock.controller import Batch
+from ..dock.wire import Batch
 from ..functions.environments import Environment
 from ..metrics.spread import Means
 from ..process.report import Report, RunError
@@ -45,45 +47,50 @@ class Generation(Engines):
         super().build()
         nodes = [self.plan.graph.node(name) for name in self.generators]
         self.ends = {n.name: ends(self.plan.model(n.name).path) for n in nodes}
-        self.environments = {n.name: Environment(n, self.plan) for n in nodes if "environment" in n.attributes}
+        self.environments = {n.name: Environment(n, self.plan) for n in nodes if Generate.of(n).environment is not None}
 
     def replay(self, folder: str) -> None:
         """Takes the responses of training from a recorded run from now on."""
         self.recording = Recording(self.plan, Path(folder))
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         if not len(batch.rows):  # a last chunk smaller than the groups are many
             return {}
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
         evaluation = self._evaluation(node, task)
-        samples = (evaluation.samples if evaluation else 0) or int(node.number("samples", 1))
+        said = Generate.of(node)
+        samples = (evaluation.samples if evaluation else 0) or said.samples
         response, as_drawn = wrong.drawn(graph, node)
         sampling = Sampling(
             samples=samples,
-            max_tokens=int(node.number("max_tokens", graph.bound(response))),
+            max_tokens=graph.bound(response) if said.max_tokens is None else said.max_tokens,
             temperature=self._temperature(node, task, batch, evaluation, samples),
-            top_p=node.number("top_p", 1.0),
-            top_k=int(node.number("top_k", 0)),
+            top_p=said.top_p,
+            top_k=said.top_k,
             seed=self.seed,
             iteration=task.number,
             ends=self.ends[node.name],
-            stop=_strings(node, "stop"),
+            stop=said.stop,
         )
         context = self._context(node, batch)
         self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
-        if "environment" in node.attributes:
+        if said.environment is not None:
             written = self._episodes(node, task, batch, rows, context, sampling, report, head)
         else:
             if self.recording is not None and task.trains:
-                tokens, logps = self.recording.responses(node, (response, as_drawn), task.number, context, rows, sampling.samples)
+                tokens, logps = self.recording.responses(
+                    node, (response, as_drawn), task.number, context, rows, sampling.samples
+                )
             else:
                 tokens, logps = self.generators[node.name].generate(context, rows, sampling)
             ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
             self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
             alone = Column(np.ones(len(ids.values), bool), ids.offsets)  # nobody else wrote in it
-            written = {response: ids, as_drawn: logp} | ({name: alone} if (name := of_response(graph, node, "bool")) else {})
+            written = {response: ids, as_drawn: logp} | (
+                {name: alone} if (name := of_response(graph, node, "bool")) else {}
+            )
         column = written[response]
         responses = [column[i] for i in range(len(column))]
         report.count(f"{head}truncated", float(self._truncated(node, responses, sampling)), len(responses))
@@ -91,10 +98,12 @@ class Generation(Engines):
         report.count(f"{head}prompt_tokens", float(sum(map(len, context)) * sampling.samples), 0)
         report.count(f"{head}response_tokens", float(len(column.values)), 0)
         report.count(f"{head}distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
-        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(responses, sampling.samples), strict=True):
+        for name, number in zip(
+            ("distinct_tokens", "distinct_rows"), distinct(responses, sampling.samples), strict=True
+        ):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(column.lengths.max(initial=0)))
-        return {name: (rows, made) for name, made in written.items()}
+        return {name: Piece(rows, made) for name, made in written.items()}
 
     def _truncated(self, node: Node, responses: list[Array], sampling: Sampling) -> int:
         """How many responses are as long as one may get and end with neither an end token nor a stop string."""
@@ -105,27 +114,51 @@ class Generation(Engines):
         return sum(not any(stop in text for stop in sampling.stop) for text in texts)
 
     def _episodes(
-        self, node: Node, task: Task, batch: Batch, rows: Array, context: list[Array], sampling: Sampling, report: Report, head: str
+        self,
+        node: Node,
+        task: Task,
+        batch: Batch,
+        rows: Array,
+        context: list[Array],
+        sampling: Sampling,
+        report: Report,
+        head: str,
     ) -> dict[str, Column]:
-        """Turns of the policy and of the environment until each row's episode is over: what the node writes, on the first rank of the
-        group all of it."""
-        tokens, episodes = Tokens(self.plan.model(node.name).path), self.environments[node.name].begin(batch, rows, task)
-        responses, turns, answers = Responses(len(rows), sampling.max_tokens), int(node.number("turns", sampling.max_tokens)), 0
+        """Turns of the policy and of the environment until each row's episode is over: what the node writes, on the
+        first rank of the group all of it."""
+        tokens, episodes = (
+            Tokens(self.plan.model(node.name).path),
+            self.environments[node.name].begin(batch, rows, task),
+        )
+        responses, turns, answers = (
+            Responses(len(rows), sampling.max_tokens),
+            Generate.of(node).turns or sampling.max_tokens,
+            0,
+        )
         with report.phase("environment"):
             said = self._shared(node, episodes.reset)
         going = responses.told(np.arange(len(rows)), first := tokens.encode(said))
         if len(full := np.setdiff1d(np.arange(len(rows)), going)):
-            what = f"what the environment says first takes {len(first[full[0]])} tokens, and a response holds {sampling.max_tokens}"
-            raise RunError(f"`{node.name}` ({node.span.place}) on row {rows[full[0]]} of iteration {task.number}: {what}")
+            what = (
+                f"what the environment says first takes {len(first[full[0]])} tokens, and a response holds "
+                f"{sampling.max_tokens}"
+            )
+            raise RunError(
+                f"`{node.name}` ({node.span.place}) on row {rows[full[0]]} of iteration {task.number}: {what}"
+            )
         for turn in range(1, turns + 1):
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
-            drawn = self.generators[node.name].generate(before, rows[going], sampling.of(going), responses.lengths[going])
+            drawn = self.generators[node.name].generate(
+                before, rows[going], sampling.of(going), responses.lengths[going]
+            )
             responses.drawn(going, *drawn)
             answers += len(going)
             with report.phase("environment"):
                 told = self._shared(node, episodes.step, going, tokens.decode(drawn[0]), turn)
             on = np.array([not over and turn < turns for _, over in told])
-            going = responses.told(going[on], tokens.encode([text for (text, _), goes in zip(told, on, strict=True) if goes]))
+            going = responses.told(
+                going[on], tokens.encode([text for (text, _), goes in zip(told, on, strict=True) if goes])
+            )
             if not len(going):
                 break
         response, as_drawn = wrong.drawn(self.plan.graph, node)
@@ -134,10 +167,18 @@ class Generation(Engines):
         report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
-        written = {response: ids, as_drawn: logp} | ({name: mask} if (name := of_response(self.plan.graph, node, "bool")) else {})
-        return written | (self._values(node, task, rows, episodes.columns({response: ids.lengths}), report) if self._first(node) else {})
+        written = {response: ids, as_drawn: logp} | (
+            {name: mask} if (name := of_response(self.plan.graph, node, "bool")) else {}
+        )
+        return written | (
+            self._values(node, task, rows, episodes.columns({response: ids.lengths}), report)
+            if self._first(node)
+            else {}
+        )
 
-    def _values(self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report) -> dict[str, Column]:
+    def _values(
+        self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report
+    ) -> dict[str, Column]:
         """What environments returned, looked at as the results of functions are."""
         for name, column in values.items():
             self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column)
@@ -145,18 +186,22 @@ class Generation(Engines):
                 self.means.count(report, node, task, name, rows, column.values)
         return values
 
-    def _temperature(self, node: Node, task: Task, batch: Batch, evaluation: Evaluation | None, samples: int) -> float | Array:
-        """What a generation draws at: as an evaluation says, else as the node does, a number or one for each of the responses."""
+    def _temperature(
+        self, node: Node, task: Task, batch: Batch, evaluation: Evaluation | None, samples: int
+    ) -> float | Array:
+        """What a generation draws at: as an evaluation says, else as the node does, a number or one for each of the
+        responses."""
         if evaluation and evaluation.temperature is not None:
             return evaluation.temperature
         if not (of := tempered(self.plan.graph, node)):
-            return node.number("temperature", 1.0)
+            return float(Generate.of(node).temperature.literal())
         found: Array = batch.columns[str(of[0].value)].values.astype(np.float32)
         self.watch.temperature(node, task, batch.rows, str(of[0].value), found)
         return np.repeat(found, samples)
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
-        """What is generated after: the tokens of the columns that the node reads, text by the tokenizer of its model."""
+        """What is generated after: the tokens of the columns that the node reads, text by the tokenizer of its
+        model."""
         columns = tokenised(self.plan, node, batch.columns)
         parts = [columns[c] for c in sequences(self.plan.graph, node).context]
         return [np.concatenate([c[i] for c in parts]) for i in range(len(batch.rows))]
@@ -165,9 +210,3 @@ class Generation(Engines):
         """The evaluation under way, where it says how this node draws: one that reads prompts."""
         found = next((e for e in self.plan.deploy.evaluations if e.data == task.name), None)
         return found if self.plan.graph.level(node) == 0 else None
-
-
-def _strings(node: Node, attribute: str) -> tuple[str, ...]:
-    """An attribute that is a string or a list of them."""
-    stated = node.attributes[attribute].literal() if attribute in node.attributes else ()
-    return (stated,) if isinstance(stated, str) else tuple(map(str, stated))

@@ -10,20 +10,24 @@ import ray
 
 from ..process import points
 from ..process.report import Report
+from ..process.surroundings import settle
 from ..process.task import Task
 
 
 @ray.remote
 class RankHost:
-    """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without torch."""
+    """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without
+    torch."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
-        # Threads that wait for each other leave the core at once: a rank's are as many as its cores, and beside them are warehouses,
-        # functions, and other programs. OpenMP asks for it when torch is loaded.
+        # Threads that wait for each other leave the core at once: a rank's are as many as its cores, and beside them
+        # are warehouses, functions, and other programs. OpenMP asks for it when torch is loaded.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
+        settle(folder, logs, f"rank {rank}")
         from .rank import Rank
 
-        self.rank = Rank(plan, rank, threads, folder, logs)
+        self.rank = Rank(plan, rank, threads)
 
     def address(self) -> tuple[str, int]:
         return self.rank.address()

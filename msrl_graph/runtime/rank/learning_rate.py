@@ -1,7 +1,7 @@
 """The learning rate of an optimizer step.
 
-Invariant: a function of the step's number, of states of the run as the iteration began with them, and of the plan: all ranks find the same,
-and a run that goes on finds what it would have been.
+Invariant: a function of the step's number, of states of the run as the iteration began with them, and of the plan: all
+ranks find the same, and a run that goes on finds what it would have been.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...cost.holdings import row_count
-from ...ir import stepping
+from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ..functions.blame import BadResult, blame
@@ -21,21 +21,21 @@ from ..process.report import RunError
 
 def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
     """The rate of an update's step-th step, from 1. RunError where a function gives none, or a state is none."""
-    stated = stepping.rate(node)
-    warmup = int(node.attributes["optimizer"].options().get("warmup", 1))
+    said = Update.of(node)
+    stated, warmup = said.rate, int(said.optimizer.options().get("warmup", 1))
     if stated.kind == "number":
         return float(stated.literal()) * min(1.0, step / warmup)
     try:
         if stated.kind == "state":
             return _sound(states[str(stated.value)], f"the state `{stated.value}` is") * min(1.0, step / warmup)
         schedule, signature = called(stated, "schedule")
-        filled = {"step": step, "last": stepping.steps(row_count(plan, node.name), node, plan.deploy.run.iterations)}
+        filled = {"step": step, "last": said.steps_in_run(row_count(plan, node.name), plan.deploy.run.iterations)}
         given: dict[str, float] = {name: filled[name] for name in signature.fills}
         binds = {p: stated.columns().get(p, p) for p in signature.columns}
         given |= {p: states[name] for p, name in binds.items() if name in node.states}
         return _sound(schedule(**given, **stated.options()), "it returned")
     except Exception as error:
-        at = replace(node, attributes={"optimizer": node.attributes["optimizer"]})  # not where the loss stands
+        at = replace(node, attributes={"optimizer": said.optimizer})  # not where the loss stands
         raise RunError(blame(at, error, f"the learning rate of step {step}")) from error
 
 

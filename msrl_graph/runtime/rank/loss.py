@@ -1,8 +1,8 @@
 """The loss of an update: an expression of named terms, and how tokens are reduced.
 
-Invariant: neither the micro-batch nor the layout changes the loss or its gradient: a term gives each row what it would give it alone
-(split.py holds a user's to that), or is of the whole mini-batch (ahead.py); and each micro-batch contributes a sum that is divided by a
-count of the whole mini-batch, all ranks and micro-batches together.
+Invariant: neither the micro-batch nor the layout changes the loss or its gradient: a term gives each row what it would
+give it alone (split.py holds a user's to that), or is of the whole mini-batch (ahead.py); and each micro-batch
+contributes a sum that is divided by a count of the whole mini-batch, all ranks and micro-batches together.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ...backends.spec import Outputs
+from ...ir.attributes import Update
 from ...ir.graph import Column, Expr, Graph, Node
 from ...ir.sequences import sequences
 from ...ir.signatures import Signature
@@ -39,10 +40,14 @@ class Whole:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What terms are computed from, of the rows of a micro-batch, or of the mini-batch, one after another. `fills` by name: `logp`,
-    `entropy` and `values` of each token of the one column that is scored, `lengths` its tokens of each row. By column: `logps` of its
-    tokens, or of each token's ids; `lengths` of the tokens of each row; and what `columns` hold. `rng` is what terms of the mini-batch
-    draw by."""
+    """What loss terms are computed from, the rows of a micro-batch (or of the whole mini-batch) one after another.
+
+    - `fills`: what a parameter of this name gets: `logp`, `entropy` and `values`, a number for each token of the one
+      scored column, and `lengths`, how many tokens each row has of it.
+    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it holds for each token), `lengths`,
+      the tokens of each row, and `columns`, what it holds.
+    - `rng`: where terms of the whole mini-batch draw from.
+    """
 
     fills: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
@@ -53,7 +58,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Value:
-    """The loss of each token, or of each row; by name what each term gives, and the figures that terms tell, as TERM/FIGURE."""
+    """The loss of each token, or of each row; by name what each term gives, and the figures that terms tell, as
+    TERM/FIGURE."""
 
     loss: torch.Tensor
     terms: dict[str, torch.Tensor]
@@ -73,14 +79,14 @@ def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
 
 def fills(node: Node) -> set[str]:
     """What the terms of an update want filled."""
-    return {f for _, signature in terms(node.attributes["loss"]) for f in signature.fills}
+    return {f for _, signature in terms(Update.of(node).loss) for f in signature.fills}
 
 
 def columns(node: Node) -> tuple[set[str], set[str]]:
-    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the log-probabilities of the
-    tokens that they hold."""
-    held, scored = _named(node.attributes["loss"]), set[str]()
-    for term, signature in terms(node.attributes["loss"]):
+    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the
+    log-probabilities of the tokens that they hold."""
+    held, scored = _named(Update.of(node).loss), set[str]()
+    for term, signature in terms(Update.of(node).loss):
         for parameter, column in bound(term, signature, node).items():
             (scored if parameter in signature.logps else held).add(column)
     return held, scored
@@ -91,10 +97,13 @@ def beside(graph: Graph, node: Node) -> dict[str, Column]:
     return {c: graph.column(c) for c in sorted(columns(node)[1] - {*sequences(graph, node).scored})}
 
 
-def inputs(graph: Graph, node: Node, seen: Given, rows: Array, made: Outputs, rng: np.random.Generator | None = None) -> Inputs:
+def inputs(
+    graph: Graph, node: Node, seen: Given, rows: Array, made: Outputs, rng: np.random.Generator | None = None
+) -> Inputs:
     """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
     wants, target = fills(node), next(iter(seen.lengths))
-    lengths = {c: torch.from_numpy(n[rows]) for c, n in seen.lengths.items()}
+    place = next(x.device for x in made if x is not None)
+    lengths = {c: torch.from_numpy(n[rows]).to(place) for c, n in seen.lengths.items()}
     logps = {} if made.logp is None else seen.split(rows, made.logp)
     if made.given is not None:
         ids = beside(graph, node)
@@ -104,35 +113,42 @@ def inputs(graph: Graph, node: Node, seen: Given, rows: Array, made: Outputs, rn
             lengths[name] = lengths[column.dims[0].like]
     # A scalar stands for each token of its row, but where the loss is of rows.
     spread = None if of_rows(node) else seen.lengths[target][rows]
-    held = {c: flat(seen.columns[c], rows, spread) for c in sorted(columns(node)[0] & seen.columns.keys())}
+    named = sorted(columns(node)[0] & seen.columns.keys())
+    held = {c: flat(seen.columns[c], rows, spread).to(place, non_blocking=True) for c in named}
     filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
     return Inputs(filled | {"lengths": lengths[target]}, held, logps, lengths, rng)
 
 
 def _named(expr: Expr) -> set[str]:
     """Columns and states that stand in the loss itself, as factors of terms."""
-    return {str(expr.value)} if expr.kind in ("column", "state") else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
+    return (
+        {str(expr.value)}
+        if expr.kind in ("column", "state")
+        else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
+    )
 
 
 def of_rows(node: Node) -> bool:
     """Whether the loss is one number a row, not one a token."""
-    return any(signature.rows for _, signature in terms(node.attributes["loss"]))
+    return any(signature.rows for _, signature in terms(Update.of(node).loss))
 
 
 def of_mini_batch(node: Node) -> bool:
     """Whether a term of the loss needs all rows of the mini-batch at once."""
-    return any(signature.scope == "mini_batch" for _, signature in terms(node.attributes["loss"]))
+    return any(signature.scope == "mini_batch" for _, signature in terms(Update.of(node).loss))
 
 
 def evaluate(node: Node, inputs: Inputs) -> Value:
     """The loss of the rows of a micro-batch, or of the mini-batch."""
     found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-    return Value(_value(node.attributes["loss"], node, inputs, *found), *found)
+    return Value(_value(Update.of(node).loss, node, inputs, *found), *found)
 
 
-def _value(expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]) -> Any:
-    """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be a cycle, which
-    holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
+def _value(
+    expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]
+) -> Any:
+    """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be
+    a cycle, which holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
     if expr.kind == "call":
         term, signature = _term(expr)
         part = term(**_arguments(expr, node, inputs), **expr.options())
@@ -159,7 +175,8 @@ def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
 
 
 def _fitting(part: Any, signature: Signature, inputs: Inputs) -> torch.Tensor:
-    """What a term gave; BadResult where it is not a number a token, or a row: `reduce` alone knows the whole mini-batch."""
+    """What a term gave; BadResult where it is not a number a token, or a row: `reduce` alone knows the whole
+    mini-batch."""
     lengths = inputs.fills["lengths"]
     count, each = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
     if isinstance(part, torch.Tensor) and part.shape == (count,):
@@ -176,8 +193,8 @@ def _term(call: Expr) -> tuple[Callable[..., Any], Signature]:
 
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
     """This micro-batch's part of the loss. `lengths` are the response tokens of each row."""
-    how = node.attributes.get("reduce")
-    kind = "rows" if of_rows(node) else "tokens" if how is None else str(how.value)
+    how = Update.of(node).reduce
+    kind = "rows" if of_rows(node) else str(how.value)
     if kind == "tokens":
         return value.sum() / max(whole.tokens, 1)
     if kind == "rows":
@@ -185,5 +202,5 @@ def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: Whole)
     if kind == "sequences":
         weight = lengths.clamp(min=1).to(value.dtype).reciprocal().repeat_interleave(lengths)
         return (value * weight).sum() / max(whole.rows, 1)
-    assert how is not None and kind == "constant"
+    assert kind == "constant"
     return value.sum() / float(how.args[0].literal()) / max(whole.rows, 1)

@@ -1,6 +1,6 @@
-"""From rows of the dock to tensors of a micro-batch.
+"""From rows of the dock to what a model sees of them, and to tensors that terms of a loss read.
 
-Invariant: token ids go through unchanged; a sequence is the context columns of its row, in order, then one scored column of it.
+Invariant: token ids go through unchanged, and columns of numbers keep their values.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ...backends.spec import Packed
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
 from ...ir.sequences import sequences
 from ..data import wrong
 from ..data.columns import DTYPES, Array, Column, offsets_of
-from ..dock.controller import Batch
+from ..dock.wire import Batch
 
 
 @dataclass(frozen=True)
 class Given:
-    """The rows of a batch as a model sees them: the tokens of each context column and of each that is scored, its `masks` where such are
-    read, and by column what is read beside. Tokens that a mask leaves out are context alone: `lengths` of the scored columns do not count
-    them, and columns with a value for each token hold those of the others. `strange` are rows with tokens that the model does not know."""
+    """The rows of a batch as a model sees them.
+
+    - `contexts` and `scored`: the token columns that stand before, and those whose tokens are scored; `columns`: what
+      else is read beside them, by name.
+    - `masks`: of a scored column the mask that is read with it. Tokens that it leaves out are context only: `lengths`
+      does not count them, and columns with a value a token hold the values of the other tokens.
+    - `strange`: the rows that hold tokens which the model does not know.
+    """
 
     contexts: list[Column]
     scored: dict[str, Column]
@@ -39,16 +43,15 @@ class Given:
         total: Array = np.sum([c.lengths for c in (*self.contexts, *self.scored.values())], axis=0)
         return total
 
-    def pack(self, rows: Array) -> Packed:
-        return pack(self.contexts, [*self.scored.values()], rows, [self.masks.get(c) for c in self.scored])
-
     def split(self, rows: Array, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """By scored column, what a forward pass over these rows gave of its tokens."""
-        return dict(zip(self.lengths, torch.split(values, [int(n[rows].sum()) for n in self.lengths.values()]), strict=True))
+        return dict(
+            zip(self.lengths, torch.split(values, [int(n[rows].sum()) for n in self.lengths.values()]), strict=True)
+        )
 
 
 def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> Given:
-    """What a state's model sees of a batch; `like` says of undeclared columns whose length they have."""
+    """What a node's model sees of a batch; `like` says of undeclared columns whose length they have."""
     read, declared = sequences(graph, node), {c.name: c for c in graph.columns}
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows has no columns either.
@@ -79,41 +82,17 @@ def kept(column: Column, mask: Column | None) -> Column:
     return Column(column.values[mask.values], offsets_of(np.bincount(row[mask.values], minlength=len(column))))
 
 
-def pack(contexts: Sequence[Column], scored: Sequence[Column], rows: Array, masks: Sequence[Column | None] = ()) -> Packed:
-    """The rows at positions `rows`: of each the context, then one of the scored columns, a sequence for each of these, one column after
-    another; where there is none, the context alone, scored as a whole. Of a column with a mask only the tokens where it is true are asked
-    for. No rows give one sequence of one token and ask for nothing, so that a rank without work can still take part in collectives."""
-    begin = [np.concatenate([c[r] for c in contexts] or [np.zeros(0, np.int64)]) for r in rows]
-    before = np.array([len(b) for b in begin], np.int64)
-    pieces: list[Array] = []
-    asked: list[tuple[Array, ...]] = []
-    for column, mask in zip(scored, masks or [None] * len(scored), strict=True):
-        lengths = column.lengths[rows]
-        row = np.repeat(np.arange(len(rows)), lengths)
-        position = before[row] - 1 + np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        kept = slice(None) if mask is None else mask.take(rows).values
-        asked.append((len(pieces) + row[kept], position[kept], column.take(rows).values[kept].astype(np.int64)))
-        # The last token of a sequence predicts nothing that is asked for, so it is not fed.
-        pieces += [np.concatenate([b, column[r][:-1]]) for b, r in zip(begin, rows, strict=True)]
-    if not scored:
-        pieces, asked = begin, [(np.arange(len(rows)), before - 1, np.zeros(len(rows), np.int64))]
-    ids = np.zeros((max(len(pieces), 1), max([1, *map(len, pieces)])), np.int64)
-    for i, piece in enumerate(pieces):
-        ids[i, : len(piece)] = piece
-    return Packed(*(torch.from_numpy(np.ascontiguousarray(a)) for a in (ids, *map(np.concatenate, zip(*asked, strict=True)))))
-
-
 def flat(column: Column, rows: Array, lengths: Array | None = None) -> torch.Tensor:
-    """A ragged column end to end, one value (or row of values) a token; of a scalar column the value of each row, given to each of its
-    tokens where `lengths` says how many there are. Floats in float32, ids in int64."""
+    """A ragged column end to end, one value (or row of values) a token; of a scalar column the value of each row, given
+    to each of its tokens where `lengths` says how many there are. Floats in float32, ids in int64."""
     some = column.take(rows)
     values = some.values if some.offsets is not None or lengths is None else np.repeat(some.values, lengths)
     return torch.from_numpy(values.astype(np.int64 if values.dtype.kind == "i" else np.float32, copy=False))
 
 
 def distinct(rows: Sequence[Array], fan: int) -> tuple[int, int]:
-    """How many different beginnings rows have, which is how many tokens there are to compute where rows share them, and how many rows
-    differ; in each `fan` rows in turn: the responses to one prompt, or as many prompts as there are."""
+    """How many different beginnings rows have, which is how many tokens there are to compute where rows share them, and
+    how many rows differ; in each `fan` rows in turn: the responses to one prompt, or as many prompts as there are."""
     lengths = np.array([len(r) for r in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)
     for i, row in enumerate(rows):

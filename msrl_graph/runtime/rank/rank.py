@@ -1,14 +1,17 @@
-"""A rank: one process on one device, hosting in turn the states of its pool.
+"""A rank: one process on one device, hosting in turn the nodes of its pool.
 
-Invariant: a rank does what its pool's instruction stream says and nothing else; all ranks of a collective make the same calls in the
-same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and share every answer of the dock.
-Layouts number the ranks of a pool, torch.distributed those of all pools: `first` lies between.
+Invariant: a rank does what its pool's instruction stream says and nothing else; all ranks of a collective make the same
+calls in the same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and
+share every answer of the dock. Layouts number the ranks of a pool, torch.distributed those of all pools: `first` lies
+between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -18,29 +21,86 @@ import ray
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from ...ir.attributes import Update
 from ...ir.graph import Node
-from ...ir.plan import Instruction, from_json
-from ..data.columns import Column
+from ...ir.instruction import Instruction, Walker
+from ...ir.plan import from_json
+from ..data.columns import Column, Piece
 from ..dock.client import Client
-from ..dock.controller import Batch
 from ..dock.readers import home, readers
+from ..dock.wire import Batch
 from ..process import computing, memory
 from ..process.joining import speak
 from ..process.report import Report
-from ..process.surroundings import settle
 from ..process.task import Task
+from ..weights.reshard import Swap
 from .generation import Generation
-from .training import Training, due
+from .training import Training
 
 # The instructions that take time: what a process tells of itself costs a message.
 TOLD = ("RESHARD", "RUN")
 
 
+@dataclass(frozen=True)
+class Doing(Walker):
+    """What a rank does at the instructions of a task."""
+
+    rank: Rank
+    task: Task
+    report: Report
+
+    def run(self, pool: str, node: str) -> None:
+        rank, found = self.rank, self.rank.plan.graph.node(node)
+        # The other ranks of a group would only repeat what its first one tells.
+        told = self.report if rank._first(found) else Report(self.report.process)
+        for batch in rank._batches(found, self.task, self.report):
+            for name in found.states:
+                if name in self.task.states:  # of the run: each row has the same; others came with the rows
+                    batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
+            with self.report.phase(node):
+                columns = rank.compute(found, self.task, batch, told)
+            if columns and rank._first(found):
+                rank.client.put(node, self.task, columns)
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        rank, edge, worker = self.rank, self.rank.resharders[src, dst], self.rank.plan.graph.node(src).worker
+        with self.report.phase("reshard"):
+            if worker in rank.swaps:
+                rank.swaps[worker].wait()
+            # A rank of the pool that sends has nothing to fill.
+            generator = rank.generators.get(dst)
+            edge.run(generator.allocate if generator else list)
+            if generator:
+                generator.filled()
+        for step, seconds in edge.seconds.items():
+            self.report.more(f"reshard {step}", seconds)
+        self.report.bytes[edge.name] = edge.moved
+
+    def release(self, pool: str, node: str) -> None:
+        self.rank.generators[node].release()
+
+    def swap_in(self, pool: str, node: str) -> None:
+        self._swap(node).start_in()
+
+    def wait(self, pool: str, node: str) -> None:
+        swap = self._swap(node)
+        with self.report.phase("swap in"):
+            swap.wait()
+        self.report.more("swap in copy", swap.taken())
+
+    def _swap(self, node: str) -> Swap:
+        return self.rank.swaps[self.rank.plan.graph.node(node).worker]
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
+        return self.rank.client.again(node, self.task, rounds)
+
+
 class Rank(Training, Generation):
     """A rank of one of the pools of devices."""
 
-    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
-        settle(folder, logs, f"rank {rank}")
+    doing: type[Doing] = Doing
+
+    def __init__(self, plan: str, rank: int, threads: int) -> None:
         computing.prepare(threads)
         super().__init__(from_json(plan), rank)
         self.store: Any = None
@@ -55,17 +115,20 @@ class Rank(Training, Generation):
         """Joins the other ranks and builds the engines."""
         plan = self.plan
         host = plan.cluster.host(self.rank)
-        speak(plan.cluster.nodes)
-        self.client = Client(f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank))
+        kind = plan.cluster.device.kind
+        speak(plan.cluster.nodes, kind.interfaces)
+        self.device.claim()
+        self.client = Client(
+            f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank)
+        )
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=plan.cluster.devices, timeout=deadline)
+        world = plan.cluster.devices
+        dist.init_process_group(kind.backends(), store=store, rank=self.rank, world_size=world, timeout=deadline)
         self.asking = ThreadPoolExecutor(1)
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
-
-    # The instructions, by name.
 
     def run(self, task: Task, measure: bool) -> Report:
         """Walks the stream of this pool for one task."""
@@ -74,69 +137,53 @@ class Rank(Training, Generation):
         self.stepped = False
         here = self.pool.name if self.pool else ""
         streams = [s.instructions for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
-        instructions = [i for stream in streams for i in stream if i.op != "RUN" or due(self.plan.graph.node(i.node), task.number)]
+        instructions = [
+            i
+            for stream in streams
+            for i in stream
+            if i.op != "RUN" or Update.of(self.plan.graph.node(i.node)).due(task.number)
+        ]
         runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
         # What comes after a round of prompts is not asked for ahead: another round may come first.
-        self.following = {a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if (a.op, b.op) == ("RUN", "RUN")}
+        self.following = {
+            a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if (a.op, b.op) == ("RUN", "RUN")
+        }
         if runs and runs[0].op == "RUN" and self._first(first := self.plan.graph.node(runs[0].node)):
             self._ask(first, task)
-        for instruction in self.client.walk(instructions, task):
-            if instruction.op in TOLD:
-                self.client.at(f"{instruction.op} {instruction.node} in {task.key}")
-            act = getattr(self, f"_{instruction.op.lower()}")
-            if not measure:
-                act(instruction, task, report)
-                continue
-            name = f"{instruction.op} {instruction.node}"
-            _note(report, f"before {name}", memory.held())
+
+        @contextmanager
+        def around(step: Instruction) -> Iterator[None]:
+            if step.op in TOLD:
+                self.client.at(f"{step.op} {step.node} in {task.key}")
+            if not measure or step.op == "AGAIN":
+                yield
+                return
+            _note(report, f"before {step.op} {step.node}", memory.held())
             with memory.Peak() as peak:
-                act(instruction, task, report)
-            _note(report, f"peak of {name}", peak.peak)
+                yield
+            _note(report, f"peak of {step.op} {step.node}", peak.peak)
+
+        self.client.walk(here, instructions, task, self.doing(self, task, report), around)
         if measure:
             _note(report, "after", memory.held())
         report.here = self.client.flush(task)
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
-    def _reshard(self, instruction: Instruction, task: Task, report: Report) -> None:
-        edge, worker = self.resharders[instruction.node, instruction.other], self.plan.graph.node(instruction.node).worker
-        with report.phase("reshard"):
-            if worker in self.swaps:
-                self.swaps[worker].wait()
-            # A rank of the pool that sends has nothing to fill.
-            edge.run(self.generators[instruction.other].allocate if instruction.other in self.generators else list)
-        for step, seconds in edge.seconds.items():
-            report.more(f"reshard {step}", seconds)
-        report.bytes[edge.name] = edge.moved
-
-    def _release(self, instruction: Instruction, task: Task, report: Report) -> None:
-        self.generators[instruction.node].release()
-
-    def _swap_in(self, instruction: Instruction, task: Task, report: Report) -> None:
-        self.swaps[self.plan.graph.node(instruction.node).worker].start_in()
-
-    def _wait(self, instruction: Instruction, task: Task, report: Report) -> None:
-        swap = self.swaps[self.plan.graph.node(instruction.node).worker]
-        with report.phase("swap in"):
-            swap.wait()
-        report.more("swap in copy", swap.taken())
-
-    def _run(self, instruction: Instruction, task: Task, report: Report) -> None:
-        node = self.plan.graph.node(instruction.node)
-        # The other ranks of a group would only repeat what its first one tells.
-        told = report if self._first(node) else Report(report.process)
-        for batch in self._batches(node, task, report):
-            for name in node.states:
-                if name in task.states:  # of the run: each row has the same; others came with the rows
-                    batch.columns[name] = Column(np.full(len(batch.rows), task.states[name], np.float32))
-            with report.phase(node.name):
-                columns = getattr(self, f"_{node.verb}")(node, task, batch, told)
-            if columns and self._first(node):
-                self.client.put(node.name, task, columns)
+    def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+        """What a node writes of a batch."""
+        match node.verb:
+            case "generate":
+                return self._generate(node, task, batch, report)
+            case "infer":
+                return self._infer(node, task, batch, report)
+            case "update":
+                return self._update(node, task, batch, report)
+        raise AssertionError(f"no rank has the verb `{node.verb}`")
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares the answer. While
-        it computes a batch the next is asked for, the next node's after the last."""
+        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares
+        the answer. While it computes a batch the next is asked for, the next node's after the last."""
         last = False
         while not last:
             with report.phase("dock"):

@@ -1,7 +1,9 @@
-"""Whether a term of a loss gives a row the same whatever rows are beside it: run on made-up rows, all at once and in two parts.
+"""Whether a term of a loss gives a row the same whatever rows are beside it: run on made-up rows, all at once and in
+two parts.
 
-Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and their slopes are those of
-the row alone, so neither micro-batches nor ranks change a loss. Terms of the whole mini-batch are not split (ahead.py), and not looked at.
+Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and their
+slopes are those of the row alone, so neither micro-batches nor ranks change a loss. Terms of the whole mini-batch are
+not split (ahead.py), and not looked at.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from .tried import own_terms, untried
 
 # Rows, and the most tokens of each: few, and so many that a small share of them is a token.
 SIZES = ((12, 6), (512, 64))
-NEAR: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6, "equal_nan": True}  # both compute the same operations, but for sums in another order
+NEAR: dict[str, Any] = {
+    "rtol": 1e-4,
+    "atol": 1e-6,
+    "equal_nan": True,
+}  # both compute the same operations, but for sums in another order
 
 
 def found(plan: Plan) -> list[Diagnostic]:
@@ -46,18 +52,28 @@ def _found(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
         if loss.of_mini_batch(node) or all(per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
             return None
     except BadResult as error:  # of any rows it would be
-        help = "return a number a token, and leave means and sums to `reduce`; or one a row, and annotate the term `-> Rows`"
+        help = (
+            "return a number a token, and leave means and sums to `reduce`; or one a row, and annotate the term "
+            "`-> Rows`"
+        )
         return Diagnostic("bad-value", f"on made-up rows {error}", span(call, node), help)
     except Exception as error:
         return untried(node, call, f"{type(error).__name__}: {error}")
     name = str(call.value).rpartition(":")[2]
-    what = f"`{name}` gives a row another loss where other rows are beside it: it would depend on `micro_batch` and the layout"
-    help = 'mark it `@loss_term(scope="mini_batch")`, and it gets all rows of the mini-batch; or let it look at each row alone'
+    what = (
+        f"`{name}` gives a row another loss where other rows are beside it: it would depend on `micro_batch` and "
+        "the layout"
+    )
+    help = (
+        'mark it `@loss_term(scope="mini_batch")`, and it gets all rows of the mini-batch; or let it look at '
+        "each row alone"
+    )
     return Diagnostic("bad-scope", what, span(call, node), help)
 
 
 def per_row(graph: Graph, node: Node, seed: int) -> bool:
-    """Whether the loss of an update is the same for each row of a made-up mini-batch, and of two parts of it, with its slopes."""
+    """Whether the loss of an update is the same for each row of a made-up mini-batch, and of two parts of it, with its
+    slopes."""
     rows, most = SIZES[seed // 2 % len(SIZES)]
     draw = np.random.default_rng(seed)
     seen, made = _made_up(graph, node, draw, rows, most, negative=bool(seed % 2))
@@ -73,8 +89,8 @@ def per_row(graph: Graph, node: Node, seed: int) -> bool:
 def _made_up(
     graph: Graph, node: Node, draw: np.random.Generator, rows: int, most: int, negative: bool
 ) -> tuple[Given, dict[str, dict[str, Column]]]:
-    """Rows with what the terms of an update read, and what forward passes gave of them. Numbers are normal, or all negative, as
-    log-probabilities are."""
+    """Rows with what the terms of an update read, and what forward passes gave of them. Numbers are normal, or all
+    negative, as log-probabilities are."""
 
     def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
         if DTYPES[element] not in (np.float32,):
@@ -106,15 +122,21 @@ def _made_up(
     return Given([], {}, {}, columns, lengths, np.zeros(rows, bool)), made
 
 
-def _numbers(graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array) -> Iterator[Column]:
+def _numbers(
+    graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array
+) -> Iterator[Column]:
     """The loss of each of these rows, and its slopes at what forward passes gave."""
-    leaves = {name: torch.cat([torch.from_numpy(c.take(rows).values) for c in made[name].values()]).requires_grad_() for name in FIELDS}
+    leaves = {
+        name: torch.cat([torch.from_numpy(c.take(rows).values) for c in made[name].values()]).requires_grad_()
+        for name in FIELDS
+    }
     torch.manual_seed(0)
     value = loss.evaluate(node, loss.inputs(graph, node, seen, rows, Outputs(**leaves))).loss
     lengths = next(iter(seen.lengths.values()))[rows]
     yield Column(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
     if value.requires_grad:
-        # Rows weigh differently, as under `reduce`: of a plain sum the slopes may be right where those of each row are not.
+        # Rows weigh differently, as under `reduce`: of a plain sum the slopes may be right where those of each row are
+        # not.
         weight = torch.from_numpy((1.0 + rows % 3).astype(np.float32).repeat(1 if loss.of_rows(node) else lengths))
         slopes = torch.autograd.grad(value, [*leaves.values()], weight, materialize_grads=True)
         for slope in slopes:

@@ -1,7 +1,7 @@
 """Training: what a rank does with weights that it holds and rows that it is handed, the verbs `infer` and `update`.
 
-Invariant: neither how rows fall on ranks nor the micro-batch changes what is computed; all ranks of a group make the same calls on their
-engine, ranks without rows too.
+Invariant: neither how rows fall on ranks nor the micro-batch changes what is computed; all ranks of a group make the
+same calls on their engine, ranks without rows too.
 """
 
 from __future__ import annotations
@@ -9,22 +9,25 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import distributed as dist
 
 from ... import algorithms, noise
 from ...backends.spec import Asked, Outputs
 from ...ir import graph as ir
+from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import temperature
 from ..data import wrong
-from ..data.columns import Array, Column, offsets_of
+from ..data.columns import Array, Column, Piece, offsets_of
 from ..data.tokens import tokenised
-from ..dock.controller import Batch
+from ..dock.wire import Batch
 from ..functions.blame import blame
 from ..metrics.spread import Means
 from ..process.report import Report, RunError
@@ -32,6 +35,7 @@ from ..process.task import Task
 from . import ahead, loss
 from . import learning_rate as rates
 from .engines import Engines
+from .micro_batches import MicroBatches, pack
 from .packing import Given, flat, given
 
 Sum = tuple[str, float, float]  # name, total, weight
@@ -45,13 +49,12 @@ class Training(Engines):
         self.watch, self.means = wrong.Watch(plan), Means(plan)
         self.stepped = False  # whether weights have changed since the task began
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         seen, written = self._given(node, task, batch), [self.plan.graph.column(c) for c in node.writes]
         best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
-        with torch.no_grad():
-            outputs = [self._forward(node, seen, rows, best=best) for rows in micro]
-        if not len(batch.rows):
+        outputs = self.trainers[node.worker].score(*self._passes(node, seen, micro, best=best))
+        if not len(batch.rows) or not outputs:
             return {}
         order, found = np.concatenate(micro), {}
         rows, known = batch.rows[order], seen.strange[order]
@@ -64,66 +67,80 @@ class Training(Engines):
         for made in found.values():
             if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
                 made.values[np.repeat(known, made.lengths)] = math.nan
-        return {name: (rows, made) for name, made in found.items()}
+        return {name: Piece(rows, made) for name, made in found.items()}
 
-    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, tuple[Array, Column]]:
+    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         if not batch.share.round_units:
-            if self.local == 0:
-                report.remarks.append(f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step")
+            if self._leads(node):
+                report.remarks.append(
+                    f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
+                )
             return {}
-        trainer, seen = self.trainers[node.worker], self._given(node, task, batch)
+        seen = self._given(node, task, batch)
         known = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
                 known = known | wrong.not_finite(column)
+        trainer = self.trainers[node.worker]
         whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
         micro, target = self._micro_batches(node, batch, seen), next(iter(seen.lengths))
-        joint, passed = self._ahead(node, task, batch, seen, micro, known, whole) if loss.of_mini_batch(node) else (None, [])
-        outputs, losses = [], []
-        sums: list[Sum] = []
-        figures: list[Sum] = []
-        for i, rows in enumerate(micro):
-            made = passed[i] if passed else self._asked(node, seen, rows)
-            found = joint.found(rows) if joint else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made))
-            total = loss.reduce(node, found.loss, torch.from_numpy(seen.lengths[target][rows]), whole)
-            trainer.backward(joint.linear(made, rows) if joint else total)
-            outputs.append(detached(made))
-            losses.append(found.loss.detach())
-            sums.append(("loss", float(total.detach()), 0))
-            sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
-            figures += [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
-            if made.entropy is not None:
-                figures.append(("entropy", float(made.entropy.detach().sum()), made.entropy.numel()))
-            del made, found, total  # or the next micro-batch would have them beside its own
-        order = np.concatenate(micro)
-        if len(batch.rows):
-            numbers, known = batch.rows[order], known[order]
+        packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
+        join = partial(self._joint, node, task, batch, seen, micro, known, whole)
+        together = loss.of_mini_batch(node)
+        # One micro-batch is the whole: its loss is computed once it was passed forward, and no second pass is needed.
+        joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
+        told: dict[int, _Told] = {}  # by micro-batch; none where the last layers are not
+
+        def compute(made: Outputs, i: int) -> torch.Tensor:
+            nonlocal joint
+            if together and joint is None:
+                joint = join([made])
+            rows = micro[i]
+            found = (
+                joint.found(rows)
+                if joint
+                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made))
+            )
+            lengths = torch.from_numpy(seen.lengths[target][rows]).to(found.loss.device)
+            total = loss.reduce(node, found.loss, lengths, whole)
+            told[i] = _told(made, found, total)
+            return joint.linear(made, rows) if joint else total
+
+        trainer.train(packed, compute, asked)
+        every = [told[i] for i in sorted(told)]
+        if len(batch.rows) and every:
+            order = np.concatenate(micro)
+            numbers, known, outputs = batch.rows[order], known[order], [t.outputs for t in every]
             for scored in map(self.plan.graph.column, seen.scored):
                 as_drawn = self._as_drawn(node, seen, scored, order)
                 known = self._look(node, task, report, numbers, _made(scored, seen, micro, outputs), as_drawn, known)
-            each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(next(iter(seen.lengths.values()))[order]))
-            cost = Column(torch.cat(losses).numpy(), offsets)
+            lengths = next(iter(seen.lengths.values()))[order]
+            each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
+            cost = Column(torch.cat([t.loss for t in every]).numpy(), offsets)
             known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
+        sums, figures = [s for t in every for s in t.sums], [f for t in every for f in t.figures]
         self._step(node, task, batch, report, bool(known.any()), sums, figures)
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
             report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
             report.count("response_tokens", float(sum(c.lengths.sum() for c in seen.scored.values())), 0)
         return {}
 
-    def _step(self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]) -> None:
-        """Takes an optimizer step, but for gradients that are not finite or of rows that are wrong, and tells of it: `sums` are of losses,
-        all finite where nothing is wrong, `figures` of what terms tell beside."""
+    def _step(
+        self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]
+    ) -> None:
+        """Takes an optimizer step, but for gradients that are not finite or of rows that are wrong, and tells of it:
+        `sums` are of losses, all finite where nothing is wrong, `figures` of what terms tell beside."""
         step = self.steps.get(node.name, 0) + 1
         sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
-        clip = node.number("clip_grad", 1.0)
+        said = Update.of(node)
         lr = rates.rate(self.plan, node, step, task.states)
-        norm = self.trainers[node.worker].step(lr, clip, sound, algorithms.optimizer(node.attributes["optimizer"]))
+        norm = self.trainers[node.worker].step(lr, said.clip_grad, sound, algorithms.optimizer(said.optimizer), node)
         taken = math.isfinite(norm)
         told = [*sums, *figures] if taken else []
         if taken:
             self.steps[node.name], self.stepped = step, True
-        if self.local == 0:
+        if self._leads(node):
             # The parts of all ranks and micro-batches add up to one loss a step.
             told += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if taken else []
             told += [("updates", taken, 0), ("skipped", not taken, 0)]
@@ -132,9 +149,11 @@ class Training(Engines):
         for of in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
             for name, value, weight in told:
                 report.count(of + name, value, weight)
-        if not taken and (self.local == 0 or self.watch.stops):
+        if not taken and (self._leads(node) or self.watch.stops):
             what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
-            self.watch.tell(node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out"))
+            self.watch.tell(
+                node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out")
+            )
 
     # From rows to what is computed of them.
 
@@ -147,22 +166,35 @@ class Training(Engines):
         return found
 
     def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:
-        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group makes, some
-        empty."""
+        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group
+        makes, some empty."""
         size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
         count = max(1, -(-batch.share.most // size))
         return np.array_split(np.argsort(seen.size, kind="stable"), count)
 
-    def _forward(self, node: Node, seen: Given, rows: Array, **asked: Any) -> Outputs:
-        """One pass over the sequences of the rows at these positions."""
+    def _passes(
+        self,
+        node: Node,
+        seen: Given,
+        micro: list[Array],
+        entropy: bool = False,
+        best: int = 0,
+    ) -> tuple[MicroBatches, Asked]:
+        """Micro-batches as an engine takes them, with the ids whose log-probabilities terms want; and what is asked."""
+        beside = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
         stated = [temperature(self.plan.graph, c) for c in seen.scored]
-        heat: float | torch.Tensor = 1.0
-        if len({*stated}) == 1 and stated[0].kind == "number":
-            heat = float(stated[0].literal())
-        elif stated:
-            each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()]
-            heat = torch.from_numpy(np.concatenate(each))[:, None]
-        return self.trainers[node.worker].forward(seen.pack(rows), Asked(heat, **asked))
+        # One number of all tokens, or one a token.
+        differ = len({*stated}) > 1 or any(s.kind != "number" for s in stated)
+
+        def make(rows: Array) -> TensorDict:
+            ids = [_ids(column, seen, rows) for column in beside]
+            each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()] if differ else []
+            heat = torch.from_numpy(np.concatenate(each))[:, None] if differ else None
+            given, masks = torch.cat(ids, 1) if ids else None, [seen.masks.get(c) for c in seen.scored]
+            return pack(seen.contexts, [*seen.scored.values()], rows, masks, given=given, temperature=heat)
+
+        heat = 1.0 if differ or not stated else float(stated[0].literal())
+        return MicroBatches(micro, make), Asked(heat, entropy, best, node)
 
     def _heat(self, seen: Given, target: str, rows: Array) -> Array:
         """The temperature that the tokens of a column were drawn at, of each row."""
@@ -171,18 +203,18 @@ class Training(Engines):
             return np.full(len(rows), stated.literal(), np.float32)
         return seen.columns[str(stated.value)].values[rows].astype(np.float32)
 
-    def _asked(self, node: Node, seen: Given, rows: Array) -> Outputs:
-        """A forward pass with all that the terms of an update want."""
-        ids = [_ids(column, seen, rows) for column in loss.beside(self.plan.graph, node).values()]
-        return self._forward(node, seen, rows, entropy="entropy" in loss.fills(node), given=torch.cat(ids, 1) if ids else None)
-
-    def _ahead(
-        self, node: Node, task: Task, batch: Batch, seen: Given, micro: list[Array], known: Array, whole: loss.Whole
-    ) -> tuple[ahead.Joint, list[Outputs]]:
-        """The loss of the whole mini-batch, before its micro-batches are trained on; and what those gave, if it has a gradient: where
-        there is one, no second pass over it is needed."""
-        with torch.set_grad_enabled(len(micro) == 1):
-            passed = [self._asked(node, seen, rows) for rows in micro]
+    def _joint(
+        self,
+        node: Node,
+        task: Task,
+        batch: Batch,
+        seen: Given,
+        micro: list[Array],
+        known: Array,
+        whole: loss.Whole,
+        passed: list[Outputs],
+    ) -> ahead.Joint:
+        """The loss of the whole mini-batch, of what forward passes over its micro-batches gave."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
@@ -192,8 +224,10 @@ class Training(Engines):
         rng = noise.generator(self.plan.deploy.run.seed, *key)
         everyone = np.arange(len(joint.numbers))
         found = self._loss(node, task, loss.inputs(self.plan.graph, node, joint.seen, everyone, joint.outputs, rng))
-        joint.back(found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole))
-        return joint, passed if len(micro) == 1 else []
+        joint.back(
+            found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole)
+        )
+        return joint
 
     def _loss(self, node: Node, task: Task, inputs: loss.Inputs) -> loss.Value:
         try:
@@ -201,7 +235,9 @@ class Training(Engines):
         except Exception as error:
             raise RunError(blame(node, error, f"iteration {task.number}")) from error
         if not found.loss.requires_grad:
-            raise RunError(f"the loss of `{node.name}` ({node.span.place}) has no gradient: nothing in it depends on the weights")
+            raise RunError(
+                f"the loss of `{node.name}` ({node.span.place}) has no gradient: nothing in it depends on the weights"
+            )
         return found
 
     def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:
@@ -218,31 +254,51 @@ class Training(Engines):
     # What is looked at.
 
     def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> wrong.Drawn | None:
-        """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none once a step has
-        changed the weights."""
+        """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none
+        once a step has changed the weights."""
         compared = self.watch.comparison
         if compared is None or compared.node != node.name or self.stepped:
             return None
         if compared.response != _of(column, seen) or len(column.dims) != 1:
             return None
-        return wrong.Drawn(seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64))
+        return wrong.Drawn(
+            seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64)
+        )
 
-    def _look(self, node: Node, task: Task, report: Report, rows: Array, made: Column, as_drawn: wrong.Drawn | None, known: Array) -> Array:
+    def _look(
+        self,
+        node: Node,
+        task: Task,
+        report: Report,
+        rows: Array,
+        made: Column,
+        as_drawn: wrong.Drawn | None,
+        known: Array,
+    ) -> Array:
         """The rows that are `known` to be wrong, or hold what is."""
         if self.plan.model(node.name).scores:
             return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)
         return self.watch.logp(node, task, report, rows, made, as_drawn, known)
 
 
-def detached(made: Outputs) -> Outputs:
-    """What is looked at of a forward pass, apart from its graph."""
-    return Outputs(*(x if x is None else x.detach() for x in made[:2]))
+class _Told(NamedTuple):
+    """What is looked at of a micro-batch, apart from its graph: `outputs`, and the loss of each token or row; and what
+    is told of it."""
+
+    outputs: Outputs
+    loss: torch.Tensor
+    sums: list[Sum]
+    figures: list[Sum]
 
 
-def due(node: Node, iteration: int) -> bool:
-    """Whether a state runs in an iteration: an update from `after` on, in every so many-th."""
-    begin = int(node.number("after", 0))
-    return iteration >= begin and (iteration - begin) % int(node.number("every", 1)) == 0
+def _told(made: Outputs, found: loss.Value, total: torch.Tensor) -> _Told:
+    sums: list[Sum] = [("loss", float(total.detach()), 0)]
+    sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
+    figures: list[Sum] = [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
+    if made.entropy is not None:
+        figures.append(("entropy", float(made.entropy.detach().sum()), made.entropy.numel()))
+    outputs = Outputs(*(x if x is None else x.detach().cpu() for x in made[:2]))
+    return _Told(outputs, found.loss.detach().cpu(), sums, figures)
 
 
 def _of(column: ir.Column, seen: Given) -> str:
@@ -251,7 +307,8 @@ def _of(column: ir.Column, seen: Given) -> str:
 
 
 def _made(column: ir.Column, seen: Given, micro: list[Array], outputs: list[Outputs]) -> Column:
-    """What forward passes gave for a column that is written, or of the tokens of a column that is scored, in the order of the passes."""
+    """What forward passes gave for a column that is written, or of the tokens of a column that is scored, in the order
+    of the passes."""
     of = _of(column, seen)
     width = column.dims[1].size if len(column.dims) > 1 else 0
     parts = []
@@ -260,9 +317,11 @@ def _made(column: ir.Column, seen: Given, micro: list[Array], outputs: list[Outp
         values = one if not width else found.ids if column.element == "i32" else found.best
         assert values is not None
         parts.append(seen.split(rows, values)[of] if of else values)
-    joined = torch.cat(parts).numpy()
+    joined = torch.cat(parts).cpu().numpy()
     if width:
-        joined = np.ascontiguousarray(joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width])
+        joined = np.ascontiguousarray(
+            joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
+        )
     return Column(joined, offsets_of(seen.lengths[of][np.concatenate(micro)]) if of else None)
 
 

@@ -1,7 +1,7 @@
 """Responses of several turns while they grow: what a policy writes, and what its environment answers.
 
-Invariant: a response ends with what the policy wrote, and holds at most as many tokens as its bound. A token that the environment wrote
-has the log-probability NaN: it was not drawn. One of the policy's that is no number is -inf.
+Invariant: a response ends with what the policy wrote, and holds at most as many tokens as its bound. A token that the
+environment wrote has the log-probability NaN: it was not drawn. One of the policy's that is no number is -inf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Responses:
             self.lengths[row] += len(ids)
 
     def told(self, rows: Array, tokens: list[Array]) -> Array:
-        """Appends what the environment said in these rows, where there is room for an answer to it; the rows where there is."""
+        """Appends what the environment said in these rows, where there is room for an answer to it; the rows where
+        there is."""
         fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
         for row, ids, fit in zip(rows, tokens, fits, strict=True):
             if fit:

@@ -1,10 +1,10 @@
 """Checkpoints: what a run needs to go on as if nothing had happened, on any layout.
 
-Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest names every file
-with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is: no byte changes unseen. (That tells
-of accidents and of edits by hand; it is no signature against who makes all of them again.) A tensor lies in it in the boxes in which ranks
-held it, each box once, and whoever reads takes the boxes that it needs. What is not in it (the order of the data, mini-batches, noise) is a
-function of seed and iteration.
+Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest
+names every file with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is:
+no byte changes unseen. (That tells of accidents and of edits by hand; it is no signature against who makes all of them
+again.) A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
+it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by update. `position`:
-    how many rows of the data's endless sequence were drawn (-1: as many as the iterations have prompts)."""
+    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by
+    update. `position`: how many rows of the data's endless sequence were drawn (-1: as many as the iterations have
+    prompts)."""
 
     format_version: int
     iteration: int
@@ -163,10 +164,16 @@ def manifest_of(path: Path) -> Manifest:
             raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {FORMAT}")
         name = DIGEST
         if (path / name).read_bytes() != _sum(content):
-            raise Unsound(f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other")
+            raise Unsound(
+                f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other"
+            )
     except OSError as error:
         raise Unsound(f"its {name} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # no JSON of ours, no text, or brackets without end
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # no JSON of ours, no text, or brackets without end
         raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
@@ -264,7 +271,9 @@ class Source:
 
 def program(plan: Plan) -> dict[str, Any]:
     """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the data."""
-    models = {name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()}
+    models = {
+        name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
+    }
     data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
     found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
     return found | {"seed": plan.deploy.run.seed}
@@ -303,7 +312,8 @@ def _shown(value: Any) -> str:
 
 
 def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[Diagnostic]]:
-    """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound or another's."""
+    """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound
+    or another's."""
     path = Path(target).absolute()
 
     def refuse(what: str, help: str = "") -> Fault:
@@ -314,17 +324,27 @@ def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[D
     run = path.parent.parent if path.parent.name == FOLDER else path
     if path == run:
         if not found(run):
-            raise refuse(f"the run in {run} has saved no checkpoint", "state `save` in `run { }`: a checkpoint every so many iterations")
+            raise refuse(
+                f"the run in {run} has saved no checkpoint",
+                "state `save` in `run { }`: a checkpoint every so many iterations",
+            )
         path = found(run)[-1]
     try:
         manifest = sound(path)
     except Unsound as error:
         older = newest(run)
-        help = f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer" if older else ""
+        help = (
+            f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer"
+            if older
+            else ""
+        )
         help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
     if manifest.iteration > plan.deploy.run.iterations:
-        done = f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have {plan.deploy.run.iterations}"
+        done = (
+            f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
+            f"{plan.deploy.run.iterations}"
+        )
         raise refuse(done, "state more iterations, or resume from an older checkpoint")
     other = differences(manifest.program, program(plan))
     foreign = [d for d in other if d.startswith(("models.", "algorithm.name "))]

@@ -1,9 +1,9 @@
 """The allgather-swap (arXiv:2507.19017, figure 5): update weights become generation weights, and leave the device.
 
-Invariant: after `run`, each rank holds exactly its boxes of the generation layout, bit for bit the values of the update's; in mode
-swap the update's storages on the device are empty and their bytes lie in host buffers, and `swap_in` brings them back bit for bit.
-An engine is known only by its shards. Where an all-gather would bring a rank more than twice what it wants, the plan says all-to-all,
-and just that is sent.
+Invariant: after `run`, each rank holds exactly its boxes of the generation layout, bit for bit the values of the
+update's; in mode swap the update's storages on the device are empty and their bytes lie in host buffers, and `swap_in`
+brings them back bit for bit. An engine is known only by its shards. Where an all-gather would bring a rank more than
+twice what it wants, the plan says all-to-all, and just that is sent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ...backends import devices
 from ...backends.spec import Shard
 from ...ir.plan import Reshard
 from ...model.architecture import Model
@@ -41,14 +42,14 @@ class Swap:
     def free(self) -> None:
         """Releases the device's storages."""
         for piece in self.shards:
-            piece.tensor.untyped_storage().resize_(0)
+            devices.release(piece.tensor)
 
     def start_in(self) -> None:
         """Begins host to device, beside whatever runs."""
         if self.host and self._thread is None:
             # Storage is taken here, so that the memory plan holds from this instant on.
             for piece, size in zip(self.shards, self.sizes, strict=True):
-                piece.tensor.untyped_storage().resize_(size)
+                devices.take(piece.tensor, size)
             self._thread = threading.Thread(target=self._copy_in)
             self._thread.start()
 
@@ -64,9 +65,9 @@ class Swap:
 
     def _copy_in(self) -> None:
         start = time.perf_counter()
-        with torch.no_grad():
+        with torch.no_grad(), devices.of(self.shards[0].tensor).aside():
             for piece, buffer in zip(self.shards, self.host, strict=True):
-                piece.tensor.copy_(buffer)
+                piece.tensor.copy_(buffer, non_blocking=True)
         self._seconds += time.perf_counter() - start
 
     def taken(self) -> float:
@@ -85,9 +86,12 @@ class Move(NamedTuple):
 
 
 class Resharder:
-    """One resharding edge on one rank; `block` is the process group of the neighbours that gather or exchange among themselves."""
+    """One resharding edge on one rank; `block` is the process group of the neighbours that gather or exchange among
+    themselves."""
 
-    def __init__(self, plan: Reshard, model: Model, rank: int, source: Side, target: Side, block: Any, swap: Swap) -> None:
+    def __init__(
+        self, plan: Reshard, model: Model, rank: int, source: Side, target: Side, block: Any, swap: Swap
+    ) -> None:
         self.name, self.plan, self.block, self.swap = plan.name, plan, block, swap
         (way,) = plan.ways  # engines that divide experts, or pad vocabularies, need more than one
         self.size, self.exchanges = way.ranks, way.how == "all-to-all"
@@ -97,7 +101,8 @@ class Resharder:
         self.target = {t.name: shard(t, target, rank) for t in model.tensors}
         # What each neighbour puts in: of those that hold the same box one, in turns.
         self.given: dict[str, list[tuple[int, Box]]] = {}
-        # In an exchange, who sends which box to whom, in an order that all neighbours agree on; what a rank keeps is its own.
+        # In an exchange, who sends which box to whom, in an order that all neighbours agree on; what a rank keeps is
+        # its own.
         self.moves: dict[str, list[Move]] = {}
         for turn, tensor in enumerate(model.tensors):
             holders: dict[Box, list[int]] = {}
@@ -157,10 +162,13 @@ class Resharder:
         mine = [source[n].reshape(-1) for n in bucket for i, _ in self.given[n] if i == self.index]
         if self.size == 1:
             return [torch.cat(mine)]
-        counts = [sum(elements(b) for n in bucket for i, b in self.given[n] if i == index) for index in range(self.size)]
+        counts = [
+            sum(elements(b) for n in bucket for i, b in self.given[n] if i == index) for index in range(self.size)
+        ]
         dtype = next(iter(source.values())).dtype
         buffer = torch.empty(self.size, max(counts), dtype=dtype)
-        # In place: a rank's own part is laid down where the gather would put it, so that the bucket is all that is taken.
+        # In place: a rank's own part is laid down where the gather would put it, so that the bucket is all that is
+        # taken.
         own = buffer[self.index]
         if mine:
             torch.cat(mine, out=own[: counts[self.index]])
@@ -192,7 +200,11 @@ class Resharder:
         return list(torch.split(received, into))
 
     def _place(
-        self, bucket: tuple[str, ...], parts: list[torch.Tensor], source: dict[str, torch.Tensor], goal: dict[str, torch.Tensor]
+        self,
+        bucket: tuple[str, ...],
+        parts: list[torch.Tensor],
+        source: dict[str, torch.Tensor],
+        goal: dict[str, torch.Tensor],
     ) -> None:
         """Copies what arrived, and what this rank had itself, to its generation boxes."""
         start = [0] * self.size
@@ -207,7 +219,11 @@ class Resharder:
             start[giver] += elements(box)
 
     def _select(
-        self, bucket: tuple[str, ...], parts: list[torch.Tensor], source: dict[str, torch.Tensor], goal: dict[str, torch.Tensor]
+        self,
+        bucket: tuple[str, ...],
+        parts: list[torch.Tensor],
+        source: dict[str, torch.Tensor],
+        goal: dict[str, torch.Tensor],
     ) -> None:
         """Copies what this rank's generation boxes need out of the gathered parts."""
         start = [0] * self.size

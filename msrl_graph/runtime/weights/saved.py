@@ -15,16 +15,32 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# What is not copied of a model's folder: weights in whatever form, data that lie there too, and what tells of the model as it was. Of all
-# else nobody can say that no tokenizer reads it: their files have any name (vocab.txt, spiece.model, qwen.tiktoken, a module in Python).
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".npz", ".tflite"}
+# What is not copied of a model's folder: weights in whatever form, data that lie there too, and what tells of the model
+# as it was. Of all else nobody can say that no tokenizer reads it: their files have any name (vocab.txt, spiece.model,
+# qwen.tiktoken, a module in Python).
+WEIGHTS = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".npz",
+    ".tflite",
+}
 DATA = {".jsonl", ".parquet", ".arrow"}
 CARD = "README.md"
 FOLDERS = ("additional_chat_templates",)  # those that transformers reads of a tokenizer
 
 
 def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file. (With {} for its metadata the library writes one that it cannot read, where there are no tensors.)"""
+    """Writes a safetensors file. (With {} for its metadata the library writes one that it cannot read, where there are
+    no tensors.)"""
     from safetensors.torch import save_file
 
     with _as_files_are(path):
@@ -54,7 +70,8 @@ def _as_files_are(path: Path) -> Iterator[None]:
 
 
 def companions(source: Path, target: Path) -> None:
-    """Copies all of a model's folder but its weights: what its config, its tokenizer and its generation are read from."""
+    """Copies all of a model's folder but its weights: what its config, its tokenizer and its generation are read
+    from."""
     for file in source.iterdir():
         if file.name in FOLDERS and file.is_dir():
             (target / file.name).mkdir()
@@ -64,4 +81,9 @@ def companions(source: Path, target: Path) -> None:
 
 
 def _is_left(file: Path) -> bool:
-    return file.suffix in WEIGHTS | DATA or file.name.endswith(".index.json") or file.name == CARD or file.name.startswith(".")
+    return (
+        file.suffix in WEIGHTS | DATA
+        or file.name.endswith(".index.json")
+        or file.name == CARD
+        or file.name.startswith(".")
+    )

@@ -1,7 +1,8 @@
 """Resharding between two pools: the update's weights are sent to the ranks that generate, and stay where they are.
 
-Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's. Every rank walks the same
-list of messages and takes part in its own, each of which all ends finish before their next: so no two ranks wait for each other.
+Invariant: after `run`, each generation rank holds exactly its boxes, bit for bit the values of the update's. Every rank
+walks the same list of messages and takes part in its own, each of which all ends finish before their next: so no two
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from ...sharding.redistribute import fetches
 
 @dataclass(frozen=True)
 class Message:
-    """Boxes of tensors, from a rank to the first of some on one host that want the same (`group`), which hands them on."""
+    """Boxes of tensors, from a rank to the first of some on one host that want the same (`group`), which hands them
+    on."""
 
     giver: int
     takers: tuple[int, ...]
@@ -33,10 +35,13 @@ class Message:
 
 
 class Sender:
-    """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the update's and the
-    generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools make one: it makes process groups."""
+    """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the
+    update's and the generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools
+    make one: it makes process groups."""
 
-    def __init__(self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]) -> None:
+    def __init__(
+        self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]
+    ) -> None:
         self.name, self.rank, self.shards = edge.name, rank, shards
         (source, target), per_host = sides, plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.

@@ -1,7 +1,7 @@
-"""States at work: what each verb takes of the rows that it is handed, on the lanes of its pool.
+"""Nodes at work: what each verb takes of the rows that it is handed, on the lanes of its pool.
 
-Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Where a collective spans the groups they go step by step
-together: an update at its optimizer steps, whoever divides the weights over dp at each micro-batch.
+Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Where a collective spans the groups they go
+step by step together: an update at its optimizer steps, whoever divides the weights over dp at each micro-batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.lengths import Rows
 from ..cost.time import Costs
+from ..ir.attributes import SampleEdge
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
@@ -27,7 +28,7 @@ Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteratio
 
 @dataclass
 class Ran:
-    """A state in an iteration: what it wrote when, and what its slowest group waited for."""
+    """A node in an iteration: what it wrote when, and what its slowest group waited for."""
 
     done: Done
     cause: str
@@ -35,8 +36,8 @@ class Ran:
 
 
 @dataclass
-class State:
-    """A state with weights."""
+class ModelNode:
+    """A node with weights."""
 
     plan: Plan
     flow: Flow
@@ -55,7 +56,7 @@ class State:
         def fan(column: str) -> tuple[str, int]:
             return column, graph.fan(self.level, graph.column(column).level)
 
-        # Each column with the rows of this state that share a value of it.
+        # Each column with the rows of this node that share a value of it.
         self.context = [fan(c) for c in found.context]
         self.scored = [] if generates else [fan(c) for c in found.scored]
         self.count = 1 if generates else found.count
@@ -65,7 +66,7 @@ class State:
         self.groups = self.lanes.groups[name]
         self.slow = [self.lanes.slowest(g) for g in self.groups]
         self.written = found.scored[0] if generates and found.scored else ""
-        self.balanced = any("balance" in e.attributes for e in graph.samples() if e.dst == name)
+        self.balanced = any(SampleEdge.of(e).balance for e in graph.samples() if e.dst == name)
 
     def weights(self, lengths: Lengths) -> list[float] | None:
         """Tokens of each unit, where rows are shared by length."""
@@ -79,7 +80,7 @@ class State:
         return [sum(found[u * each : (u + 1) * each]) for u in range(units)]
 
     def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Tokens of the context and of what is scored, of rows of the state's level."""
+        """Tokens of the context and of what is scored, of rows of the node's level."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
             return [sum(lengths[c][r // fan] for c, fan in columns) for r in rows]
@@ -92,7 +93,10 @@ class State:
         times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
-        update, divided = self.node.verb == "update", holdings.is_divided(self.plan, self.costs.engines, self.costs.node)
+        update, divided = (
+            self.node.verb == "update",
+            holdings.is_divided(self.plan, self.costs.engines, self.costs.node),
+        )
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
@@ -127,7 +131,8 @@ class State:
         return [end] * len(ends)
 
     def _micro_batches(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
-        """Seconds of each of so many micro-batches of a group, rows of like length together as the runtime has them; some may be empty."""
+        """Seconds of each of so many micro-batches of a group, rows of like length together as the runtime has them;
+        some may be empty."""
         found = sorted(zip(*self._sums(rows, lengths), rows, strict=True), key=lambda r: (r[0] + r[1], r[2]))
         return [self.slow[group] * self._seconds(some) if some else 0.0 for some in split(found, count)]
 
@@ -162,14 +167,16 @@ class State:
         return self._decode(rounds, iteration, times)
 
     def rollout(self, ready: float, by: str, iteration: int, version: int, rollout: Rollout) -> tuple[Ran, list[Group]]:
-        """Rounds of partial rollout, until an iteration's groups are whole: which these are, by the order of their prompts."""
+        """Rounds of partial rollout, until an iteration's groups are whole: which these are, by the order of their
+        prompts."""
         stretches: list[tuple[float, float, int]] = []
         cause = by
         begin = max(ready, max(map(self.lanes.free, self.groups)))
         while len(rollout.whole) < self.flow.rows(0):
             working = rollout.begin_round(version)
             parts = [
-                [s for g in part for s in working[g].sequences(g, rollout.most)] for part in split(range(len(working)), len(self.groups))
+                [s for g in part for s in working[g].sequences(g, rollout.most)]
+                for part in split(range(len(working)), len(self.groups))
             ]
             times = [0.0] * (len(working) * rollout.samples)
             ran = self._decode([(ready, by, parts)], iteration, times)
@@ -181,8 +188,8 @@ class State:
         return Ran(Done(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
 
     def _decode(self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]) -> Ran:
-        """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine is continuous,
-        else at its share's."""
+        """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine
+        is continuous, else at its share's."""
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)
         ends, causes = [], []
@@ -204,9 +211,15 @@ class State:
     def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]
         if end > begin:
-            self.tell(Span(self.lanes.pool, self.lanes.devices[devices[0]], self.node.name, iteration, begin, end, len(devices)))
+            self.tell(
+                Span(
+                    self.lanes.pool, self.lanes.devices[devices[0]], self.node.name, iteration, begin, end, len(devices)
+                )
+            )
 
-    def _ended(self, ends: list[float], causes: list[str], done: Done, stretches: list[tuple[float, float, int]] | None = None) -> Ran:
+    def _ended(
+        self, ends: list[float], causes: list[str], done: Done, stretches: list[tuple[float, float, int]] | None = None
+    ) -> Ran:
         for devices, end in zip(self.groups, ends, strict=True):
             self.lanes.set(devices, end, self.node.name)
         return Ran(done, causes[ends.index(max(ends))], stretches or [])

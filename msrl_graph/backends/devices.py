@@ -1,0 +1,149 @@
+"""A device as torch has it: its memory, its streams, the buffers that it copies from and to.
+
+Invariant: torch-free at import; what depends on the kind of a device (hardware/device_kinds.py) is asked of a Device,
+and nothing else calls torch's module of a kind. On a host's cores streams and events do nothing.
+
+`cuda` and `npu` have never been run: no such device was at hand. They are written by the documentation of torch.cuda,
+and of torch_npu, which says the same names; torch knows an NPU once torch_npu is imported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..hardware.device_kinds import DEVICE_KINDS, HOST, DeviceKind
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+PROCESS = Path("/proc/self")
+
+
+class Memory(NamedTuple):
+    """Bytes."""
+
+    free: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """The `index`-th of the devices of a kind that this process sees. Ray shows a rank its own alone."""
+
+    kind: DeviceKind = HOST
+    index: int = 0
+
+    @property
+    def place(self) -> torch.device:
+        import torch
+
+        # A host's tensors name none: to one with a number they would be copied.
+        return torch.device(self.kind.torch) if self.kind.is_host else torch.device(self.kind.torch, self.index)
+
+    @property
+    def _module(self) -> Any:
+        import torch
+
+        if self.kind.plugin:
+            import_module(self.kind.plugin)
+        return torch.get_device_module(self.kind.torch)
+
+    def claim(self) -> None:
+        """Makes it the device of this process: what names a kind alone means this one."""
+        self._module.set_device(self.index)
+
+    def finish(self) -> None:
+        """Returns when all that was begun on it is done."""
+        self._module.synchronize()
+
+    # Memory.
+
+    def memory(self) -> Memory:
+        """What others hold of it is not free; a host's cores have the host's memory."""
+        if self.kind.shares_host_memory:
+            import psutil
+
+            found = psutil.virtual_memory()
+            return Memory(found.available, found.total)
+        return Memory(*self._module.mem_get_info(self.index))
+
+    def peak(self) -> int:
+        """The most bytes at once of this process since `reset_peak`: of its tensors; on a host of all that it holds."""
+        if not self.kind.shares_host_memory:
+            return int(self._module.max_memory_allocated(self.index))
+        lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+    def reset_peak(self) -> None:
+        if self.kind.shares_host_memory:
+            (PROCESS / "clear_refs").write_text("5", encoding="utf-8")  # proc(5): the peak is what is held now
+        else:
+            self._module.reset_peak_memory_stats(self.index)
+
+    def host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Room in host memory for what a tensor of this device holds, from and to which it copies without the host's
+        help."""
+        import torch
+
+        pinned = not self.kind.shares_host_memory
+        # On its host a tensor's buffer lies in memory as the tensor does; elsewhere like it too, but for the place.
+        return torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
+
+    # Streams.
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is begun within goes on beside what the caller's stream has begun so far and begins from now on; at the
+        end it is done."""
+        module = self._module
+        self.claim()  # each thread has a device of its own
+        stream, done = module.Stream(), module.Event()
+        stream.wait_stream(module.current_stream())  # whoever had this memory before may not be through with it
+        with module.stream(stream):
+            yield
+            done.record(stream)
+        done.synchronize()
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where an engine is built: this rank's `device`, its number `rank` in the layout, and the `mesh` of all ranks of
+    the layout by axis: dp and tp always, of the others those that are larger than 1. None: a rank alone. An engine that
+    needs further groups makes them among its own ranks (torch.distributed's use_local_synchronization)."""
+
+    device: Device = Device()
+    rank: int = 0
+    mesh: DeviceMesh | None = None
+
+    def axis(self, name: str) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh[name]
+
+
+def of(tensor: torch.Tensor) -> Device:
+    """The device that a tensor lies on."""
+    kind = next(k for k in DEVICE_KINDS.values() if k.torch == tensor.device.type)
+    return Device(kind, tensor.device.index or 0)
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Gives the memory of a tensor back; the tensor stays, for `take` to give it memory again."""
+    tensor.untyped_storage().resize_(0)
+
+
+def trim() -> None:
+    """Gives what was released on a host back to its system, which else keeps it for this process."""
+    with suppress(OSError, AttributeError):  # another C library than glibc has no such call
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def take(tensor: torch.Tensor, size: int | None = None) -> None:
+    """Gives a tensor that was released memory again: for its elements, or `size` bytes. What it held is lost."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if size is None else size)

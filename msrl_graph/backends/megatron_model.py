@@ -1,0 +1,176 @@
+"""A chunk of a model's layers in Megatron-Core's modules, and where our weights lie in it.
+
+Invariant: queries, keys and values lie end to end in one parameter of a layer, as gate and up do, so that each of our
+boxes is one piece of it: Megatron's own order, by groups of heads, would cut a box in one piece a group. Tokens come as
+the nodes of a tree (prefixes.py), [nodes, 1, hidden], so that no padding is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..model.architecture import HEAD, Model
+from ..sharding.layout import Box, elements
+from . import prefixes
+from .spec import Shard
+from .transformer import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+# Our names within a layer, by Megatron's; what has several has them end to end.
+NAMES = {
+    "input_layernorm": ("input_layernorm",),
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.q_layernorm": ("self_attn.q_norm",),
+    "self_attention.k_layernorm": ("self_attn.k_norm",),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+TABLE, LAST_NORM, LOGITS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+class Nodes:
+    """What attention needs of a micro-batch: Megatron hands it on as it does the lengths of packed sequences."""
+
+    qkv_format = "nodes"
+
+    def __init__(self, tree: prefixes.Tree, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.tree, self.angles = tree, angles
+
+
+def stage(
+    model: Model, config: Any, rotary: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
+) -> Any:
+    """The module of some layers, with the embedding where they are the first, with norm and head where they are the
+    last; its parameters have no values yet. `rotary` gives positions their angles."""
+    import torch
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    size = model.head_dim
+    scale = size**-0.5
+
+    class Norm(torch.nn.RMSNorm):
+        """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (megatron.py)."""
+
+        def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+            super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
+
+    class Attend(torch.nn.Module):
+        """Causal attention over the rows of a tree, queries and keys turned by the depth of their nodes."""
+
+        def __init__(self, **_: Any) -> None:
+            super().__init__()
+
+        def forward(self, *states: Any, packed_seq_params: Nodes, **_: Any) -> torch.Tensor:
+            tree, (cosines, sines) = packed_seq_params.tree, packed_seq_params.angles
+            q, k, v = (x[:, 0].transpose(0, 1)[None] for x in states[:3])  # [1, heads, nodes, size]
+            q, k = apply_rotary_pos_emb(q, k, cosines, sines)
+            out, _none = prefixes.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
+            return out[0].flatten(1)[:, None]
+
+    class Attention(SelfAttention):  # type: ignore[misc]
+        def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
+            both, _none = self.linear_qkv(hidden_states)
+            heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+            parts = torch.split(both, [heads * size, groups * size, groups * size], dim=-1)
+            q, k, v = (x.reshape(*x.shape[:-1], -1, size) for x in parts)
+            return (
+                q if self.q_layernorm is None else self.q_layernorm(q),
+                k if self.k_layernorm is None else self.k_layernorm(k),
+                v,
+            )
+
+    class Stage(MegatronModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(config=config)
+            layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+            parts, attention = layer.submodules, layer.submodules.self_attention
+            parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            attention.module, attention.submodules.core_attention = Attention, Attend
+            if config.qk_layernorm:
+                attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+            block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=Norm)
+            self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
+            self.rotary = rotary.to(place)
+
+        def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
+            self.decoder.set_input_tensor(tensors[0])
+
+        def forward(self, tree: prefixes.Tree) -> torch.Tensor:
+            """Hidden states: of the last stage those that tokens are asked for of, else all nodes'."""
+            hidden = self.look_up(tree.ids)[:, None] if first else None
+            cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
+            found: torch.Tensor = self.decoder(
+                hidden, attention_mask=None, packed_seq_params=Nodes(tree, (cosines, sines))
+            )
+            if not last:
+                return found
+            if config.sequence_parallel:
+                # Of a score's head each rank has the whole gradient, of logits that of its own part.
+                found = mappings.gather_from_sequence_parallel_region(found, not model.scores, group=groups.tp)
+            return found[:, 0].index_select(0, tree.before)
+
+        def look_up(self, ids: torch.Tensor) -> torch.Tensor:
+            local = ids - self.table_first
+            outside = (local < 0) | (local >= self.table.shape[0])
+            if len(self.table):
+                found = torch.nn.functional.embedding(local.masked_fill(outside, 0), self.table)
+                found = found.masked_fill(outside[:, None], 0.0)
+            else:  # a short vocabulary is on the first ranks; the way back is the same for all
+                found = self.table.new_zeros(len(ids), self.table.shape[1]) + self.table.sum()
+            if config.sequence_parallel:
+                found = mappings.reduce_scatter_to_sequence_parallel_region(found, group=groups.tp)
+            return found
+
+    return Stage()
+
+
+def views(
+    chunks: list[tuple[Any, range]], boxes: dict[str, Box], first: bool, last: bool, model: Model, place: Any
+) -> Iterator[Shard]:
+    """Our shards, in the model's order, as pieces of the chunks' parameters; embedding and head are made here. What is
+    on no chunk has no elements."""
+    import torch
+
+    dtype = getattr(torch, DTYPES[model.dtype])
+    sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
+    found: dict[str, torch.Tensor] = {}
+    for module, layers in chunks:
+        named = dict(module.decoder.named_parameters())
+        for layer, number in enumerate(layers):
+            for theirs, ours in NAMES.items():
+                for kind in ("weight", "bias"):
+                    held = named.pop(f"layers.{layer}.{theirs}.{kind}", None)
+                    begin = 0
+                    for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if held is not None):
+                        found[name] = held.detach()[begin : begin + sizes[name][0]]
+                        begin += sizes[name][0]
+        if (norm := named.pop("final_layernorm.weight", None)) is not None:
+            found[LAST_NORM] = norm.detach()
+        if named:
+            raise ValueError(f"Megatron has a weight that the model lacks: {min(named)}")
+    ends = [(TABLE, 0, first), (TABLE if model.tied else HEAD if model.scores else LOGITS, -1, last)]
+    for name, at, here in ends:
+        if here:
+            module = chunks[at][0]
+            if name not in found:
+                found[name] = torch.zeros(sizes[name], dtype=dtype, device=place)
+                module.register_parameter("table" if at == 0 else "head", torch.nn.Parameter(found[name]))
+            elif at:
+                module.head = chunks[0][0].table
+            setattr(module, "table_first" if at == 0 else "head_first", boxes[name][0][0])
+    for name, box in boxes.items():
+        if name not in found and elements(box):
+            raise ValueError(f"Megatron does not take the weight {name}")
+        if name in found and list(found[name].shape) != sizes[name]:
+            raise ValueError(f"Megatron has the weight {name} in another shape: {list(found[name].shape)}")
+        yield Shard(name, box, found[name] if name in found else torch.empty(sizes[name], dtype=dtype, device=place))

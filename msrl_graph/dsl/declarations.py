@@ -1,0 +1,206 @@
+"""What an algorithm declares before its workers and nodes: names, params, columns and states.
+
+Invariant: params, columns, states, workers and labels share one name space. A declaration with a mistake is there all
+the same, so that nothing that reads it is to blame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import TypeVar
+
+from ..diagnostics import Span, nearest
+from ..ir.graph import ELEMENTS, Column, Dim, Expr, State
+from ..ir.kinds import COUNT
+from . import ast
+from .attributes import read_as, shown
+from .expressions import Names, Problems, evaluate, mistake
+
+T = TypeVar("T")
+UNKNOWN = "?"  # the element of a column whose type is wrong: checks say nothing of it
+
+
+class Declarations:
+    """Those of one algorithm. `names` are there once the params are."""
+
+    def __init__(self, algorithm: ast.Algorithm, problems: Problems) -> None:
+        self.algorithm, self.problems = algorithm, problems
+        # params, columns, states, workers and labels share one name space
+        self.declared: dict[str, tuple[str, Span]] = {}
+        self.params: dict[str, Expr | None] = {}
+        self.columns: dict[str, Column] = {}
+        self.states: dict[str, State] = {}
+        self.doubled: set[str] = set()
+
+    def _statements(self, kind: type[T]) -> Iterator[T]:
+        return (s for s in self.algorithm.body if isinstance(s, kind))
+
+    @cached_property
+    def _others(self) -> dict[str, str]:
+        return {name: what for name, (what, _) in self.declared.items() if what != "param"}
+
+    @cached_property
+    def names(self) -> Names:
+        """From when the params are known."""
+        return Names(self.params, self._others)
+
+    @cached_property
+    def _values(self) -> frozenset[str]:
+        """What a call may be given: columns and states."""
+        return frozenset((*self.columns, *self.states))
+
+    # Names
+
+    def _declare(self) -> None:
+        for s in self.algorithm.body:
+            match s:
+                case ast.Param():
+                    self._name(s.name, "param")
+                case ast.Columns():
+                    for column in s.columns:
+                        self._name(column.name, "column")
+                case ast.State():
+                    self._name(s.column.name, "state")
+                case ast.Worker():
+                    self._name(s.name, "worker")
+                case ast.Node(label=ast.Name() as label):
+                    self._name(label, "label")
+
+    def _name(self, name: ast.Name, what: str) -> None:
+        if name.text in self.declared:
+            other, first = self.declared[name.text]
+            note = ((first, f"the {other} `{name.text}` is declared here"),)
+            self.doubled.add(name.text)
+            self.problems.found += mistake(
+                "duplicate-name", f"`{name.text}` is declared twice", name.span, related=note
+            ).diagnostics
+        else:
+            self.declared[name.text] = (what, name.span)
+
+    def _is(self, name: ast.Name, what: str) -> bool:
+        """Whether this is the declaration that has the name."""
+        return self.declared.get(name.text) == (what, name.span)
+
+    # Params and columns
+
+    def _lower_columns(self) -> None:
+        declared = [c for s in self._statements(ast.Columns) for c in s.columns if self._is(c.name, "column")]
+        for column in declared:
+            self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
+            with self.problems.catching():
+                dims = self._dims(column)
+                per = column.type.per.text if column.type.per else ""
+                self.columns[column.name.text] = Column(
+                    column.name.text, column.type.element.text, dims, span=column.name.span, per=per
+                )
+        for column in declared:
+            seen = [column.name.text]
+            while (dims := self.columns[seen[-1]].dims) and dims[0].like:
+                if dims[0].like in seen:
+                    message = f"`{column.name.text}` is as long as itself"
+                    self.problems.tell(
+                        "bad-value", message, column.type.span, "give one column a bound, as in `i32[<= 1024]`"
+                    )
+                    self.columns[column.name.text] = replace(self.columns[column.name.text], element=UNKNOWN, dims=())
+                    break
+                seen.append(dims[0].like)
+
+    def _dims(self, column: ast.Column) -> tuple[Dim, ...]:
+        kind = column.type
+        element = kind.element.text
+        if element not in ELEMENTS:
+            raise mistake(
+                "unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS)
+            )
+        if kind.per and self.declared.get(kind.per.text, ("",))[0] != "column":
+            known = [n for n, (what, _) in self.declared.items() if what == "column"]
+            raise mistake(
+                "unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, known)
+            )
+        if kind.per and kind.per.text == column.name.text:
+            raise mistake("bad-value", f"`{column.name.text}` is a value per itself", kind.per.span, "leave `per` out")
+        if element == "json" and kind.dims:
+            raise mistake("bad-value", f"a `{element}` has no dimensions", kind.dims[0].span)
+        if element == "text" and (len(kind.dims) > 1 or not all(d.at_most for d in kind.dims)):
+            raise mistake(
+                "bad-value",
+                "a `text` has no dimensions but a bound in tokens",
+                kind.dims[0].span,
+                "as in `text[<= 1024]`",
+            )
+        if len(kind.dims) > 2:
+            raise mistake(
+                "bad-value", "a column has at most two dimensions", kind.dims[2].span, "use a column for each"
+            )
+        if len(kind.dims) == 2 and (kind.dims[1].at_most or self._is_column(kind.dims[1].value)):
+            raise mistake(
+                "bad-value",
+                "the second dimension is one number for all rows",
+                kind.dims[1].span,
+                "as in `f32[response, 64]`",
+            )
+        if element == "bool" and kind.dims and (len(kind.dims) > 1 or not self._is_column(kind.dims[0].value)):
+            raise mistake("bad-value", "a mask is as long as a column of tokens", kind.span, "as in `bool[response]`")
+        return tuple(self._dim(dim) for dim in kind.dims)
+
+    def _is_column(self, value: ast.Expr) -> bool:
+        return isinstance(value, ast.NameExpr) and self.declared.get(value.text, ("",))[0] == "column"
+
+    def _dim(self, dim: ast.Dim) -> Dim:
+        value = dim.value
+        if isinstance(value, ast.NameExpr) and not dim.at_most and value.text not in self.params:
+            what = self.declared.get(value.text, ("", value.span))[0]
+            if what == "column":
+                return Dim(like=value.text)
+            if not what:
+                known = [*self.params, *(n for n, (w, _) in self.declared.items() if w == "column")]
+                raise mistake(
+                    "unknown-name", f"nothing is called `{value.text}`", value.span, nearest(value.text, known)
+                )
+        size = read_as(COUNT, "[…]", value, self.names).value
+        assert isinstance(size, int)
+        return Dim(size, dim.at_most)
+
+    def _lower_state(self, state: ast.State) -> None:
+        name, kind = state.column.name, state.column.type
+        if not self._is(name, "state"):
+            return
+        element = kind.element.text
+        known = [e for e in ELEMENTS if e not in ("text", "json")]
+        # Whatever is wrong with it, it is there: nothing that reads it is to blame.
+        self.states[name.text] = State(name.text, UNKNOWN, Expr("number", 0), span=name.span)
+        if element not in known:
+            raise mistake(
+                "unknown-name",
+                f"a state is a number or a bool, not `{element}`",
+                kind.element.span,
+                nearest(element, known),
+            )
+        if kind.dims:
+            raise mistake(
+                "bad-value",
+                "a state is one value: it has no dimensions",
+                kind.dims[0].span,
+                "`per COLUMN` gives one for each row",
+            )
+        if kind.per and kind.per.text not in self.columns:
+            raise mistake(
+                "unknown-column",
+                f"no column is called `{kind.per.text}`",
+                kind.per.span,
+                nearest(kind.per.text, self.columns),
+            )
+        initial = evaluate(state.value, self.names)
+        if initial.kind == "quantity":
+            raise mistake(
+                "bad-unit", f"the state `{name.text}` is a plain number, and this has a unit", state.value.span
+            )
+        if initial.kind != ("bool" if element == "bool" else "number"):
+            what = "true or false" if element == "bool" else "a number"
+            raise mistake(
+                "bad-value", f"the state `{name.text}` begins with {what}, not {shown(initial)}", state.value.span
+            )
+        per = kind.per.text if kind.per else ""
+        self.states[name.text] = State(name.text, element, initial, per, name.span)

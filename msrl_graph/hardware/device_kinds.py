@@ -1,0 +1,72 @@
+"""The kinds of devices: what each is called by whom, and what sets it apart.
+
+Invariant: what the package knows of a kind stands here once; no other file has the name of one, or of its collectives
+(the names of the presets in cluster.py are names of programs). What torch does with a kind is in backends/devices.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
+    `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
+    such speak, `visible` the variable that says which devices a process sees; a host's cores have none."""
+
+    name: str
+    torch: str
+    resource: str
+    collectives: str
+    asked_as: str  # the option by which an actor asks Ray for it; "": as a resource of its own
+    interfaces: tuple[str, ...]
+    visible: str = ""
+    plugin: str = ""
+    is_host: bool = False  # a device is a core of its host: what else runs there takes from it
+    shares_host_memory: bool = False  # what a rank holds lies in its host's memory
+    runs_ahead: bool = True  # Python goes on while operators run
+    groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+
+    def backends(self) -> str:
+        """The backends that a process group is made with: those of the device's tensors, and of its host's."""
+        return self.collectives if self.is_host else ",".join(f"{k.torch}:{k.collectives}" for k in (HOST, self))
+
+    def ray(self, number: int = 1) -> dict[str, Any]:
+        """How an actor asks Ray for so many."""
+        return {self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}}
+
+
+HOST = DeviceKind(
+    name="cpu",
+    torch="cpu",
+    resource="CPU",
+    collectives="gloo",
+    asked_as="num_cpus",
+    interfaces=("GLOO_SOCKET_IFNAME",),
+    is_host=True,
+    shares_host_memory=True,
+    runs_ahead=False,
+)
+CUDA = DeviceKind(
+    name="cuda",
+    torch="cuda",
+    resource="GPU",
+    collectives="nccl",
+    asked_as="num_gpus",
+    interfaces=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    visible="CUDA_VISIBLE_DEVICES",
+)
+ASCEND = DeviceKind(
+    name="ascend",
+    torch="npu",
+    resource="NPU",
+    collectives="hccl",
+    asked_as="",
+    interfaces=("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
+    visible="ASCEND_RT_VISIBLE_DEVICES",
+    plugin="torch_npu",
+    groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
+)
+DEVICE_KINDS = {kind.name: kind for kind in (HOST, CUDA, ASCEND)}

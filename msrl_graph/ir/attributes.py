@@ -1,0 +1,276 @@
+"""What nodes, edges and workers may say: a declaration for each, and the rules that follow from what is said.
+
+Invariant: whoever uses an attribute reads its typed value, as `Update.of(node).mini_batch`. The expression that the
+program states (`node.stated("mini_batch")`) is for messages about it. A declaration may be asked of any node: of one
+with another verb it has its defaults.
+
+A new attribute of `update` is a field of `Update`, and a line where a pass or an engine reads it. One that only some
+engines keep to is `named`, and stands in what these `heed`; a run refuses it of all others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .declared import Declared, OfEdge, OfNode, attr
+from .graph import Expr, Node
+from .kinds import (
+    CALL,
+    COUNT,
+    COUNT_OR_0,
+    ENVIRONMENT,
+    KEEP,
+    LOSS,
+    OPTIMIZER,
+    PER,
+    REDUCE,
+    SHARE,
+    TEMPERATURE,
+    TIME,
+    Name,
+    Number,
+    String,
+    Words,
+)
+
+N = TypeVar("N", int, float)
+# What stands for an attribute that must be given and is not: only in a program with a mistake, which was told.
+ABSENT = Expr("absent")
+
+
+@dataclass(frozen=True)
+class Worker(Declared):
+    """`worker NAME : KIND { … }`, of a kind with weights."""
+
+    model: str = attr(Name(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name")
+
+
+@dataclass(frozen=True)
+class Source(OfNode):
+    """`source(COUNT) -> columns { … }`."""
+
+    count: int = attr(COUNT, 1, "How many rows of the data begin an iteration.", head=True)
+    weights: Expr | None = attr(
+        CALL,
+        None,
+        "How likely each row is to be drawn: a function of columns that the data fill and of states, which gives "
+        "one number of 0 or more a row of the data. Columns come as under `per = batch`, of all usable rows at "
+        "once. No row is drawn twice before all were; rows of weight 0 are drawn when no others are left, which "
+        "the run says. Where all are 0, it ends.",
+        "each row alike",
+    )
+
+
+@dataclass(frozen=True)
+class Generate(OfNode):
+    """A node that draws responses."""
+
+    samples: int = attr(COUNT, 1, "Responses to each prompt: the rows of the iteration are the source's times this.")
+    temperature: Expr = attr(
+        TEMPERATURE,
+        Expr("number", 1.0),
+        "Divides the logits; 0 takes the likeliest token. See [Temperatures](#temperatures).",
+    )
+    top_p: float = attr(SHARE, 1.0, "Draws from the likeliest tokens that together have this probability.")
+    top_k: int = attr(COUNT, 0, "Draws from so many likeliest tokens.", "all")
+    stop: tuple[str, ...] = attr(
+        String(several=True),
+        (),
+        (
+            "Strings that end a response, beside the end token: as soon as its text, special tokens too, holds one, "
+            "which stays part of it."
+        ),
+        "none",
+    )
+    max_tokens: int | None = attr(
+        COUNT,
+        None,
+        "How long a response may get, end token included.",
+        "the bound of the response",
+    )
+    partial: int = attr(
+        COUNT,
+        1,
+        "Partial rollout: a round adds at most bound / partial tokens to a row; rounds go on, unfinished rows "
+        "first, until as many groups are whole as the source begins.",
+    )
+    environment: Expr | None = attr(
+        ENVIRONMENT,
+        None,
+        "A class of yours with `reset` and `step`: several turns with tools ([how](functions.md)). The response "
+        "holds all of them, and its bound is that of all together; what else is written comes from the "
+        "environment.",
+        "none",
+    )
+    turns: int | None = attr(
+        COUNT,
+        None,
+        "With `environment`: how many answers of the policy an episode has at most.",
+        "as many as the response holds",
+    )
+    timeout: float = attr(
+        TIME,
+        math.inf,
+        "With `environment`: how long one step of it may take; one that takes longer ends the run.",
+        "none",
+    )
+
+    def longest(self, bound: int) -> int:
+        """The most tokens of a response whose column holds `bound`."""
+        return bound if self.max_tokens is None else min(bound, self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Infer(OfNode):
+    """A node that computes with weights as they are."""
+
+
+@dataclass(frozen=True)
+class Update(OfNode):
+    """A node that takes optimizer steps on a loss."""
+
+    loss: Expr = attr(
+        LOSS,
+        ABSENT,
+        "Terms, of the package or a file, with `+`, `-` and `*`, as `clip(0.2) + 0.001 * kl()`: see [Losses](#losses).",
+        must="clip(0.2)",
+    )
+    optimizer: Expr = attr(
+        OPTIMIZER, ABSENT, "As `adamw(lr = 1e-6)`: see [Optimizers](#optimizers).", must="adamw(lr = 1e-6)"
+    )
+    reduce: Expr = attr(
+        REDUCE,
+        Expr("word", "tokens"),
+        "How the losses of tokens become one: `tokens` is their mean over the mini-batch; `sequences` the mean "
+        "over rows of each row's mean; `constant(n)` the mean over rows of each row's sum / n.",
+    )
+    mini_batch: int | None = attr(
+        COUNT,
+        None,
+        (
+            "Rows of an optimizer step. Who belongs to which is drawn from the seed, never by arrival. The dp of the "
+            "layout has to divide it."
+        ),
+        "all rows",
+    )
+    epochs: int = attr(COUNT, 1, "How often each row is learnt from in an iteration.")
+    clip_grad: float = attr(Number(0, above=True), 1.0, "The 2-norm that the gradient is cut to.")
+    after: int = attr(COUNT_OR_0, 0, "The first iteration in which it runs.")
+    every: int = attr(COUNT, 1, "It runs in every so many-th iteration.")
+
+    def step_rows(self, rows: N) -> int | N:
+        """Rows of an optimizer step, of so many that an iteration has."""
+        return rows if self.mini_batch is None else self.mini_batch
+
+    def steps(self, rows: int) -> int:
+        """Optimizer steps of an iteration that has so many rows."""
+        return -(-rows // max(1, self.step_rows(rows))) * self.epochs
+
+    def due(self, iteration: int) -> bool:
+        """Whether it runs in an iteration; a node of another verb runs in each."""
+        return iteration >= self.after and (iteration - self.after) % self.every == 0
+
+    def steps_in_run(self, rows: int, iterations: int) -> int:
+        """Optimizer steps of a run, at most: filters may leave fewer rows."""
+        return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
+
+    @property
+    def rate(self) -> Expr:
+        """The learning rate: a number, a state, or the call of a schedule."""
+        return self.optimizer.args[self.optimizer.keys.index("lr")]
+
+
+@dataclass(frozen=True)
+class Call(OfNode):
+    """A node of a `function` worker, which calls Python, or is a filter."""
+
+    call: Expr | None = attr(
+        CALL,
+        None,
+        "The function. Columns bind to its parameters by name; `f(reward = score)` binds another one. Options "
+        "stand in the call by order or by name.",
+        "must be given, but in a filter",
+    )
+    per: str = attr(
+        PER,
+        Node.per,
+        "What one call sees: `row`; a column, so all rows that share that column's row (`prompt`: the group of a "
+        "prompt); `batch`: every row of the iteration that is left.",
+    )
+    keep: Expr | None = attr(
+        KEEP,
+        None,
+        "A filter: rows for which it is not true leave the iteration. With `per` groups, whole groups leave or a "
+        "group gets smaller as one.",
+        "every row",
+    )
+    select: Expr | None = attr(
+        CALL,
+        None,
+        "A filter: the function gives the places of the rows that stay, in order; a place may come more than "
+        "once, up to 1,024 times or as often as there are rows.",
+        "every row",
+    )
+    refill: int = attr(
+        COUNT,
+        0,
+        "With a filter: at most so many more rounds of prompts until as many groups stay as the source begins. "
+        "What is over is cut in the source's order. If that does not suffice the run ends with an error.",
+        "no refill",
+    )
+
+    @classmethod
+    def _of(cls, node: Node) -> Call:
+        return cls(**cls.values(node.attributes), per=node.per)  # which a node has as a field of its own
+
+    @property
+    def functions(self) -> tuple[Expr, ...]:
+        """What it calls; of a filter it may be a comparison."""
+        return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
+
+
+@dataclass(frozen=True)
+class SampleEdge(OfEdge):
+    """`A -> B { … }`: rows go from A to B."""
+
+    stream: int | None = attr(
+        COUNT,
+        None,
+        (
+            "B may begin when so many units (rows, or groups under `per`) are ready, and takes them batch by batch: "
+            "stages overlap."
+        ),
+        "all rows at once",
+    )
+    balance: str = attr(
+        Words(("tokens",)),
+        "",
+        "`tokens` shares rows among the ranks of B by their length.",
+        "by number",
+    )
+
+
+@dataclass(frozen=True)
+class ReshardingEdge(OfEdge):
+    """`A => B { … }`: the weights of A's worker go to B."""
+
+    staleness: int = attr(
+        COUNT_OR_0,
+        0,
+        (
+            "So many versions B may be behind, if it has devices of its own: 0 is synchronous. Each row keeps the "
+            "version that made it."
+        ),
+    )
+    every: int = attr(COUNT, 1, "Sends every so many-th version.")
+
+
+# The attributes that name what is called, in the order in which one that fails is looked for.
+CALLED = {
+    name: attribute.kind
+    for said in (Call, Source, Generate, Update)
+    for name, attribute in said.declared().items()
+    if attribute.kind in (CALL, KEEP, ENVIRONMENT, LOSS, OPTIMIZER)
+}

@@ -1,0 +1,173 @@
+"""What the value of an attribute may be, as plain data: numbers, words, strings, quantities, and forms of their own.
+
+Invariant: the `str` of a kind says in words what it takes. `value` gives the Python value of an expression that was
+read as this kind; None where the expression is no such value, which only a plan that was edited by hand has. How text
+is read as a kind stands in dsl/attributes.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .graph import Expr
+
+# Beyond this no count means anything, and products of two still fit the integers of every format.
+MOST = 10**8
+UNIT_NAMES = {
+    "": "a plain number",
+    "B": "bytes",
+    "B/s": "bytes a second",
+    "FLOP": "FLOP",
+    "FLOP/s": "FLOP a second",
+    "s": "a time",
+}
+
+
+class ValueKind(Protocol):
+    """What an attribute takes."""
+
+    def value(self, expr: Expr) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Number:
+    """A plain number from `low` to `high`; `whole` for a count."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    above: bool = False  # `low` itself is out
+
+    def value(self, expr: Expr) -> int | float | None:
+        return _number(expr, self.whole)
+
+    def __str__(self) -> str:
+        what = "a whole number" if self.whole else "a number"
+        if self.low == -math.inf:
+            return what
+        if self.high < MOST:
+            return (
+                f"{what} {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} "
+                f"{self.high:g}"
+            )
+        return f"{what} above {self.low:g}" if self.above else f"{what} of {self.low:g} or more"
+
+
+@dataclass(frozen=True)
+class Words:
+    """One of some words."""
+
+    words: tuple[str, ...]
+
+    def value(self, expr: Expr) -> str | None:
+        return _text(expr)
+
+    def __str__(self) -> str:
+        return either(self.words)
+
+
+@dataclass(frozen=True)
+class String:
+    """A string; with `several`, a list of them too. `known`: those that one may write without quotes by mistake."""
+
+    several: bool = False
+    known: tuple[str, ...] = ()
+
+    def value(self, expr: Expr) -> str | tuple[str, ...] | None:
+        return _texts(expr) if self.several else _text(expr)
+
+    def __str__(self) -> str:
+        return "a string, or a list of strings" if self.several else "a string"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A bare word that the statement looks up itself; with `several`, a list of them too."""
+
+    several: bool = False
+
+    def value(self, expr: Expr) -> str | tuple[str, ...] | None:
+        return _texts(expr) if self.several else _text(expr)
+
+    def __str__(self) -> str:
+        return "a name, or a list of names" if self.several else "a name"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number above 0 with a unit; `whole`: parts of the unit do not count."""
+
+    unit: str
+    example: str
+    whole: bool = False
+
+    def value(self, expr: Expr) -> int | float | None:
+        return _number(expr, self.whole)
+
+    def __str__(self) -> str:
+        return f"{UNIT_NAMES[self.unit]} above 0, as `{self.example}`"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A list of counts."""
+
+    def value(self, expr: Expr) -> tuple[int, ...]:
+        return tuple(int(part.value) for part in expr.args if isinstance(part.value, int | float))
+
+    def __str__(self) -> str:
+        return "a list of whole numbers of 1 or more"
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """An expression that is read with the node that it stands in (dsl/computed.py); `word`: what comes of it is one."""
+
+    takes: str
+    word: bool = False
+
+    def value(self, expr: Expr) -> Expr | str | None:
+        return _text(expr) if self.word else expr
+
+    def __str__(self) -> str:
+        return self.takes
+
+
+COUNT = Number(1, MOST, whole=True)
+COUNT_OR_0 = Number(0, MOST, whole=True)
+SHARE = Number(0, 1, above=True)
+BYTES = Quantity("B", "64 GB")
+SIZE = Quantity("B", "64 GB", whole=True)
+RATE = Quantity("B/s", "25 GB/s")
+FLOPS = Quantity("FLOP/s", "376 TFLOP/s")
+TIME = Quantity("s", "10 min")
+DTYPE = Words(("f32", "bf16"))
+
+CALL = Form('a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`')
+KEEP = Form("a comparison of a column or state with a number, or a call")
+PER = Form("`row`, `batch` or a column", word=True)
+TEMPERATURE = Form("a number of 0 or more, or a column or state that the node reads")
+ENVIRONMENT = Form('`"file.py:Class"`')
+LOSS = Form("an expression of loss terms")
+OPTIMIZER = Form("a call of an optimizer")
+REDUCE = Form("`tokens`, `sequences` or `constant(n)`")
+
+
+def either(words: tuple[str, ...], last: str = " or ") -> str:
+    """Words of the language, named one after another: `a`, `b` or `c`."""
+    quoted = [f"`{w}`" for w in words]
+    return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
+
+
+def _number(expr: Expr, whole: bool) -> int | float | None:
+    return None if not isinstance(expr.value, int | float) else int(expr.value) if whole else float(expr.value)
+
+
+def _text(expr: Expr) -> str | None:
+    return expr.value if isinstance(expr.value, str) else None
+
+
+def _texts(expr: Expr) -> tuple[str, ...]:
+    return tuple(str(part.value) for part in (expr.args if expr.kind == "list" else (expr,)))

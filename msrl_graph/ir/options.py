@@ -1,0 +1,261 @@
+"""What a cluster and the statements of a deploy may say: a declaration for each, with its defaults.
+
+Invariant: as in attributes.py. Where a plan keeps what a statement says (`DockOptions`, `ReshardOptions`, `Run`), it
+keeps the declaration itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..diagnostics import NOWHERE, Span
+from ..hardware.cluster import DEVICES, NETWORK, Figure
+from ..sharding.layout import Layout
+from .attributes import Call, Generate, Infer, ReshardingEdge, SampleEdge, Source, Update, Worker
+from .declared import Declared, attr
+from .kinds import BYTES, COUNT, COUNT_OR_0, DTYPE, FLOPS, RATE, SHARE, SIZE, TIME, Counts, Name, Number, String, Words
+
+OF_DEVICE = "of the device"
+
+
+@dataclass(frozen=True)
+class ClusterOptions(Declared):
+    """`cluster NAME { … }`. What it states of a device takes the place of the preset's figure."""
+
+    device: str = attr(
+        String(known=tuple(DEVICES)),
+        "",
+        (
+            'A preset: see below. `"here"` is the machine at hand, as `msrl-doctor --calibrate` measured it; `"cpu"` '
+            "an assumed one."
+        ),
+        must='"cpu"',
+    )
+    nodes: int = attr(COUNT, 1, "Hosts.")
+    devices_per_node: int = attr(COUNT, 1, "Devices of a host. On CPUs a device is a process with one core.")
+    network: Figure | float = attr(
+        RATE,
+        NETWORK,
+        "Between two hosts, each way, what is reached: what rows and, without `fabric`, collectives go over.",
+    )
+    memory: float | None = attr(BYTES, None, "Of a device.", OF_DEVICE)
+    memory_bandwidth: float | None = attr(RATE, None, "Of a device's memory.", OF_DEVICE)
+    host_link: float | None = attr(RATE, None, "Between a device and its host's memory, one way.", OF_DEVICE)
+    device_link: float | None = attr(RATE, None, "Between devices of a host, one way, a device.", OF_DEVICE)
+    fabric: float | None = attr(
+        RATE,
+        None,
+        "Between hosts, a device: what collectives go over. A device without one uses `network`.",
+        OF_DEVICE,
+    )
+    host_memory: float | None = attr(BYTES, None, "Of a host, shared by its devices.", OF_DEVICE)
+    flops_bf16: float | None = attr(FLOPS, None, "Of a device in bfloat16.", OF_DEVICE)
+    flops_f32: float | None = attr(FLOPS, None, "Of a device in float32.", OF_DEVICE)
+    launch: float | None = attr(TIME, None, "The least that one kernel (on a CPU one operator) takes.", OF_DEVICE)
+
+
+@dataclass(frozen=True)
+class ModelOptions(Declared):
+    """`model NAME = "…" { … }`."""
+
+    dtype: str | None = attr(DTYPE, None, "The type of the weights.", "of the config")
+
+
+@dataclass(frozen=True)
+class LayoutOptions(Declared):
+    """`layout NODES { … }`. A `dp` of 0 is left to the placement."""
+
+    tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: divides matrices and heads.")
+    cp: int = attr(COUNT, Layout.cp, "Context parallelism: divides sequences.")
+    pp: int = attr(Number(1, 10_000, whole=True), Layout.pp, "Pipeline parallelism: divides layers into stages.")
+    dp: int = attr(COUNT, 0, "Data parallelism: divides rows.", "what the pool leaves")
+    ep: int = attr(COUNT, Layout.ep, "Expert parallelism: divides experts; ep · etp divides tp · cp · dp.")
+    etp: int = attr(COUNT, Layout.etp, "Tensor parallelism of each expert.")
+    vpp: int = attr(
+        Number(1, 100, whole=True),
+        Layout.vpp,
+        "Interleaved stages: so many chunks of layers on each stage.",
+    )
+    stages: tuple[int, ...] = attr(Counts(), Layout.stages, "Layers of each of the pp · vpp chunks, in order.", "even")
+    zero: int = attr(
+        Number(0, 3, whole=True),
+        Layout.zero,
+        "ZeRO over dp: 0 divides nothing, 1 the optimizer, 2 gradients too, 3 weights too (arXiv:1910.02054).",
+    )
+    cp_kind: str = attr(Words(("ring", "ulysses")), Layout.cp_kind, "How attention passes over divided sequences.")
+
+
+@dataclass(frozen=True)
+class EngineOptions(Declared):
+    """`engine NODES = NAME { … }`: the options of all engines; each names those that it has."""
+
+    dtype: str | None = attr(DTYPE, None, "The type that it computes in.", "of the model")
+    memory: float = attr(SHARE, 0.9, "The part of a device's memory that a generator may use, its weights included.")
+    micro_batch: int | None = attr(
+        COUNT,
+        None,
+        "Rows (of a generator: prompts) that a rank computes at once. It changes no result: a term of a loss "
+        "gives each row what the row alone says, which a run tries before it begins, or is of the whole "
+        "mini-batch, which then is passed over once more.",
+        "what memory allows",
+    )
+    offload: str = attr(
+        Words(("none", "optimizer", "weights", "all")),
+        "none",
+        "What lies in host memory when it is not at work: the optimizer's states of an update, the weights of a "
+        "state that nothing updates.",
+    )
+    recompute: str = attr(
+        Words(("none", "full")),
+        "none",
+        "`full` computes activations again in the backward pass and keeps only each layer's input.",
+        "the plan chooses",
+    )
+
+
+@dataclass(frozen=True)
+class DockOptions(Declared):
+    """`dock { … }`. A `deadline` is in seconds; a `capacity` of 0 is what the host's memory holds."""
+
+    mode: str = attr(
+        Words(("distributed", "central")),
+        "distributed",
+        "`central` is one warehouse for all hosts, the conventional replay buffer, for comparison.",
+    )
+    replicas: int = attr(COUNT, 1, "Warehouses a host; each row is kept once.")
+    deadline: float = attr(
+        TIME,
+        600.0,
+        "How long a wait may last, from when a row last moved, before the run ends with who waits for what.",
+    )
+    capacity: int = attr(
+        SIZE,
+        0,
+        "Bytes of host memory that rows may take on each host; what a node waits for must fit (`dock-starves`).",
+        "none",
+    )
+    imbalance: float = attr(
+        Number(1),
+        1.0,
+        (
+            "How many times an even share a group may get, for rows to be computed on the host that has them; 1: "
+            "shares are even."
+        ),
+    )
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class ReshardOptions(Declared):
+    """`reshard { … }`. An `order` of "" and a `bucket` of 0 are the plan's to choose."""
+
+    mode: str = attr(
+        Words(("swap", "naive")),
+        "swap",
+        (
+            "`swap` takes the update's weights to host memory while others generate (allgather-swap); `naive` keeps "
+            "them, for comparison."
+        ),
+    )
+    order: str = attr(
+        Words(("direct", "staged")),
+        "",
+        "`direct` gathers, then swaps out; `staged` swaps out, then gathers from the host: less memory, more time.",
+        "the plan chooses",
+    )
+    bucket: int = attr(SIZE, 0, "Bytes that are gathered at once.", "the plan chooses")
+    span: Span = NOWHERE
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(Declared):
+    """`evaluate DATA { … }`. `every` 0: never in between; `samples` 0 and `temperature` None: as in training."""
+
+    report: tuple[str, ...] = attr(
+        Name(several=True),
+        (),
+        (
+            "Columns whose means are written: `f32` numbers of a row that a function, an environment or a reward "
+            "model writes."
+        ),
+        must="reward",
+    )
+    every: int = attr(COUNT, 0, "Also after every so many-th iteration.", "only before and after")
+    samples: int = attr(COUNT, 0, "Responses to each prompt.", "as in training")
+    temperature: float | None = attr(
+        Number(0),
+        None,
+        "Of all generations that read prompts; 0 takes the likeliest token.",
+        "as in training",
+    )
+    label: str = attr(
+        String(),
+        "",
+        "What the curve and the last lines call it; of several columns, the first.",
+        "`COLUMN on DATA`",
+    )
+
+
+@dataclass(frozen=True)
+class Run(Declared):
+    """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` are the thresholds of symptoms.py."""
+
+    iterations: int = attr(COUNT, 1, "How many.")
+    seed: int = attr(
+        Number(0, 2**53, whole=True),
+        0,
+        "Decides the order of the data, what is drawn, and who belongs to which mini-batch.",
+    )
+    save: int = attr(COUNT, 0, "A checkpoint every so many iterations, and after the last.", "none")
+    keep: int = attr(COUNT, 2, "How many of the newest checkpoints stay.")
+    resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from.", "")
+    restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are started anew before the run ends.")
+    on_nan: str = attr(
+        Words(("stop", "skip")),
+        "stop",
+        "What a wrong number does: `stop` ends the run, `skip` leaves out the optimizer steps that it would reach.",
+    )
+    warn_flat: int = attr(
+        COUNT_OR_0,
+        5,
+        "After so many iterations in which a reward is the same for all responses to a prompt, of every prompt, a "
+        "run warns; 0: never ([when a run goes wrong](metrics.md)).",
+    )
+    warn_truncated: float = attr(
+        Number(0, 1),
+        0.5,
+        "It warns where more of the responses are cut at their bound; 1: never.",
+    )
+    warn_entropy: float = attr(
+        Number(0, 1),
+        0.1,
+        "It warns where the entropy falls below this part of what it was at first; 0: never.",
+    )
+    warn_kl: float = attr(
+        Number(0),
+        1.0,
+        "It warns where `loss/kl` or `clip/kl` is more nats a token; 0: never.",
+        "1.0",
+    )
+    span: Span = NOWHERE
+
+
+# Each statement's, by the name that messages and the reference call it by.
+STATEMENTS: dict[str, type[Declared]] = {
+    "worker": Worker,
+    "source": Source,
+    "generate": Generate,
+    "infer": Infer,
+    "update": Update,
+    "function": Call,
+    "sample edge": SampleEdge,
+    "resharding edge": ReshardingEdge,
+    "cluster": ClusterOptions,
+    "model": ModelOptions,
+    "layout": LayoutOptions,
+    "engine": EngineOptions,
+    "dock": DockOptions,
+    "reshard": ReshardOptions,
+    "evaluate": EvaluateOptions,
+    "run": Run,
+}

@@ -1,0 +1,123 @@
+"""What the processes of a run send each other through the dock.
+
+Invariant: plain data that nobody changes once it is sent, and that may be sent twice: what is heard a second time
+changes nothing. Rows themselves travel as `Piece` and `Verdicts` (data/columns.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..data.columns import Array, Column, Piece, Verdicts
+from ..process.task import Task
+
+
+@dataclass(frozen=True)
+class News:
+    """What a warehouse tells controllers when it gets rows of a column: their numbers, how long each row is, and which
+    warehouse has them. Of a filter's verdicts (`verdicts`) `lengths` are how often each row goes on."""
+
+    column: str
+    rows: Array
+    lengths: Array
+    warehouse: int
+    verdicts: bool = False
+
+    @classmethod
+    def of(cls, column: str, piece: Piece, warehouse: int) -> News:
+        """The news that a piece makes."""
+        return cls(column, piece.rows, piece.told, warehouse, isinstance(piece, Verdicts))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a group gets of a round: its units, how many rows each has, and those rows, unit by unit."""
+
+    units: Array
+    sizes: Array
+    rows: Array
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a controller decided: what each group gets next; `last` of the iteration, or of a round of its prompts."""
+
+    epoch: int
+    parts: tuple[Part, ...]
+    last: bool
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a warehouse has to say of an open task to a controller that begins anew: the news of all its rows, and by
+    node the rounds that a controller has left with it."""
+
+    task: Task
+    news: Sequence[News]
+    rounds: Mapping[str, Sequence[Round]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one data-parallel group gets of a round.
+
+    - `units`: what it is to compute, as prompts or responses; `sizes`: how many rows each unit has; `rows`: those
+      rows, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8 rows.
+    - `where`: by column the warehouse of each row that these rows need, the rows of the column ascending, each once.
+    - `most`: the rows of the round's largest share, so that all groups make equally many micro-batches;
+      `round_units`: the rows of the whole round; `elements`: by column, how many elements the whole round has.
+    - `epoch`, of an update; `last`: nothing comes after it in this iteration, or in this round of prompts.
+    """
+
+    units: Array
+    sizes: Array
+    rows: Array
+    where: dict[str, Array]
+    most: int
+    round_units: int
+    elements: dict[str, int]
+    epoch: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a share: their numbers, and each column with one entry a row."""
+
+    share: Share
+    rows: Array
+    columns: dict[str, Column]
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a process began to do, and how many seconds ago."""
+
+    what: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A process that waits for a controller's answer: `who` names the node, and its group where one asks for rows;
+    `missing` the rows that are not there yet, in words that name the edges."""
+
+    who: str
+    key: str
+    seconds: float
+    missing: str
+
+    def __str__(self) -> str:
+        return f"{self.who} has waited {self.seconds:.0f} s in {self.key} for {self.missing}"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the controllers of a host know of the run. `last` is the node that took rows last, `moves` grows while rows
+    move; `doing` is what each process said last."""
+
+    last: str
+    moves: int
+    waits: tuple[Wait, ...]
+    doing: dict[str, Doing]

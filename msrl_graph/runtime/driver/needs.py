@@ -1,0 +1,82 @@
+"""What a run needs before it starts: weights, tokenizer, data, packages, devices.
+
+Invariant: what lacks is told all at once, with its line, before a process is started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ...backends import ENGINES, packages
+from ...checks import folders
+from ...compiler.unready import unready
+from ...diagnostics import Diagnostic, Fault
+from ...ir.plan import Plan
+from ...model.architecture import Model
+from ..data import dataset as data
+from ..data.tokens import Tokens
+from .pool import check_machine
+
+
+def check(plan: Plan) -> dict[str, data.Looked]:
+    """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is
+    missing."""
+    found = unready(plan) or [*_packages(plan)]
+    for model in plan.deploy.models.values():
+        if not model.path:
+            what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
+            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
+            continue
+        for pattern in ("*.safetensors", "tokenizer.json"):
+            if not list(Path(model.path).glob(pattern)):
+                found.append(
+                    Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span)
+                )
+    if not found:
+        found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
+    if not found:
+        found = folders.changed(plan) or [d for d in folders.check(plan) if d.severity == "error"]
+    if "source" not in plan.deploy.data:
+        found.append(
+            Diagnostic(
+                "missing-file",
+                "the deploy names no data for the source",
+                plan.deploy.span,
+                'add: data source = "file.jsonl" { ... }',
+            )
+        )
+    sizes, able = {}, not found  # data needs the models' tokenizers
+    for name, item in plan.deploy.data.items():
+        try:
+            sizes[name] = data.check(item, plan) if able else data.Looked(len(data.read(item, plan.graph)))
+        except Fault as fault:
+            found += fault.diagnostics
+    if found:
+        raise Fault(*found)
+    if not os.environ.get("RAY_ADDRESS"):
+        check_machine(plan)
+    return sizes
+
+
+def _packages(plan: Plan) -> Iterator[Diagnostic]:
+    """Engines that are not installed, each once, where it is named."""
+    told = set()
+    for placement in plan.placements:
+        spec = ENGINES.get(placement.engine.name)
+        missing = [p for p in spec.needs if not packages.version(p)] if spec and spec.build else []
+        if spec and missing and spec.name not in told:
+            told.add(spec.name)
+            what = f"the engine `{spec.name}` of `{placement.node}` needs {', '.join(missing)}, not installed here"
+            span = placement.engine.span if placement.engine.span.line else plan.graph.node(placement.node).span
+            yield Diagnostic("not-installed", what, span, packages.installing(spec.name, missing))
+
+
+def _unreadable(model: Model) -> Diagnostic | None:
+    """What is wrong with a folder's tokenizer."""
+    try:
+        Tokens(model.path)
+    except Exception as error:  # the library raises nothing more special
+        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span)
+    return None

@@ -1,0 +1,38 @@
+"""What signals ask of a run: to end after its iteration, or at once.
+
+Invariant: the first that asks for an end is remembered, with when it came; nothing else in the package has a handler.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that
+    comes when no iteration is under way, or SIGHUP, ends it at once. So does the first where the iteration stands
+    still."""
+
+    def __init__(self, say: Any) -> None:
+        self.say = say
+        self.asked = 0  # the first signal that was heeded
+        self.since = 0.0  # when it came (time.monotonic)
+        self.last = 0
+        self.training = False
+        self.heed()
+
+    def heed(self) -> None:
+        """Puts the handlers in place: again after Ray, which has its own, was started."""
+        for number in HEEDED:
+            signal.signal(number, self._heard)
+
+    def _heard(self, number: int, _frame: Any) -> None:
+        self.last = number
+        if self.asked or not self.training or number == signal.SIGHUP:
+            raise KeyboardInterrupt
+        self.asked, self.since = number, time.monotonic()
+        self.say("ending after this iteration, with a checkpoint; ask once more to end at once")

@@ -1,0 +1,62 @@
+"""Micro-batches, as engines take them: tensors by name, made of rows here and nowhere else.
+
+Invariant: token ids go through unchanged; a sequence is the context columns of its row, in order, then one scored
+column of it. What backends/spec.py says of a micro-batch's tensors holds. They lie on the host: an engine takes them to
+its device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from ..data.columns import Array, Column, offsets_of
+
+
+class MicroBatches(Sequence[TensorDict]):
+    """The micro-batches of a batch, by the positions of their rows; each is made when it is asked for, so that there is
+    one at a time."""
+
+    def __init__(self, rows: list[Array], make: Callable[[Array], TensorDict]) -> None:
+        self.rows, self.make = rows, make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> TensorDict:  # type: ignore[override]
+        return self.make(self.rows[i])
+
+
+def pack(
+    contexts: Sequence[Column],
+    scored: Sequence[Column],
+    rows: Array,
+    masks: Sequence[Column | None] = (),
+    **more: torch.Tensor | None,
+) -> TensorDict:
+    """The rows at positions `rows`: of each the context, then one of the scored columns, a sequence for each of these,
+    one column after another; where there is none, the context alone, scored as a whole. Of a column with a mask only
+    the tokens where it is true are asked for. No rows give one sequence of one token and ask for nothing, so that a
+    rank without work can still take part in collectives. `more` is of each token that is asked for."""
+    begin = [np.concatenate([c[r] for c in contexts] or [np.zeros(0, np.int64)]) for r in rows]
+    before = np.array([len(b) for b in begin], np.int64)
+    pieces: list[Array] = []
+    asked: list[tuple[Array, ...]] = []
+    for column, mask in zip(scored, masks or [None] * len(scored), strict=True):
+        lengths = column.lengths[rows]
+        row = np.repeat(np.arange(len(rows)), lengths)
+        position = before[row] - 1 + np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        kept = slice(None) if mask is None else mask.take(rows).values
+        asked.append((len(pieces) + row[kept], position[kept], column.take(rows).values[kept].astype(np.int64)))
+        # The last token of a sequence predicts nothing that is asked for, so it is not fed.
+        pieces += [np.concatenate([b, column[r][:-1]]) for b, r in zip(begin, rows, strict=True)]
+    if not scored:
+        pieces, asked = begin, [(np.arange(len(rows)), before - 1, np.zeros(len(rows), np.int64))]
+    pieces = pieces or [np.zeros(1, np.int64)]
+    sequences = {"ids": np.concatenate(pieces).astype(np.int64), "offsets": offsets_of(np.array([*map(len, pieces)]))}
+    tokens = dict(zip(("row", "position", "token"), map(np.concatenate, zip(*asked, strict=True)), strict=True))
+    made = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in (sequences | tokens).items()}
+    return TensorDict(made | {name: tensor for name, tensor in more.items() if tensor is not None}, batch_size=[])

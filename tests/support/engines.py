@@ -1,0 +1,43 @@
+"""Engines as the runtime builds and calls them, on one rank or on ranks of a mesh, without a plan."""
+
+from itertools import product
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from msrl_graph.backends import ENGINES
+from msrl_graph.backends.devices import Device, Devices
+from msrl_graph.backends.spec import Weights
+from msrl_graph.ir.graph import Node
+from msrl_graph.ir.plan import EngineChoice, Placement
+from msrl_graph.sharding.layout import Layout
+
+ALONE = Layout()
+
+
+def built(name, model, layout, rank=0, mesh=None, optimizer=None, work=None, **options):
+    placement = Placement("state", "devices", layout, 0, EngineChoice(name, options), "")
+    return ENGINES[name].built(
+        Weights(model, Node("node", "worker", ""), optimizer, work), placement, Devices(Device(), rank, mesh)
+    )
+
+
+def trainer(model, layout=ALONE, rank=0, mesh=None, optimizer=None, recompute="none"):
+    return built("fsdp", model, layout, rank, mesh, optimizer, recompute=recompute)
+
+
+def generator(model, layout=ALONE, rank=0, mesh=None, micro_batch=0):
+    return built("hf", model, layout, rank, mesh, micro_batch=micro_batch)
+
+
+def mesh(layout):
+    """Of all ranks, with the axes that the runtime's has."""
+    axes = [a for a in ("pp", "dp", "cp", "tp") if a in ("dp", "tp") or getattr(layout, a) > 1]
+    sizes = [getattr(layout, a) for a in axes]
+    ranks = [layout.rank(**dict(zip(axes, at, strict=True))) for at in product(*map(range, sizes))]
+    return DeviceMesh("cpu", torch.tensor(ranks).view(sizes), mesh_dim_names=tuple(axes))
+
+
+def train(engine, packed, loss, asked):
+    """The gradient of `loss` of what one micro-batch gives."""
+    engine.train([packed], lambda made, _: loss(made), asked)

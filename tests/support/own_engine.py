@@ -1,0 +1,151 @@
+"""Two engines of somebody's own, a file of theirs: all that they know of the package is the contract
+(backends/spec.py).
+
+Their model is the embedding and the head alone: a token follows from the one before it. The generator takes the
+likeliest. The trainer may be a pipeline of two stages, the embedding on one, the head on the other, which passes all
+micro-batches forward before one backward.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from msrl_graph import backends
+from msrl_graph.backends import transformer
+from msrl_graph.backends.spec import EngineSpec, Outputs, Shard
+from msrl_graph.hardware.device_kinds import HOST
+from msrl_graph.ir.attributes import Generate, Update
+from msrl_graph.sharding.layout import shard
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+GENERATOR = EngineSpec(
+    name="likeliest",
+    verbs=("generate",),
+    axes=("dp",),
+    build="own_engine:Likeliest",
+    honours=("samples", "temperature", "max_tokens"),
+)
+TRAINER = EngineSpec(
+    name="pairs",
+    verbs=("infer", "update"),
+    axes=("pp", "dp"),
+    options=("micro_batch",),
+    build="own_engine:Pairs",
+)
+
+
+def register(monkeypatch=None):
+    """The line that an engine of the package has in backends/__init__.py."""
+    added = {spec.name: spec for spec in (GENERATOR, TRAINER)}
+    runs = {HOST.name: (*backends.RUNS[HOST.name], *added)}
+    for table, more in ((backends.ENGINES, added), (backends.RUNS, runs)):
+        for name, value in more.items():
+            monkeypatch.setitem(table, name, value) if monkeypatch else table.update({name: value})
+
+
+def shards(spec, weights, placement, devices):
+    boxes = {t.name: shard(t, spec.side(placement.layout), devices.rank) for t in weights.model.tensors}
+    return [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes.items()]
+
+
+class Likeliest:
+    def __init__(self, weights, placement, devices):
+        self.held, self.fills = shards(GENERATOR, weights, placement, devices), 0
+        self.said = Generate.of(weights.node)
+
+    def allocate(self):
+        return self.held
+
+    def filled(self):
+        self.fills += 1
+        weights = {s.name: s.tensor for s in self.held}
+        logp = (weights[TABLE] @ weights[HEAD].T).log_softmax(-1)
+        self.next, self.logp = logp.argmax(-1).numpy(), logp.amax(-1).numpy()
+
+    def release(self):
+        pass
+
+    def generate(self, prompts, rows, sampling, begun=None):
+        tokens, logps = [], []
+        for i in range(len(rows)):
+            before = [prompts[i * len(prompts) // len(rows)][-1]]
+            while len(before) <= sampling.max_tokens and (len(before) == 1 or before[-1] not in sampling.ends):
+                before.append(self.next[before[-1]])
+            tokens.append(np.array(before[1:], np.int32))
+            logps.append(self.logp[before[:-1]].astype(np.float32))
+        return tokens, logps
+
+
+class Pairs:
+    def __init__(self, weights, placement, devices):
+        self.held, self.rank = shards(TRAINER, weights, placement, devices), devices.rank
+        self.calls, self.told = [], []
+        transformer.fill(weights.model, self.held)
+        self.weights = {s.name: s.tensor.detach().requires_grad_() for s in self.held if s.tensor.numel()}
+        self.first, self.last = TABLE in self.weights, HEAD in self.weights
+        self.group = None if self.first and self.last else devices.axis("pp").get_group()
+        self.width = weights.model.hidden
+
+    def shards(self):
+        return self.held
+
+    def score(self, micro_batches, asked):
+        with torch.no_grad():
+            made = [self._forward(packed, asked)[1] for packed in micro_batches]
+        return [m for m in made if m is not None]
+
+    def train(self, micro_batches: Sequence, loss, asked):
+        self.told.append(Update.of(asked.node))
+        passed = [self._forward(packed, asked) for packed in micro_batches]
+        for i, (hidden, made) in reversed([*enumerate(passed)]):
+            if self.last:
+                self.calls.append(i)
+                loss(made, i).backward()
+                slope = hidden.grad
+                if not self.first:
+                    dist.send(slope, group=self.group, group_dst=0)
+            elif self.first:
+                slope = torch.empty_like(hidden)
+                dist.recv(slope, group=self.group, group_src=1)
+            if self.first and not self.last:
+                hidden.backward(slope)
+
+    def _forward(self, packed, asked):
+        """The state that each token follows from, and on the last stage what it gives."""
+        if self.first:
+            hidden = self.weights[TABLE][packed["ids"][packed["offsets"][packed["row"]] + packed["position"]]]
+            if not self.last:
+                dist.send(hidden.detach(), group=self.group, group_dst=1)
+                return hidden, None
+            hidden.retain_grad() if hidden.requires_grad else None
+        else:
+            hidden = torch.empty(len(packed["token"]), self.width)
+            dist.recv(hidden, group=self.group, group_src=0)
+            hidden.requires_grad_(torch.is_grad_enabled())
+        logps = (hidden @ self.weights[HEAD].T / asked.temperature).log_softmax(-1)
+        logp = logps.gather(1, packed["token"][:, None])[:, 0]
+        entropy = -(logps.exp() * logps).sum(-1)
+        return hidden, Outputs(logp=logp, entropy=entropy if asked.entropy else entropy.detach())
+
+    def step(self, lr, clip_grad, sound=True, optimizer=None, node=None):
+        self.told.append(Update.of(node))
+        total = torch.tensor(0.0 if sound else torch.nan)
+        for weight in self.weights.values():
+            total += 0.0 if weight.grad is None else weight.grad.square().sum()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        norm = float(total.sqrt())
+        with torch.no_grad():
+            for weight in self.weights.values():
+                if np.isfinite(norm) and weight.grad is not None:
+                    weight -= lr * weight.grad
+                weight.grad = None
+        return norm
+
+    def moments(self):
+        return {}
+
+    def restore(self, moments, steps):
+        pass

@@ -1,0 +1,112 @@
+"""Devices: what is said of each kind, what the functions of a host's cores do, and that nothing else names a kind."""
+
+import ast
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from msrl_graph.backends import RUNS, devices
+from msrl_graph.backends.devices import Device
+from msrl_graph.hardware.cluster import DEVICES
+from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
+
+PACKAGE = Path(__file__).parent.parent / "msrl_graph"
+
+
+def test_what_is_said_of_each_kind():
+    gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+    names = "name torch resource collectives asked_as interfaces visible plugin"
+    facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
+    cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "")
+    ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES", "torch_npu")
+    table = [
+        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", ""), (True, True, False, True)),
+        (cuda, (False, False, True, True)),
+        (ascend, (False, False, True, False)),
+    ]
+    fields = f"{names} {facts}".split()
+    assert [asdict(k) for k in DEVICE_KINDS.values()] == [
+        dict(zip(fields, said + true, strict=True)) for said, true in table
+    ]
+    assert [kind.backends() for kind in DEVICE_KINDS.values()] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
+    assert [kind.ray(2) for kind in DEVICE_KINDS.values()] == [
+        {"num_cpus": 2},
+        {"num_gpus": 2},
+        {"resources": {"NPU": 2}},
+    ]
+
+
+def test_presets_are_of_these_kinds():
+    found = {name: (preset.kind, preset.resource) for name, preset in DEVICES.items()}
+    ascend = dict.fromkeys(("ascend-910c", "ascend-910c-die", "ascend-910b"), ASCEND)
+    kinds = ascend | {"h100": CUDA, "h200": CUDA, "cpu": HOST, "here": HOST}
+    assert found == {name: (kind, kind.resource) for name, kind in kinds.items()}
+    assert set(RUNS) <= set(DEVICE_KINDS)
+
+
+# A preset is called as a kind is; torch's dispatcher has this key for a host's kernels.
+NAMED = {
+    "hardware/cluster.py": {"cpu"},
+    "reference/facts.py": {"cpu"},
+    "runtime/process/memory.py": {"CPU"},
+    "backends/megatron_cpu.py": {"cpu", "cuda", "torch.cuda"},  # which lets the one answer for the other
+}
+
+
+def test_no_other_file_names_a_kind():
+    said = [
+        (k.name, k.torch, k.resource, k.collectives, k.visible, k.plugin, *k.interfaces) for k in DEVICE_KINDS.values()
+    ]
+    words, found = {word for names in said for word in names} - {""}, {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        here, text = str(path.relative_to(PACKAGE)), path.read_text()
+        strings = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
+        constants = {s for s in strings if isinstance(s, str)}
+        if here not in ("hardware/device_kinds.py", "backends/devices.py"):
+            calls = {w for w in ("torch.cuda", "torch.npu", "torch_npu") if w in text}
+            found |= {here: rest} if (rest := (constants & words | calls) - NAMED.get(here, set())) else {}
+    assert found == {}
+
+
+def test_the_hosts_memory():
+    device = Device()
+    device.claim()
+    free, total = device.memory()
+    assert 0 < free <= total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    device.reset_peak()
+    before, size = device.peak(), 64 << 20
+    x = torch.ones(size, dtype=torch.uint8)
+    high = device.peak()
+    assert 0.9 * size < high - before < 1.5 * size
+    del x
+    assert device.peak() > high - (1 << 20)  # the system counts in steps
+    device.reset_peak()
+    assert device.peak() - before < 0.5 * size
+    device.finish()
+
+
+def test_memory_is_given_back_and_taken_again():
+    x = torch.ones(3, 5)
+    devices.release(x)
+    assert x.untyped_storage().nbytes() == 0 and x.shape == (3, 5)
+    devices.take(x)
+    assert x.untyped_storage().nbytes() == 60
+    assert torch.equal(x.fill_(2.0), torch.full((3, 5), 2.0))
+    devices.release(x)
+    devices.take(x, 128)  # with what an engine keeps behind its elements
+    assert x.untyped_storage().nbytes() == 128
+
+
+def test_a_host_buffer_is_as_its_tensor_and_apart_from_it():
+    x = torch.arange(12.0, dtype=torch.float64).view(3, 4).T
+    device = devices.of(x)
+    assert device == Device(HOST)
+    buffer = device.host_buffer(x)
+    assert (buffer.shape, buffer.dtype, buffer.stride()) == (x.shape, x.dtype, x.stride())
+    with device.aside():
+        buffer.copy_(x, non_blocking=True)
+    assert torch.equal(buffer, x) and buffer.data_ptr() != x.data_ptr()
+    assert torch.ones(2, device=device.place).device == x.device == device.place
+    assert x.to(device.place).data_ptr() == x.data_ptr(), "what is there already is not copied"

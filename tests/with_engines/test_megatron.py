@@ -1,0 +1,145 @@
+"""Megatron-Core in the ranks' own processes: on every layout it computes and steps as fsdp on one rank."""
+
+import json
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+import ranks
+import torch
+from place import THRICE, TRAINED, assert_alike
+from torch import distributed as dist
+
+from msrl_graph.algorithms.optimizers import sgd
+from msrl_graph.backends.spec import Asked
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.micro_batches import pack
+from msrl_graph.sharding.layout import Layout, slices
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
+ROWS = 16
+
+
+def model(folder, **changes):
+    """The example's model, with other fields of its config and weights at random."""
+    from safetensors.torch import save_file
+
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text((EXAMPLE / "model" / "tokenizer.json").read_text())
+    found = models.load(str(folder), Path("/"), None, NOWHERE)
+    draw = torch.Generator().manual_seed(0)
+    weights = {t.name: torch.randn(t.shape, generator=draw) * 0.2 for t in (*found.tensors, found.scoring.tensors[-1])}
+    save_file(weights, str(folder / "model.safetensors"))
+    return found
+
+
+def micro_batches(rank, layout):
+    """Of 16 rows those of a data-parallel group, two or four at a time, some with a common beginning."""
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, 16, draw.integers(2, 7)) for _ in range(ROWS // 2)]
+    contexts = ragged([prompts[i // 2] for i in range(ROWS)], np.int32)
+    responses = ragged([draw.integers(2, 16, draw.integers(1, 6)) for _ in range(ROWS)], np.int32)
+    own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
+    size = 2 if layout.vpp > 1 else 4
+    return [pack([contexts], [responses], rows, given=_given(responses, rows)) for rows in own.reshape(-1, size)]
+
+
+def _given(responses, rows):
+    tokens = np.concatenate([responses[r] for r in rows]).astype(np.int64)
+    return torch.from_numpy(np.stack([tokens, (tokens + 3) % 16], 1))
+
+
+def loss(made, _):
+    if made.values is not None:
+        return (made.values**2).sum()
+    return (made.logp * torch.linspace(-1, 1, len(made.logp))).sum() + 0.1 * made.entropy.sum() + made.given.sum()
+
+
+def trained(engine, batches, scores):
+    """What three steps tell: log-probabilities before, norms, and the weights by tensor."""
+    asked = Asked(0.8, entropy=not scores, best=0 if scores else 3)
+    told = [[None if x is None else x.clone() for x in out] for out in engine.score(batches, asked)]
+    norms = []
+    for _ in range(3):
+        engine.train(batches, loss, Asked(0.8, entropy=not scores))
+        norms.append(engine.step(0.3, 1.0))
+    return told, norms, {s.name: (s.box, s.tensor.clone()) for s in engine.shards()}
+
+
+def _alike(rank, _, layout, of, name):
+    scores = of.scores
+    alone = engines.trainer(of, optimizer=sgd(lr=0.0, momentum=0.9)) if rank == 0 else None
+    engine = engines.built(name, of, layout, rank, engines.mesh(layout), sgd(lr=0.0, momentum=0.9))
+    found, norms, weights = trained(engine, micro_batches(rank, layout), scores)
+    everyone = [None] * layout.devices
+    dist.all_gather_object(everyone, (found, norms, weights))
+    if rank:
+        return
+    batches = [b for dp in range(layout.dp) for b in micro_batches(layout.rank(tp=0, dp=dp), layout)]
+    before = {s.name: (s.box, s.tensor.clone()) for s in alone.shards()}
+    wanted, want_norms, want_weights = trained(alone, batches, scores)
+    told = [layout.rank(tp=0, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]
+    for one, other in zip((o for r in told for o in everyone[r][0]), wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.allclose(a, b, atol=1e-5), (a - b).abs().max()
+    for _, some, held in everyone:
+        assert some == pytest.approx(want_norms, rel=1e-4)
+        for tensor, (box, values) in held.items():
+            right, begun = (weights[tensor][1][slices(box)] for weights in (want_weights, before))
+            if values.numel():
+                rounding = 3e-7  # of a weight
+                assert (values - right).abs().max() < 1e-4 * (right - begun).abs().max() + rounding, tensor
+
+
+LAYOUTS = {
+    "one rank": Layout(),
+    "tp 2": Layout(tp=2),
+    "pp 2": Layout(pp=2),
+    "dp 2": Layout(dp=2),
+    "dp 2, zero 0": Layout(dp=2, zero=0),
+    "vpp 2": Layout(pp=2, vpp=2),
+    "tp 2, pp 2": Layout(tp=2, pp=2),
+    "uneven stages": Layout(pp=2, stages=(1, 3)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("kind", ["untied", "tied", "scores"])
+def test_it_computes_and_steps_as_fsdp_on_one_rank(layout, kind, tmp_path):
+    of = model(tmp_path, tie_word_embeddings=kind == "tied")
+    ranks.run(layout.devices, _alike, layout, of.scoring if kind == "scores" else of, "megatron")
+
+
+def _bf16(rank, _, of):
+    """Three steps of micro-batches, whose gradients are summed in float32, beside fsdp's, which sums them in bf16."""
+    found = [
+        trained(
+            engines.built(name, of, Layout(), 0, engines.mesh(Layout()), sgd(lr=0.0)), micro_batches(0, Layout()), False
+        )
+        for name in ("megatron", "fsdp")
+    ]
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.03)
+    assert all(values.dtype == torch.bfloat16 for _, values in found[0][2].values())
+
+
+def test_bf16(tmp_path):
+    ranks.run(1, _bf16, model(tmp_path, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(("axis", "generator"), [("tp", "vllm"), ("pp", "vllm"), ("pp", "hf")])
+def test_a_program_trains_alike(axis, generator, reference, place):
+    """On Megatron, whose weights reshard to a generator's layout."""
+    update = f"layout actor.update {{ {axis} = 2 }}\n  engine actor.update = megatron"
+    generate = f"layout actor.generate {{ tp = 2 }}\n  engine actor.generate = {generator}"
+    place.write(
+        ("layout actor.update   { dp = 2, zero = 3 }", update), ("layout actor.generate { tp = 2 }", generate), *TRAINED
+    )
+    code, _, err = place.run("p.rlg", *THRICE, "--out", "out")
+    assert code == 0, err
+    assert_alike(place.folder / "out", reference)
+    place.assert_clean()

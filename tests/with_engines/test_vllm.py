@@ -1,0 +1,183 @@
+"""vLLM in the ranks' own processes: it draws what the light engine draws, whatever the layout and the batch, and gives
+its memory back."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import engines
+import numpy as np
+import psutil
+import pytest
+import ranks
+import torch
+from place import THRICE, TRAINED, assert_alike
+
+from msrl_graph.backends import transformer
+from msrl_graph.backends.spec import Sampling
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.ir.work import Work
+from msrl_graph.model import models
+from msrl_graph.sharding.layout import Layout
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
+PROMPTS = [np.array([6, 10, 13, 7, 11, 15]), np.array([3, 13, 4, 15]), np.array([12, 13, 12, 12, 15])]
+PLAIN = Sampling(4, 20, 1.0, 1.0, 0, seed=3, iteration=2, ends=(1,))
+
+
+def model(dtype=None):
+    return models.load("./model", EXAMPLE, dtype, NOWHERE)
+
+
+def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None):
+    of = of or model()
+    work = Work(of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples)
+    return engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work)
+
+
+def filled(engine, of=None):
+    transformer.fill(of or model(), engine.allocate())
+    engine.filled()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def both(alone):
+    return filled(vllm()), filled(engines.generator(model()))
+
+
+def compare(one, other, prompts, rows, sampling, begun=None, most=3e-5):
+    found, wanted = (e.generate(prompts, rows, sampling, begun) for e in (one, other))
+    assert [t.tolist() for t in found[0]] == [t.tolist() for t in wanted[0]]
+    assert all(t.dtype == np.int32 for t in found[0]) and all(p.dtype == np.float32 for p in found[1])
+    assert np.allclose(np.concatenate(found[1]), np.concatenate(wanted[1]), atol=most)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        PLAIN,
+        Sampling(1, 20, 0.0, 1.0, 0, 0, 0, (1,)),
+        Sampling(4, 7, 0.7, 0.8, 5, 1, 9, (1, 4)),
+        Sampling(4, 1, 2.0, 1.0, 0, 1, 9),
+        Sampling(4, 20, 1.0, 1.0, 0, 5, 0, (1,), ("3", "=1")),
+        Sampling(4, 5, np.linspace(0, 2, 12, dtype=np.float32), 1.0, 0, 1, 9),
+    ],
+    ids=["plain", "greedy", "filtered", "one token", "stop strings", "a temperature each"],
+)
+def test_it_draws_what_the_light_engine_draws(both, sampling):
+    drawn = compare(*both, PROMPTS, np.arange(3 * sampling.samples), sampling)
+    assert len({t.tobytes() for t in drawn}) > 2 or sampling.samples == 1
+
+
+def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
+    """More prompts than run at once, some alike, in another order."""
+    prompts, draw = [PROMPTS[i % 3] for i in range(9)], np.random.default_rng(0)
+    whole = compare(*both, prompts, np.arange(100, 136), PLAIN)
+    order = draw.permutation(9)
+    rows = (100 + order[:, None] * 4 + np.arange(4)).reshape(-1)
+    again, _ = both[0].generate([prompts[i] for i in order], rows, PLAIN)
+    assert all(np.array_equal(again[k], whole[row - 100]) for k, row in enumerate(rows))
+
+
+def test_a_response_goes_on_where_it_was_left(both):
+    whole, _ = both[0].generate(PROMPTS, np.arange(12), PLAIN)
+    begun = np.array([len(t) // 2 for t in whole])
+    after = [np.concatenate([PROMPTS[i // 4], whole[i][: begun[i]]]).astype(np.int32) for i in range(12)]
+    rest = compare(*both, after, np.arange(12), PLAIN, begun)
+    assert all(np.array_equal(rest[i], whole[i][begun[i] :]) for i in range(12))
+
+
+def test_after_new_weights_nothing_of_the_old_ones_is_left(both):
+    """A cache of the prompts would be of the old weights."""
+    before = compare(*both, PROMPTS, np.arange(12), PLAIN)
+    for engine in both:
+        for shard in engine.allocate():
+            if "norm" in shard.name:
+                shard.tensor.mul_(1.3)
+        engine.filled()
+    after = compare(*both, PROMPTS, np.arange(12), PLAIN)
+    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    for engine in both:
+        engine.release()
+        filled(engine)
+    again = compare(*both, PROMPTS, np.arange(12), PLAIN)
+    assert all(np.array_equal(a, b) for a, b in zip(before, again, strict=True))
+
+
+def test_an_error_leaves_no_request_behind(both):
+    with pytest.raises(ValueError, match="a prompt of 200 tokens and 20 more are over the 46 that it was built for"):
+        both[0].generate([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN)
+    with pytest.raises(IndexError):  # in the middle of a step
+        both[0].generate(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32)))
+    compare(*both, PROMPTS, np.arange(12), PLAIN)
+
+
+def test_it_gives_its_memory_back(alone, tmp_path):
+    wide = wider(tmp_path)
+    engine = vllm(of=wide, rows=64, samples=8)
+    held = psutil.Process().memory_info().rss
+    filled(engine, wide)
+    engine.generate([PROMPTS[0]] * 2, np.arange(8), PLAIN)
+    most = psutil.Process().memory_info().rss
+    engine.release()
+    left = psutil.Process().memory_info().rss
+    size = wide.parameters * 4
+    assert most - held > 0.9 * size
+    assert left - held < 0.2 * size
+
+
+def test_a_weight_that_it_does_not_take_is_named(alone):
+    """A bias that the config says nothing of."""
+    of = model()
+    one = next(t for t in of.tensors if t.name.endswith("0.mlp.up_proj.weight"))
+    more = replace(one, name=one.name.replace("up_proj", "side_proj"))
+    with pytest.raises(ValueError, match=r"does not take the weight model\.layers\.0\.mlp\.side_proj\.weight"):
+        vllm(of=replace(of, tensors=(*of.tensors, more)))
+    with pytest.raises(ValueError, match=r"a weight that the model lacks: model\.norm\.weight"):
+        vllm(of=replace(of, tensors=tuple(t for t in of.tensors if t.name != "model.norm.weight")))
+
+
+def wider(folder):
+    """The example's model with 60 million parameters, weights at random."""
+    from safetensors.torch import save_file
+
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text())
+    config |= {"hidden_size": 512, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 2000}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text((EXAMPLE / "model" / "tokenizer.json").read_text())
+    of = models.load(str(folder), Path("/"), "f32", NOWHERE)
+    save_file({t.name: torch.randn(t.shape) * 0.02 for t in of.tensors}, str(folder / "model.safetensors"))
+    return of
+
+
+def _divided(rank, _, layout):
+    one = filled(vllm(layout, rank))
+    prompts = [PROMPTS[i % 3] for i in range(6)]
+    compare(one, filled(engines.generator(model())), prompts, np.arange(24), PLAIN)
+    one.release()
+    compare(filled(one), filled(engines.generator(model())), prompts, np.arange(24), PLAIN)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2), Layout(dp=2)], ids=str)
+def test_layouts_draw_alike(layout):
+    """Vocabularies of 16 are padded to 64: with tp 2 the second rank has nothing but padding."""
+    ranks.end()  # a process has vLLM for one mesh
+    ranks.run(layout.devices, _divided, layout)
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
+def test_a_program_trains_alike(axis, reference, place):
+    layout, before = f"layout actor.generate {{ {axis} = 2 }}", shared()
+    place.write(("layout actor.generate { tp = 2 }", f"{layout}\n  engine actor.generate = vllm"), *TRAINED)
+    code, _, err = place.run("p.rlg", *THRICE, "--out", "out", "--measure-memory")
+    assert code == 0, err
+    assert_alike(place.folder / "out", reference)
+    place.assert_clean()
+    assert shared() <= before
+
+
+def shared():
+    """What vLLM's ranks share memory by."""
+    return set(Path("/dev/shm").glob("*cpushm*"))
