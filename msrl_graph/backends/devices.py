@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +22,8 @@ from ..hardware.device_kinds import DEVICE_KINDS, HOST, DeviceKind
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from ..sharding.layout import Layout
 
 PROCESS = Path("/proc/self")
 
@@ -116,15 +118,32 @@ class Device:
 class Devices:
     """Where an engine is built: this rank's `device`, its number `rank` in the layout, and the `mesh` of all ranks of
     the layout by axis: dp and tp always, of the others those that are larger than 1. None: a rank alone. An engine that
-    needs further groups makes them among its own ranks (torch.distributed's use_local_synchronization)."""
+    needs further groups makes them among its own ranks (`among`)."""
 
     device: Device = Device()
     rank: int = 0
     mesh: DeviceMesh | None = None
 
+    # Groups that were made, by their ranks.
+    _groups: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
     def axis(self, name: str) -> DeviceMesh:
         assert self.mesh is not None
         return self.mesh[name]
+
+    def among(self, layout: Layout, *alike: str) -> Any:
+        """The process group of the ranks of a layout that stand where this one does on the axes `alike`, in the
+        layout's order; the first call is a collective of them."""
+        from torch import distributed as dist
+
+        assert self.mesh is not None
+        axes, own = self.mesh.mesh_dim_names or (), layout.coordinates(self.rank)
+        every = map(layout.coordinates, range(layout.devices))
+        some = [c for c in every if all(getattr(c, a) == getattr(own, a) for a in alike)]
+        ranks = tuple(sorted(int(self.mesh.mesh[tuple(getattr(c, a) for a in axes)]) for c in some))
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._groups[ranks]
 
 
 def of(tensor: torch.Tensor) -> Device:

@@ -1,8 +1,8 @@
-"""Optimizer steps on the local shards of a model whose ranks are a mesh of dp, pp and tp: torch.optim's own, and Muon.
+"""Optimizer steps on the local shards of a model whose ranks are a mesh: torch.optim's own, and Muon.
 
 Invariant: elements step in float32, one by one, so that no layout changes what is computed; what needs a whole matrix
 gathers it, and each rank takes its own part of the result. ZeRO 1 divides the tensors of each rule, laid end to end, in
-stretches over dp.
+stretches over the ranks that hold copies of them: dp and cp, of experts those that the experts' own mesh leaves.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer, Rule
-from ..sharding.layout import Layout, slices
+from ..sharding.layout import Box, Layout, slices
 from .devices import release, take
 from .peaks import CHUNK
 from .spec import Shard
@@ -26,6 +27,28 @@ if TYPE_CHECKING:
 
 ITERATIONS = 5  # of Newton and Schulz
 MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The ranks that hold the same boxes of some tensors, each with its own part of their gradient: so many, of which
+    this one is the `index`-th."""
+
+    number: int = 1
+    index: int = 0
+    group: Any = None
+
+
+def _copies(layout: Layout, devices: Devices, divided: bool, experts: bool) -> Copies:
+    """Where weights are `divided` over dp, their gradients come summed over it."""
+    if experts:
+        number, alike = 1 if divided else layout.edp, "pp ep etp"
+    else:
+        number, alike = (layout.cp, "pp tp dp") if divided else (layout.cp * layout.dp, "pp tp")
+    if number == 1:
+        return Copies()
+    group = devices.among(layout, *alike.split())
+    return Copies(number, group.rank(), group)
 
 
 class Steps:
@@ -42,20 +65,27 @@ class Steps:
         divided: bool,
     ) -> None:
         self.tensors, self.layout, self.devices, self.divided = tensors, layout, devices, divided
-        at = [[i for i, t in enumerate(tensors) if optimizer.of(t) is rule] for rule in optimizer.rules]
-        self.parts = []
-        for rule, own in zip(optimizer.rules, at, strict=True):
-            kind, held = _Matrices if rule.whole else _Part, [shards[i] for i in own]
-            self.parts.append(kind(rule, [tensors[i] for i in own], held, layout, devices, divided))
-        self.at = at
+        self.copies = {e: _copies(layout, devices, divided, e) for e in sorted({t.experts for t in tensors})}
+        self.parts: list[_Part] = []
+        self.at: list[list[int]] = []  # which tensors each has
+        for rule in optimizer.rules:
+            for experts, copies in self.copies.items():
+                at = [i for i, t in enumerate(tensors) if optimizer.of(t) is rule and t.experts is experts]
+                made, held = _Matrices if rule.whole else _Part, [shards[i] for i in at]
+                if at:
+                    part = made(rule, [tensors[i] for i in at], held, layout, devices, divided, copies)
+                    self.parts.append(part)
+                    self.at.append(at)
+        self.rules = optimizer.rules
         self.taken = 0
 
     def step(
         self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: Optimizer
     ) -> float:
         """As of Trainer; a gradient lives as long as it is in the list, which is emptied."""
-        if not self.divided and self.layout.dp > 1:
-            self._add_up(gradients)
+        for experts, copies in self.copies.items():
+            if copies.number > 1:
+                self._add_up([g for g, t in zip(gradients, self.tensors, strict=True) if t.experts is experts], copies)
         norm = self._norm(gradients, sound)
         if math.isfinite(norm):
             self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr, optimizer)
@@ -66,8 +96,9 @@ class Steps:
     def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float, optimizer: Optimizer) -> None:
         own = [[gradients[i] for i in at] for at in self.at]
         gradients.clear()
-        for part, rule in zip(self.parts, optimizer.rules, strict=True):
-            part.step(own.pop(0), scale, {**rule.options, "lr": lr})
+        stated = dict(zip(self.rules, optimizer.rules, strict=True))
+        for part in self.parts:
+            part.step(own.pop(0), scale, {**stated[part.rule].options, "lr": lr})
 
     def moments(self) -> dict[str, list[Shard]]:
         """As of Trainer; with the float32 masters where weights are of another type."""
@@ -82,8 +113,8 @@ class Steps:
         for part in self.parts:
             part.restore(moments, steps)
 
-    def _add_up(self, gradients: list[torch.Tensor]) -> None:
-        """Sums gradients over dp in place, bucket by bucket."""
+    def _add_up(self, gradients: list[torch.Tensor], copies: Copies) -> None:
+        """Sums gradients in place over the ranks that hold copies of the weights, bucket by bucket."""
         import torch
         from torch import distributed as dist
 
@@ -92,34 +123,39 @@ class Steps:
             bucket.append(gradient)
             if i + 1 == len(gradients) or sum(g.numel() for g in bucket) + gradients[i + 1].numel() > CHUNK:
                 flat = torch.cat([g.reshape(-1) for g in bucket])
-                dist.all_reduce(flat, group=self.devices.axis("dp").get_group())
+                dist.all_reduce(flat, group=copies.group)
                 for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                     g.copy_(total.view(g.shape))
                 bucket = []
 
+    def _holders(self, tensor: Tensor) -> int:
+        """How many ranks of a stage have the same part of a tensor's gradient."""
+        layout = self.layout
+        if tensor.experts:
+            return self.copies[True].number * (layout.etp if tensor.tp_dim < 0 else 1)
+        return self.copies[False].number * (layout.tp if tensor.tp_dim < 0 else 1)
+
     def _norm(self, gradients: list[torch.Tensor], sound: bool) -> float:
-        """The 2-norm of the whole gradient: parts divided over tp or dp add up, copies count once. All ranks take part
-        in all sums, so that they agree to the last bit, and on what is not finite."""
+        """The 2-norm of the whole gradient: parts that are divided add up, copies count once. All ranks take part in
+        all sums, so that they agree to the last bit, and on what is not finite."""
         import torch
         from torch import distributed as dist
 
-        layout = self.layout
-        place = self.devices.device.place
-        divided, copied = torch.full((2,), 0.0 if sound else math.nan, dtype=torch.float64, device=place)
+        layout, place = self.layout, self.devices.device.place
+        sums: dict[int, torch.Tensor] = {}  # by number of holders
         later = layout.pp > 1 and self.devices.axis("pp").get_local_rank() > 0
         for gradient, tensor in zip(gradients, self.tensors, strict=True):
             if tensor.tied and later:
                 continue  # the first stage has it too
+            own = sums.setdefault(self._holders(tensor), torch.zeros((), dtype=torch.float64, device=place))
             for part in torch.split(gradient.reshape(-1), CHUNK):
-                (divided if tensor.tp_dim >= 0 else copied).add_(part.double().square().sum())
-        total = divided + copied / layout.tp
-        if layout.tp > 1:
-            dist.all_reduce(total, group=self.devices.axis("tp").get_group())
-        if layout.dp > 1:
-            total = total if self.divided else total / layout.dp
-            dist.all_reduce(total, group=self.devices.axis("dp").get_group())
-        if layout.pp > 1:
-            dist.all_reduce(total, group=self.devices.axis("pp").get_group())
+                own.add_(part.double().square().sum())
+        total = torch.full((), 0.0 if sound else math.nan, dtype=torch.float64, device=place)
+        for holders, own in sums.items():
+            total += own / holders
+        for axis in ("tp", "cp", "dp", "pp"):
+            if getattr(layout, axis) > 1:
+                dist.all_reduce(total, group=self.devices.axis(axis).get_group())
         return float(total.sqrt())
 
 
@@ -134,17 +170,18 @@ class _Part:
         layout: Layout,
         devices: Devices,
         divided: bool,
+        copies: Copies,
     ) -> None:
         import torch
 
+        self.copies = copies
         self.tensors, self.shards, self.layout, self.devices, self.divided = tensors, shards, layout, devices, divided
         self.place = devices.device.place
-        self.keeps = rule.keeps
-        self.flat = layout.zero == 1 and layout.dp > 1
+        self.rule, self.keeps = rule, rule.keeps
+        self.flat = layout.zero == 1 and copies.number > 1
         self.sizes = [s.tensor.numel() for s in shards]
         if self.flat:
-            self.stretch = -(-sum(self.sizes) // layout.dp)
-            self.dp_rank = devices.axis("dp").get_local_rank()
+            self.stretch = -(-sum(self.sizes) // copies.number)
             self.masters = [self._stretch([s.tensor for s in shards])]
         else:
             self.masters = [s.tensor if s.tensor.dtype == torch.float32 else s.tensor.float() for s in shards]
@@ -174,7 +211,7 @@ class _Part:
 
     def _own(self) -> Iterator[tuple[int, slice, slice]]:
         """What lies in this rank's stretch."""
-        return self._overlaps(self.stretch * self.dp_rank, self.stretch * (self.dp_rank + 1))
+        return self._overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
     def _stretch(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """This rank's stretch of all tensors, in float32, its end padded with zeros."""
@@ -220,8 +257,8 @@ class _Part:
             kinds["master"] = self.masters
         if self.flat:
             for kind, (own,) in kinds.items():
-                flat = torch.empty(self.stretch * self.layout.dp, device=self.place)
-                dist.all_gather_into_tensor(flat, own, group=self.devices.axis("dp").get_group())
+                flat = torch.empty(self.stretch * self.copies.number, device=self.place)
+                dist.all_gather_into_tensor(flat, own, group=self.copies.group)
                 kinds[kind] = list(torch.split(flat[: sum(self.sizes)], self.sizes))
         return {
             kind: [Shard(s.name, s.box, t.view(s.tensor.shape)) for s, t in zip(self.shards, tensors, strict=True)]
@@ -259,8 +296,8 @@ class _Part:
             weights = [s.tensor.view(-1) for s in self.shards]
             for low in range(0, self.stretch, CHUNK):
                 part = self.masters[0][low : low + CHUNK]
-                parts = torch.empty(self.layout.dp, len(part), device=self.place)
-                dist.all_gather_into_tensor(parts.view(-1), part, group=self.devices.axis("dp").get_group())
+                parts = torch.empty(self.copies.number, len(part), device=self.place)
+                dist.all_gather_into_tensor(parts.view(-1), part, group=self.copies.group)
                 for rank, values in enumerate(parts):
                     start = self.stretch * rank + low
                     for i, where, piece in self._overlaps(start, start + len(part)):
@@ -273,7 +310,7 @@ class _Part:
 
 class _Matrices(_Part):
     """Matrices that step by Muon: the momentum of each element is this rank's own, what is made orthogonal is the whole
-    matrix, the same on all ranks."""
+    matrix, the same on all ranks that have a part of it. Of experts each is a matrix, on the ranks that hold it."""
 
     def _prepare(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return defaultdict(dict)
@@ -284,8 +321,13 @@ class _Matrices(_Part):
             master = self.masters[0 if self.flat else i]
             # The elements that are this rank's to step: where they are in their master, and in the shard.
             pieces = [(where, piece) for j, where, piece in own if j == i]
-            turned = orthogonal(self._whole(self._momenta(master, pieces, shard, options), tensor, shard))
-            part = turned[slices(shard.box)].reshape(-1)
+            turned = self._whole(self._momenta(master, pieces, shard, options), tensor, shard)
+            if tensor.experts:
+                for matrix in turned:
+                    matrix.copy_(orthogonal(matrix.clone()))
+            else:
+                turned = orthogonal(turned)
+            part = turned[slices(_kept(tensor, shard))].reshape(-1)
             for where, piece in pieces:
                 values = master.view(-1)[where]
                 values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
@@ -317,22 +359,32 @@ class _Matrices(_Part):
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
     def _whole(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
-        """A matrix from what ranks have of it, zero where another has it: the sum changes no bit, whatever the
-        boxes."""
+        """A matrix, or those of a rank's experts, from what ranks have of it, zero where another has it: the sum
+        changes no bit, whatever the boxes."""
         import torch
         from torch import distributed as dist
 
         if self.flat:
-            dist.all_reduce(own, group=self.devices.axis("dp").get_group())
-        if own.shape == tensor.shape:
+            dist.all_reduce(own, group=self.copies.group)
+        shape = (len(own), *tensor.shape[1:]) if tensor.experts else tensor.shape
+        if own.shape == shape:
             return own
-        whole = torch.zeros(tensor.shape, device=self.place)
-        whole[slices(shard.box)] = own
+        whole = torch.zeros(shape, device=self.place)
+        whole[slices(_kept(tensor, shard))] = own
+        if tensor.experts:
+            dist.all_reduce(whole, group=self.devices.among(self.layout, "pp", "ep", "edp"))
+            return whole
         if self.divided:
             dist.all_reduce(whole, group=self.devices.axis("dp").get_group())
         if self.layout.tp > 1 and tensor.tp_dim >= 0:
             dist.all_reduce(whole, group=self.devices.axis("tp").get_group())
         return whole
+
+
+def _kept(tensor: Tensor, shard: Shard) -> Box:
+    """Where a shard lies in the whole matrix, or in those of the rank's own experts."""
+    first, *rest = shard.box
+    return ((0, first[1] - first[0]), *rest) if tensor.experts else shard.box
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -358,7 +410,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
     """What a step is multiplied by for its matrix's shape (arXiv:2502.16982, eq. 4)."""
-    rows, columns = tensor.shape
+    rows, columns = tensor.shape[-2:]
     return (
         0.2 * math.sqrt(max(rows, columns))
         if options["adjust"] == "match_rms_adamw"

@@ -99,7 +99,7 @@ def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
     layout, made = plan.placement(node).layout, algorithms.optimizer(Update.of(plan.graph.node(node)).optimizer)
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
-    copies = layout.cp if at.divided else 1
+    copies = layout.cp if layout.zero == 1 else 1  # where weights are divided over dp, so is what is kept of them
     by_stage = [0.0] * layout.pp
     for rule, kinds in stepping.parted(made, plan.model(node).kinds):
         for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
