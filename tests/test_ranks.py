@@ -1,10 +1,8 @@
 """What needs several real ranks: resharding between any two layouts, and engines that compute the same on every
 layout."""
 
-import itertools
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -19,92 +17,19 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends.spec import Asked, Sampling, Shard
+from msrl_graph.backends.spec import Asked, Sampling
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.hardware.cluster import Figure
-from msrl_graph.ir.plan import Reshard, Step, Way
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.runtime.weights.reshard import Resharder, Swap
-from msrl_graph.sharding.layout import Layout, Side, elements, overlap, shard
-from msrl_graph.sharding.redistribute import gather_block
+from msrl_graph.runtime.weights.reshard import Swap
+from msrl_graph.sharding.layout import Layout
 
 FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
 
 
 def model(folder="./model"):
     return models.load(folder, FOLDER, None, NOWHERE)
-
-
-def edge(group, how, mode, order, buckets):
-    step = Step("", 0, Figure(0, "assumed"))
-    return Reshard(
-        "a", "b", mode, order, "", (Way("weights", how, group, False, group, 0),), 0, buckets, (), step, 0, 0, 0, 0, 0
-    )
-
-
-def reshard_cases(rank, folder, cases):
-    m = model()
-    whole = {
-        t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)
-    }
-    names = [t.name for t in m.tensors]
-
-    def part(box, name):
-        return whole[name][tuple(slice(a, b) for a, b in box)].clone()
-
-    for number, (source, target, mode, order, cut) in enumerate(cases):
-        how = ("all-gather", "all-to-all")[number % 2]
-        given = [Shard(t.name, box := shard(t, source, rank), part(box, t.name)) for t in m.tensors]
-        wanted = [Shard(t.name, box := shard(t, target, rank), torch.zeros([b - a for a, b in box])) for t in m.tensors]
-        group = gather_block(m.kinds, source, target)
-        block = None
-        for first in range(0, dist.get_world_size(), group):
-            members = list(range(first, first + group))
-            made = dist.new_group(members)
-            block = made if rank in members else block
-        buckets = tuple(tuple(names[i : i + cut]) for i in range(0, len(names), cut))
-        swap = Swap(given)
-        mover = Resharder(edge(group, how, mode, order, buckets), m, rank, source, target, block, swap)
-        for turn in range(2):
-            mover.run(lambda w=wanted: w)
-            for piece in wanted:
-                assert torch.equal(piece.tensor, part(piece.box, piece.name)), (source, target, mode, order, piece.name)
-                piece.tensor.zero_()
-            if how == "all-to-all":
-                own = sum(elements(o) for a, b in zip(given, wanted, strict=True) if (o := overlap(a.box, b.box)))
-                assert mover.moved == 4 * (sum(elements(p.box) for p in wanted) - own)
-            left = sum(p.tensor.untyped_storage().nbytes() for p in given)
-            assert left == (0 if mode == "swap" else sum(4 * elements(p.box) for p in given))
-            assert sum(h.nbytes for h in swap.host) == (
-                sum(4 * elements(p.box) for p in given) if mode == "swap" else 0
-            )
-            if turn:
-                swap.start_in()
-            swap.wait()
-            assert not swap.host
-            for piece in given:
-                assert torch.equal(piece.tensor, part(piece.box, piece.name))
-
-
-def layouts(world):
-    """Layouts that the model's 4 heads and 2 key-value heads allow."""
-    for tp in (1, 2):
-        dp = world // tp
-        for inner in (i for i in range(1, dp + 1) if dp % i == 0):
-            for divided in (False, True):
-                yield Side(Layout(tp=tp, dp=dp, inner=inner, zero=3 if divided else 1), divided)
-
-
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_any_layout_to_any_layout(world):
-    pairs = list(itertools.product(layouts(world), [t for t in layouts(world) if not t.divided]))
-    chance = random.Random(world)
-    chance.shuffle(pairs)
-    modes = itertools.cycle([("swap", "direct"), ("swap", "staged"), ("naive", "direct")])
-    cases = [(s, t, *next(modes), chance.choice([1, 3, 100])) for s, t in pairs[:12]]
-    ranks.run(world, reshard_cases, cases)
 
 
 def batch():

@@ -14,7 +14,7 @@ from functools import cached_property
 from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import Cluster, Figure
 from ..model.architecture import Model
-from ..sharding.layout import Layout
+from ..sharding.layout import Layout, Tensor
 from ..sharding.stretch import Stretch
 from .attributes import ReshardingEdge
 from .graph import Edge, Expr, Graph, Value
@@ -245,6 +245,12 @@ class Reshard:
     def name(self) -> str:
         """As the program writes the edge; ranks count its bytes under this name."""
         return f"{self.src} => {self.dst}"
+
+    def way(self, tensor: Tensor) -> Way:
+        """How a tensor comes: embeddings go as all other weights do, where they have no way of their own."""
+        kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
+        ways = {way.of: way for way in self.ways}
+        return ways[kind if kind in ways else "weights"]
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Resharding(Pass):
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
         families = _families(model.kinds, source, target)
-        found = [_way(of, family, source, target, cluster.devices_per_node, item) for of, family in families.items()]
+        found = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
         ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
 
         # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
@@ -161,6 +161,14 @@ class Resharding(Pass):
         )
 
 
+def ways_of(
+    kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
+) -> list[tuple[Way, Movement]]:
+    """How weights of `item` bytes an element come from one layout to another on the same devices, and what moves."""
+    families = _families(kinds, source, target)
+    return [_way(of, family, source, target, per_host, item) for of, family in families.items()]
+
+
 def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
     """Weights that gather in the same blocks: experts are divided in a mesh of their own, and a vocabulary that two
     engines pad to different sizes is cut at other rows than everything else."""
@@ -190,14 +198,14 @@ def _way(
     of: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> tuple[Way, Movement]:
     """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves
-    less than half."""
+    at most half."""
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, k.tensor.layers) for k in kinds)
     ranks = block * (source.layout.pp if across else 1)
     if ranks == 1:
         return Way(of, "in place", 1, False, 1, 0), Movement()
     gather, exact = (movement(kinds, source, target, per_host, b) for b in (block, 0))
-    how, moved = ("all-to-all", exact) if 2 * exact.received < gather.received else ("all-gather", gather)
+    how, moved = ("all-to-all", exact) if 2 * exact.received <= gather.received else ("all-gather", gather)
     return Way(of, how, block, across, ranks, item * moved.received), moved
 
 

@@ -9,6 +9,7 @@ same, never by pairs of devices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -301,17 +302,22 @@ class _Hosts:
         return tuple((i, at if side.divided else (at[0], at[1], 0)) for i, at in every)
 
     def _blocks(
-        self, tensor: Tensor, givers: _Places, _: _Places, starts: tuple[tuple[int, int], ...]
+        self, tensor: Tensor, givers: _Places, takers: _Places, starts: tuple[tuple[int, int], ...]
     ) -> tuple[dict[int, int], int]:
         """Of one tensor: a block's boxes are those of its ranks, so what a rank has of them is its own, what a host
         has, its ranks'."""
         have = {i: box_at(tensor, self.source, at) for i, at in givers}
-        blocks = {start: _block(tensor, self.source, start, self.block) for _, start in starts}
-        received = {i: blocks[start][1] - (elements(have[i]) if i in have else 0) for i, start in starts}
+        wants = {i: box_at(tensor, self.target, at) for i, at in takers}
+        # A block in which each rank has what it wants gathers nothing; of a box that several have, each gives a part.
+        lack = {start for i, start in starts if i in wants and _less(wants[i], (have[i],) if i in have else ())}
+        blocks = {start: _block(tensor, self.source, start, self.block) for start in lack}
+        received = dict.fromkeys((i for i, _ in starts), 0)
+        for i, start in starts:
+            if start in blocks:
+                found, total = blocks[start]
+                received[i] = total - (elements(have[i]) // found[have[i]] if have.get(i) in found else 0)
         present = {box for box in have.values() if elements(box)}
-        if len(blocks) == 1:
-            return received, sum(total for _, total in blocks.values()) - sum(map(elements, present))
-        return received, sum(map(elements, frozenset().union(*(some for some, _ in blocks.values())) - present))
+        return received, sum(map(elements, set().union(*(found for found, _ in blocks.values())) - present))
 
     def _exact(self, tensor: Tensor, givers: _Places, takers: _Places) -> tuple[dict[int, int], int]:
         """Of one tensor: what each device lacks of what it wants, and what all of them lack that is not on their
@@ -340,9 +346,9 @@ def _laid(kinds: Iterable[TensorKind], source: Side, target: Side) -> dict[Tenso
 
 
 @lru_cache(maxsize=1 << 12)
-def _block(tensor: Tensor, source: Side, start: int, block: int) -> tuple[frozenset[Box], int]:
-    """The boxes of a block of ranks, and their elements."""
-    found = frozenset(boxes(tensor, source, range(start, start + block)))
+def _block(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
+    """The boxes of a block of ranks, each with how many hold it, and the elements of all."""
+    found = Counter(b for r in range(start, start + block) if elements(b := _staged(tensor, source, r)))
     return found, sum(map(elements, found))
 
 

@@ -31,6 +31,7 @@ from ...sharding.layout import owns, slices
 from ...sharding.redistribute import gatherers
 from ..weights import checkpoint, saved
 from ..weights.reshard import Resharder, Swap
+from ..weights.routes import Block
 from ..weights.send import Sender
 
 T = TypeVar("T")
@@ -132,15 +133,18 @@ class Engines:
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
             return
-        block = None
-        for ranks in gatherers(sides[0], edge.ways[0].across, edge.ways[0].block):
-            members = [source.device(r, self.per_host) for r in ranks]
-            group = dist.new_group(members) if len(members) > 1 else None
-            if self.rank in members:
-                block = group
+        blocks: dict[str, Block] = {}
+        made: dict[tuple[int, ...], Any] = {}
+        for way in edge.ways:
+            for ranks in gatherers(sides[0], way.across, way.block):
+                members = [source.device(r, self.per_host) for r in ranks]
+                if ranks not in made:
+                    made[ranks] = dist.new_group(members) if len(members) > 1 else None
+                if self.rank in members:
+                    blocks[way.of] = Block(ranks, made[ranks])
         if shards:
             swap = self.swaps.setdefault(worker, Swap(shards))
-            self.resharders[src, dst] = Resharder(edge, model, self.local, sides[0], sides[1], block, swap)
+            self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), blocks, swap)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
