@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from mixture import mixture
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
@@ -104,16 +105,28 @@ def tied(folder):
     return str(folder)
 
 
+MIXED = {
+    1: [Layout()],
+    2: [Layout(dp=2, ep=2), Layout(dp=2, zero=3), Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2, zero=2)],
+    4: [Layout(tp=2, dp=2, ep=2, zero=3), Layout(tp=2, dp=2, ep=4), Layout(dp=4, ep=2, zero=1)],
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "tied"])
+@pytest.mark.parametrize("kind", ["untied", "tied", "mixture"])
 def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
-    weights = tied(tmp_path / "tied") if kind == "tied" else str(FOLDER / "model")
+    made = {"tied": tied, "mixture": mixture}
+    weights = made[kind](tmp_path / kind) if kind in made else str(FOLDER / "model")
     expected = reference(weights)
-    cases = {
-        1: [Layout()],
-        2: [Layout(dp=2, zero=z) for z in range(4)] + [Layout(tp=2)],
-        4: [Layout(tp=2, dp=2, zero=3), Layout(tp=2, dp=2, zero=1)],
-    }
+    cases = (
+        MIXED
+        if kind == "mixture"
+        else {
+            1: [Layout()],
+            2: [Layout(dp=2, zero=z) for z in range(4)] + [Layout(tp=2)],
+            4: [Layout(tp=2, dp=2, zero=3), Layout(tp=2, dp=2, zero=1)],
+        }
+    )
     for world, some in cases.items():
         ranks.run(world, train, weights, str(tmp_path), some)
         for i, layout in enumerate(some):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..sharding.layout import Layout, shard
-from . import peaks, prefixes, transformer
+from . import experts, peaks, prefixes, transformer
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..ir.graph import Node
     from ..ir.plan import Placement
+    from ..model.architecture import Model
     from .devices import Devices
 
 
@@ -52,16 +53,19 @@ def _calls(act: Act, layout: Layout) -> Calls:
 
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
+# Weights that all ranks of tp have, each for its own heads: their gradients are parts.
+NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
 
 
 SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
-    axes=("tp", "dp"),
+    axes=("tp", "dp", "ep"),
     build="msrl_graph.backends.fsdp:Engine",
     options=("micro_batch", "recompute", "dtype"),
     zero=(0, 1, 2, 3),
     divided_from=2,
+    families=("llama", "qwen2", "qwen3", "qwen3_moe"),
     lints=_lints,
     calls=_calls,
     shares_beginnings=True,
@@ -81,19 +85,17 @@ class Engine:
         module = transformer.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
+        experts.install(module, model, layout, devices)
         module.requires_grad_(optimizer is not None)
         prefixes.prepare(module)
         if layout.tp > 1:
+            self._tp = devices.axis("tp").get_group()
             _divide_tensors(module, devices.axis("tp"), model.scores)
             self._tie(module)
         module.forward = lambda *args: _outputs(module, *args)
+        self._wrapped = []
         if self.divided:
-            from torch.distributed.fsdp import fully_shard
-
-            again = layout.zero >= 3 or optimizer is None
-            for layer in module.model.layers:
-                fully_shard(layer, mesh=devices.axis("dp"), reshard_after_forward=again)
-            fully_shard(module, mesh=devices.axis("dp"), reshard_after_forward=again)
+            self._wrapped = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
         # Buffers are real already: to_empty would lose them.
         buffers = dict(module.named_buffers())
         module.to_empty(device=self.place)
@@ -140,7 +142,7 @@ class Engine:
         found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
-            for part in (*self.module.model.layers, self.module):
+            for part in self._wrapped:
                 part.reshard()
         return found
 
@@ -152,12 +154,18 @@ class Engine:
         optimizer: Optimizer | None = None,
         node: Node | None = None,
     ) -> float:
+        import torch
+
         assert self._optimizer is not None and self._rules is not None
         gradients = []
         # From here on a gradient lives as long as it is in the list.
-        for parameter in self._parameters:
+        for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
             gradients.append(_gradient(parameter))
             parameter.grad = None
+            if self.divided and tensor.experts:  # of which FSDP2 took the average over their own copies
+                gradients[-1].mul_(self.layout.edp / self.layout.dp)
+            if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
+                torch.distributed.all_reduce(gradients[-1], group=self._tp)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
     def moments(self) -> dict[str, list[Shard]]:
@@ -168,18 +176,36 @@ class Engine:
         self._optimizer.restore(moments, steps)
 
 
+def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices, again: bool) -> list[Any]:
+    """Divides the weights at rest by FSDP2, layer by layer, experts over the ranks that have the same; what it
+    divided. `again`: gathered weights are released after the forward pass."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    found: list[tuple[Any, Any]] = []
+    dense, layers = devices.axis("dp"), module.model.layers
+    if model.experts is not None:
+        # FSDP2 counts ranks in their order, and `inner` numbers them otherwise than experts do.
+        assert layout.inner == 1, "experts that are divided over dp take no `inner`"
+        group = devices.among(layout, "pp", "ep", "etp")
+        mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
+        found += [(layer.mlp.experts, mesh) for layer in layers[model.experts.first :]]
+    for part, over in (*found, *((layer, dense) for layer in layers), (module, dense)):
+        fully_shard(part, mesh=over, reshard_after_forward=again)
+    return [part for part, _ in found] + [*layers, module]
+
+
 def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    layer = {
+    attention = {
         **{f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
         "self_attn.o_proj": RowwiseParallel(),
-        **{f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
-        "mlp.down_proj": RowwiseParallel(),
     }
+    feed = {**{f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}, "mlp.down_proj": RowwiseParallel()}
     for block in module.model.layers:
-        parallelize_module(block, mesh, layer)
+        parallelize_module(block, mesh, attention if hasattr(block.mlp, "experts") else {**attention, **feed})
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     if not scores:  # one number: each rank makes it
         ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())

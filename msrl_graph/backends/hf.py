@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import peaks, transformer
+from . import experts, peaks, transformer
 from .devices import release, take
 from .draw import draw
 from .spec import Act, Calls, EngineSpec, Sampling, Shard, Weights
@@ -35,6 +35,7 @@ SPEC = EngineSpec(
     axes=("tp", "dp"),
     build="msrl_graph.backends.hf:Engine",
     options=("micro_batch", "dtype", "memory"),
+    families=("llama", "qwen2", "qwen3", "qwen3_moe"),
     calls=_calls,
     shares_beginnings=True,
     # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
@@ -54,6 +55,7 @@ class Engine:
         self.model, self.layout, self.place = model, layout, devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
         self.module = transformer.empty(model).eval().requires_grad_(False)
+        experts.install(self.module, model, Layout(), devices)
         named = transformer.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []
@@ -62,7 +64,7 @@ class Engine:
             local = torch.empty([b - a for a, b in box], dtype=dtype, device=self.place)
             release(local)
             self._shards.append(Shard(tensor.name, box, local))
-            owner, _, leaf = tensor.name.rpartition(".")
+            owner, _, leaf = transformer.parameter(tensor.name).rpartition(".")
             parameter = torch.nn.Parameter(local, requires_grad=False)
             setattr(self.module.get_submodule(owner), leaf, parameter)
         if model.tied:
@@ -204,7 +206,8 @@ def _join(module: Any, group: Any, index: int) -> None:
 
     for layer in module.model.layers:
         layer.self_attn.o_proj.register_forward_hook(add_up)
-        layer.mlp.down_proj.register_forward_hook(add_up)
+        if hasattr(layer.mlp, "down_proj"):  # experts are whole on each rank
+            layer.mlp.down_proj.register_forward_hook(add_up)
     table = module.model.embed_tokens
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from ..ir import stepping
 from ..ir.work import Work
+from ..model.architecture import Model
 from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds
 from .spec import BYTES, Moments
 
@@ -67,8 +68,14 @@ class _Sizes:
 
     @cached_property
     def wide(self) -> int:
-        """One product of a feed-forward network's first half, of every token."""
-        return self.tokens * self._split(self.work.model.intermediate) * self.item
+        """One product of a feed-forward network's first half, of every token, or of its experts."""
+        return self.tokens * self._split(_width(self.work.model)) * self.item
+
+    @cached_property
+    def routed(self) -> int:
+        """Hidden states on their way to experts: of each token one for each of its experts."""
+        found = self.work.model.experts
+        return self._split(self.hidden) * found.active if found else 0
 
     @cached_property
     def logit(self) -> int:
@@ -93,7 +100,7 @@ class _Sizes:
         norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
         scores = 4 * self.laid * self._split(self.work.model.heads) + 8 * self.tokens
         attention = self.laid * (2 * self.query + 2 * self.keys) + self.tokens * self.query
-        return norms + attention + scores + 4 * self.wide
+        return norms + attention + scores + 4 * self.wide + 3 * self.routed
 
     @cached_property
     def last(self) -> int:
@@ -125,8 +132,11 @@ class _Sizes:
 
     @cached_property
     def matrix(self) -> int:
-        """One of the three matrices of a feed-forward network."""
-        return self._split(self.work.model.intermediate) * self.work.model.hidden * self.item
+        """One of the three matrices of a feed-forward network, or those of its experts."""
+        work, found = self.work, self.work.model.experts
+        if found:
+            return found.number // work.layout.ep * found.intermediate * work.model.hidden * self.item
+        return self._split(work.model.intermediate) * work.model.hidden * self.item
 
     # At rest, in elements.
 
@@ -139,6 +149,11 @@ class _Sizes:
         """The largest tensor."""
         side = Side(self.work.layout, self.work.divided)
         return max(elements(box_at(k.tensor, side, (0, 0, 0))) for k in self.work.model.kinds)
+
+
+def _width(model: Model) -> int:
+    """Elements of a product of the feed-forward half's first matrices for a token, by all of its experts."""
+    return model.experts.active * model.experts.intermediate if model.experts else model.intermediate
 
 
 def trainer(verb: str, work: Work) -> Moments:
@@ -154,7 +169,7 @@ def _infer(s: _Sizes) -> Moments:
     work = s.work
     # Beside a layer's input: its second half's input, normed, and products; or queries, keys and values, by token and
     # laid out.
-    feed = 3 * s.hidden + 3 * s.wide
+    feed = 3 * s.hidden + 3 * s.wide + 2 * s.routed
     attention = 2 * s.hidden + s.tokens * (2 * s.query + 2 * s.keys) + s.laid * (2 * s.query + 2 * s.keys)
     layer = s.angles + max(feed, attention)
     head = s.scored * work.model.hidden * s.item + _head(s)
@@ -251,7 +266,7 @@ def _update(s: _Sizes) -> Moments:
 
 def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
     """What the backward of a layer's halves adds to all that the layer has kept, and has let go of already."""
-    feed = max(s.hidden + s.wide, s.hidden + 2 * s.wide)
+    feed = max(s.hidden + s.wide, s.hidden + 2 * s.wide) + s.routed
     freed = 4 * s.wide + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
     attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.keys) - freed
     divided = s.work.divided
@@ -319,7 +334,7 @@ def generator(verb: str, work: Work) -> Moments:
     cache = 2 * work.model.layers * alone.keys * each * width
     logits = 4 * each * work.model.vocabulary
     hidden = work.model.hidden * alone.item
-    wide = -(-work.model.intermediate // work.layout.tp) * alone.item
+    wide = -(-_width(work.model) // work.layout.tp) * alone.item
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, a comparison; with filters
     # more copies.
     draw = 2 * logits + 2 * 2 * logits + logits // 4

@@ -126,6 +126,10 @@ class EngineSpec:
         """Whether the weights at rest are divided over dp."""
         return layout.dp > 1 and layout.zero >= self.divided_from
 
+    def in_step(self, layout: Layout) -> bool:
+        """Whether a collective of a forward pass spans data-parallel groups, which then make the same calls."""
+        return self.divided(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
+
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
         """How weights lie under a layout, from device `first` on."""
         return Side(layout, self.divided(layout), self.multiple(layout), first, each)
@@ -227,7 +231,8 @@ Loss = Callable[[Outputs, int], "Tensor"]
 
 class Trainer(Protocol):
     """The training half of an engine, of a policy or of a scoring model (Model.scoring). Collectives span all ranks of
-    a model's replica, and dp where weights are divided: these ranks make the same calls, with as many micro-batches.
+    a model's replica, and dp where weights or experts are divided over it: these ranks make the same calls, with as
+    many micro-batches.
 
     Which micro-batch is passed forward or backward when, is the engine's own: a pipeline's stages each run another one.
     Where a model's layers are on several ranks, outputs are on those that have the last ones."""

@@ -50,8 +50,14 @@ def scoring(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_weights(module: Any) -> dict[str, Any]:
-    """Parameters by name, a tied one once."""
-    return dict(module.named_parameters(remove_duplicate=True))
+    """Parameters by our names, a tied one once."""
+    found = dict(module.named_parameters(remove_duplicate=True))
+    return {re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): p for name, p in found.items()}
+
+
+def parameter(name: str) -> str:
+    """Where in a module the weight of a name is: experts of a projection are one parameter (experts.py)."""
+    return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
@@ -60,15 +66,19 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
     import torch
     from safetensors import safe_open
 
-    missing = {s.name: s for s in shards}
+    by_name = {t.name: t for t in model.tensors}
+    parts = (
+        (name, s.tensor[i] if i else s.tensor, box) for s in shards for name, i, box in by_name[s.name].in_files(s.box)
+    )
+    missing = {name: (tensor, box) for name, tensor, box in parts}
     with torch.no_grad():
         for file in sorted(Path(model.path).glob("*.safetensors")):
             with safe_open(file, framework="pt") as weights:
                 for name in missing.keys() & set(weights.keys()):
-                    piece = missing.pop(name)
-                    if elements(piece.box):
-                        piece.tensor.copy_(weights.get_slice(name)[slices(piece.box)])
+                    tensor, box = missing.pop(name)
+                    if elements(box):
+                        tensor.copy_(weights.get_slice(name)[slices(box)])
         if HEAD in missing:
-            missing.pop(HEAD).tensor.zero_()
+            missing.pop(HEAD)[0].zero_()
     if missing:
         raise FileNotFoundError(f"{model.path} holds no weights for {min(missing)} ({len(missing)} missing)")

@@ -15,6 +15,7 @@ from ..diagnostics import Diagnostic
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model.architecture import HEAD, Model
+from ..sharding.layout import full
 
 BIAS = "score.bias"
 # Bytes of an element, by the types that weights may have.
@@ -31,7 +32,7 @@ def lacking(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnost
         model = plan.model(node.name) if node is not None and worker.kind != "function" else None
         if model is None or not model.path or (folders is not None and model.path not in folders):
             continue
-        if not any("*" in t.name for t in model.tensors) and any(Path(model.path).glob("*.safetensors")):
+        if any(Path(model.path).glob("*.safetensors")):
             found += _wrong(worker, model, any(n.worker == worker.name for n in graph.verb("update")))
     return found
 
@@ -47,34 +48,32 @@ def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
                     "missing-file", f"the weights in {file} cannot be read: {error}", model.span, "copy the file anew"
                 )
             ]
-    missing = [t for t in model.tensors if t.name not in there and not (t.name == HEAD and updated)]
+    wanted = [(name, [b for _, b in box]) for t in model.tensors for name, _, box in t.in_files(full(t.shape))]
+    missing = [name for name, _ in wanted if name not in there and not (name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         what = (
-            f"the weights in {model.path} hold no `{missing[0].name}`{more}, which the {worker.kind} "
+            f"the weights in {model.path} hold no `{missing[0]}`{more}, which the {worker.kind} "
             f"`{worker.name}` computes with"
         )
         help = (
             f"name a folder that {SCORING} saved"
-            if missing[0].name == HEAD
+            if missing[0] == HEAD
             else "name a folder with a language model's weights"
         )
         return [Diagnostic("missing-file", what, model.span, help)]
-    for tensor in model.tensors:
-        file, entry = there.get(tensor.name, (Path(), {"shape": [*tensor.shape]}))
-        if entry["shape"] != [*tensor.shape]:
-            what = (
-                f"`{tensor.name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes "
-                f"{[*tensor.shape]}"
-            )
+    for name, shape in wanted:
+        file, entry = there.get(name, (Path(), {"shape": shape}))
+        if entry["shape"] != shape:
+            what = f"`{name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes {shape}"
             help = (
                 f"name a folder that {SCORING} saved"
-                if tensor.name == HEAD
+                if name == HEAD
                 else "the folder's config.json is of another model"
             )
             return [Diagnostic("missing-file", what, model.span, help)]
         if entry.get("dtype", "F32") not in SIZES:
-            what = f"`{tensor.name}` in {file} is of the type {entry['dtype']}; weights are {', '.join(SIZES)}"
+            what = f"`{name}` in {file} is of the type {entry['dtype']}; weights are {', '.join(SIZES)}"
             return [Diagnostic("missing-file", what, model.span, "name a folder with weights that are not quantized")]
     if model.scores and BIAS in there and any(_bytes(*there[BIAS])):
         what = f"`{BIAS}` in {there[BIAS][0]} is not zero, and `{worker.name}` has no bias"
@@ -97,7 +96,7 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
     end = 0
     for name, entry in found.items():
         match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
+            case {"dtype": str(dtype), "shape": shape, "data_offsets": [int(start), int(stop)]} if all(
                 isinstance(n, int) for n in shape
             ):
                 if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(

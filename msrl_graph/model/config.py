@@ -69,7 +69,7 @@ ACTIVATIONS = (
 )
 ACTIVATION = FieldKind(f"one of {', '.join(ACTIVATIONS)}", lambda v: isinstance(v, str) and v in ACTIVATIONS)
 
-# Of a dense model; null is as good as absent.
+# Null is as good as absent.
 FIELDS = {
     "hidden_size": SIZE,
     "num_hidden_layers": DEPTH,
@@ -98,6 +98,12 @@ FIELDS = {
     "bos_token_id": TOKEN,
     "eos_token_id": TOKENS,
     "pad_token_id": TOKEN,
+    # Of experts: transformers writes `num_local_experts` for what published models call `num_experts`.
+    "num_experts": SIZE,
+    "num_local_experts": SIZE,
+    "num_experts_per_tok": SIZE,
+    "moe_intermediate_size": SIZE,
+    "norm_topk_prob": BOOL,
 }
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 # What transformers makes of a field that is left out is its class's own, not this model's: it has to be said.

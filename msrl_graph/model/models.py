@@ -217,7 +217,8 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
             raise Fault(
                 Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`")
             )
-        experts = Experts(size("num_experts"), size("num_experts_per_tok"), size("moe_intermediate_size"))
+        number = size("num_experts" if config.get("num_experts") is not None else "num_local_experts")
+        experts = Experts(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
     elif family == "deepseek_v3":
         width = size("moe_intermediate_size")
         shared, first = size("n_shared_experts", 0) * width, size("first_k_dense_replace", 0)

@@ -46,7 +46,7 @@ class Dock(Pass):
         spans = (
             not on_hosts
             and layout.dp > 1
-            and (node.verb == "update" or self.engines[placement.engine.name].divided(layout))
+            and (node.verb == "update" or self.engines[placement.engine.name].in_step(layout))
         )
         return Controller(
             node=node.name,

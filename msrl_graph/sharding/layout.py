@@ -165,6 +165,15 @@ class Tensor:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
+        """What of a box is where in files: a name, which part of the box it is (all of it, or one expert's), and the
+        box there."""
+        if not self.experts:
+            yield self.name, (), box
+            return
+        for i, expert in enumerate(range(*box[0])):
+            yield self.name.replace("*", str(expert)), (i,), box[1:]
+
     @cached_property
     def alone(self) -> Tensor:
         """What of it boxes depend on, wherever it stands in the model."""

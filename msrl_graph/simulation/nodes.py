@@ -93,10 +93,7 @@ class ModelNode:
         times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
-        update, divided = (
-            self.node.verb == "update",
-            holdings.is_divided(self.plan, self.costs.engines, self.costs.node),
-        )
+        update, in_step = self.node.verb == "update", self.costs.spec.in_step(self.costs.layout)
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
@@ -104,7 +101,7 @@ class ModelNode:
             shares = [self._micro_batches(g, own, count, lengths) for g, own in enumerate(rows)]
             begins = [max(t, batch.ready) for t in free]
             causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]
-            if divided:
+            if in_step:
                 begin = max(begins)
                 end = begin + fetch + sum(max(step) for step in zip(*shares, strict=True))
                 ends = [end] * len(shares)

@@ -27,7 +27,7 @@ from ...cost import holdings
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
-from ...sharding.layout import owns, slices
+from ...sharding.layout import full, owns, slices
 from ...sharding.redistribute import gatherers
 from ..weights import checkpoint, saved
 from ..weights.reshard import Resharder, Swap
@@ -211,6 +211,11 @@ class Engines:
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:
             whole[name][slices(box)] = values
+        whole = {
+            name: whole[t.name][i] if i else whole[t.name]
+            for t in model.tensors
+            for name, i, _ in t.in_files(full(t.shape))
+        }
         target = Path(folder).with_suffix(".partial")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
