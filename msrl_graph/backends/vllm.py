@@ -17,7 +17,7 @@ from ..sharding.layout import shard
 from .devices import release, take, trim
 from .spec import BYTES, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
 from .stops import looks_for
-from .vllm_core import BLOCK, DRAWN, STEP, Drawing, cached, core, replica, views
+from .vllm_core import BLOCK, DRAWN, STEP, Drawing, cached, core, replica, settle, views
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +68,8 @@ SPEC = EngineSpec(
     pads_whole=True,
     replicates_kv_heads=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    planned=("ep", "qwen3", "qwen3_moe", "deepseek_v3"),
+    # Of ep: the kernel for the CPU does not know whose experts are whose, and ends the process.
+    planned=("ep", "deepseek_v3"),
     needs=("vllm",),
     lints=_lints,
     continuous=True,
@@ -103,9 +104,11 @@ class Engine:
         self._parameters = list(dict.fromkeys(named.values()))
         self._caches = list({c.data_ptr(): c for c in runner.kv_caches}.values())
         self._sizes = {id(t): t.untyped_storage().nbytes() for t in (*self._parameters, *self._caches)}
-        # What pads the vocabulary: nothing fills it.
+        # What pads the vocabulary, or a rank's part of experts: nothing fills it.
         padded = [t.name for t in weights.model.tensors if t.padded and t.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
+        self._padding += [parameter for parameter in self._parameters if parameter.ndim == 3]
+        self.module = runner.model
         self._open = True  # whether the caches have memory
         self.longest = weights.work.prompt + weights.work.response  # tokens of a sequence
         self.release()
@@ -118,6 +121,7 @@ class Engine:
         return self._shards
 
     def filled(self) -> None:
+        settle(self.module)
         assert self.core.reset_prefix_cache(), "a generation is under way"
 
     def release(self) -> None:

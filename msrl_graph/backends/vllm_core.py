@@ -183,6 +183,7 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         distributed_executor_backend="external_launcher",
         logits_processors=[_processor(drawing)],
         seed=0,
+        enable_expert_parallel=work.layout.ep > 1,
         disable_log_stats=True,
     )
     made = EngineCore(arguments.create_engine_config(), Executor, log_stats=False)
@@ -192,6 +193,23 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
     return made
 
 
+def settle(module: Any) -> None:
+    """Brings what was written of experts into the form that vLLM's kernels read, in its place."""
+    import torch
+    import vllm._custom_ops as operators
+
+    for layer in module.modules():
+        if hasattr(layer, "w13_weight"):
+            method = layer.quant_method
+            if (isa := getattr(method.moe_kernel.fused_experts, "isa", None)) is None:
+                method.process_weights_after_loading(layer)
+                continue
+            # The kernels for the CPU read them packed, which vLLM does once and not again after an update.
+            with torch.no_grad():
+                for weight in (layer.w13_weight, layer.w2_weight):
+                    weight.copy_(operators.cpu_prepack_moe_weight(weight.clone(), isa))
+
+
 def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]]) -> Iterator[Shard]:
     """Where each box lies in vLLM's parameters; `fused`: what it lays end to end in one, by its name."""
     import torch
@@ -199,11 +217,14 @@ def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str
     inside = {part: (whole, list(parts)) for whole, parts in fused.items() for part in parts}
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     seen: set[str] = set()
-    for name, size in sizes.items():
-        if not elements(boxes[name]):  # another stage's, or of a short vocabulary all padding
-            seen.add(name)
-            yield Shard(name, boxes[name], torch.empty(size))
-            continue
+
+    def parameter(name: str, found: str) -> torch.Tensor:
+        if found not in named:
+            raise ValueError(f"vLLM does not take the weight {name}: it has no {found}")
+        seen.add(found)
+        return named[found]
+
+    def dense(name: str) -> torch.Tensor:
         owner, _, kind = name.rpartition(".")
         owner, _, leaf = owner.rpartition(".")
         begin, found = 0, name
@@ -211,10 +232,24 @@ def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str
             whole, parts = inside[leaf]
             found = f"{owner}.{whole}.{kind}"
             begin = sum(sizes[f"{owner}.{part}.{kind}"][0] for part in parts[: parts.index(leaf)])
-        if found not in named:
-            raise ValueError(f"vLLM does not take the weight {name}: it has no {found}")
-        seen.add(found)
-        view = named[found].narrow(0, begin, size[0])
+        return parameter(name, found).narrow(0, begin, sizes[name][0])
+
+    def experts(name: str) -> torch.Tensor:
+        """Gate and up lie end to end, each padded to what a kernel takes, as down is."""
+        owner, _, leaf = name.partition(".*.")
+        kind = "w2_weight" if leaf.startswith("down") else "w13_weight"
+        places = (f"{owner}.routed_experts.{kind}", f"{owner}.{kind}")
+        whole = parameter(name, next((p for p in places if p in named), places[0]))
+        if kind == "w2_weight":
+            return whole.narrow(2, 0, sizes[name][2])
+        return whole.narrow(1, whole.shape[1] // 2 if leaf.startswith("up") else 0, sizes[name][1])
+
+    for name, size in sizes.items():
+        if not elements(boxes[name]):  # another stage's, or of a short vocabulary all padding
+            seen.add(name)
+            yield Shard(name, boxes[name], torch.empty(size))
+            continue
+        view = (experts if "*" in name else dense)(name)
         if list(view.shape) != size:
             raise ValueError(f"vLLM has the weight {name} in another shape: {list(view.shape)}, not {size}")
         yield Shard(name, boxes[name], view)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import ranks
 import torch
+from mixture import mixture
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import transformer
@@ -152,19 +153,26 @@ def wider(folder):
     return of
 
 
-def _divided(rank, _, layout):
-    one = filled(vllm(layout, rank))
+def _divided(rank, _, layout, of):
+    one, other = filled(vllm(layout, rank, of=of), of), filled(engines.generator(of), of)
     prompts = [PROMPTS[i % 3] for i in range(6)]
-    compare(one, filled(engines.generator(model())), prompts, np.arange(24), PLAIN)
+    compare(one, other, prompts, np.arange(24), PLAIN)
     one.release()
-    compare(filled(one), filled(engines.generator(model())), prompts, np.arange(24), PLAIN)
+    compare(filled(one, of), other, prompts, np.arange(24), PLAIN)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2), Layout(dp=2)], ids=str)
 def test_layouts_draw_alike(layout):
     """Vocabularies of 16 are padded to 64: with tp 2 the second rank has nothing but padding."""
     ranks.end()  # a process has vLLM for one mesh
-    ranks.run(layout.devices, _divided, layout)
+    ranks.run(layout.devices, _divided, layout, model())
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2), Layout(pp=2)], ids=str)
+def test_a_mixture_draws_alike(layout, tmp_path):
+    """Each expert divided, and the layers; Qwen3's norms of heads."""
+    ranks.end()
+    ranks.run(layout.devices, _divided, layout, models.load(mixture(tmp_path), Path("/"), None, NOWHERE))
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
