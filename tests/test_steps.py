@@ -28,7 +28,7 @@ STATED = {
     "sgd": "sgd(lr = linear(0.05, warmup = 2, steps = 6), momentum = 0.9, nesterov = true, weight_decay = 0.01)",
     "muon": "muon(lr = cosine(1e-3, warmup = 2, min = 1e-4, steps = 6), eps = 1e-3)",
 }
-LAYOUTS = ("dp = 2, zero = 0", "dp = 2, zero = 1", "dp = 2, zero = 2", "dp = 2, zero = 3", "tp = 2")
+LAYOUTS = ("dp = 2, zero = 0", "dp = 2, zero = 1", "dp = 2, zero = 2", "dp = 2, zero = 3", "tp = 2", "cp = 2")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::msrl_graph.diagnostics.ProgramWarning"
 )  # columns that the shorter loss leaves

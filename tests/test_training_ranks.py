@@ -132,8 +132,9 @@ def test_no_share_changes_loss_or_gradient(alone, pair, program, zero, places, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_tensor_parallelism_changes_nothing(alone, pair, program):
+@pytest.mark.parametrize("layout", ["tp = 2", "cp = 2", "cp = 2, cp_kind = ulysses"])
+def test_dividing_tensors_or_sequences_changes_nothing(alone, pair, program, layout):
     shares = [list(range(ROWS))]
-    answers = pair.ask(program, "tp = 2", alone[1][program], shares, 3)
+    answers = pair.ask(program, layout, alone[1][program], shares, 3)
     assert answers[0][1].keys() - {"loss"} >= answers[1][1].keys() - {"loss"}
     check(alone, answers[:1], program, shares, 3)

@@ -1,4 +1,5 @@
-"""Training and inference by torch FSDP2 and DTensor tensor parallelism (torch.distributed), on any torch device.
+"""Training and inference by torch FSDP2, DTensor tensor parallelism and context parallelism (context.py), on any torch
+device.
 
 Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
 (steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the gathered
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.stepping import Optimizer
 from ..sharding.layout import Layout, shard
 from . import experts, peaks, prefixes, transformer
+from .context import Context
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
 
@@ -60,7 +62,7 @@ NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
 SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
-    axes=("tp", "dp", "ep"),
+    axes=("tp", "cp", "dp", "ep"),
     build="msrl_graph.backends.fsdp:Engine",
     options=("micro_batch", "recompute", "dtype"),
     zero=(0, 1, 2, 3),
@@ -81,7 +83,7 @@ class Engine:
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         model, layout, rank, optimizer = weights.model, placement.layout, devices.rank, weights.optimizer
         self.model, self.layout, self.place = model, layout, devices.device.place
-        self.divided = SPEC.divided(layout)
+        self.divided, self.context = SPEC.divided(layout), Context.of(layout, devices)
         module = transformer.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
@@ -137,14 +139,15 @@ class Engine:
     def _forward(self, micro_batch: MicroBatch, asked: Asked) -> Outputs:
         import torch
 
-        tree, here = prefixes.tree(micro_batch).to(self.place), micro_batch.to(self.place, non_blocking=True)
+        tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch)
+        tree, here = tree.to(self.place), known.to(self.place, non_blocking=True)
         heat = here.get("temperature", asked.temperature)
         found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
             for part in self._wrapped:
                 part.reshard()
-        return found
+        return self.context.gathered(found, tree)
 
     def step(
         self,

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..model.architecture import HEAD
 from ..sharding.layout import shard
 from . import megatron_cpu, megatron_model, prefixes, transformer, vocabulary
+from .context import Context
 from .spec import Asked, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
 
@@ -50,7 +50,7 @@ SPEC = EngineSpec(
     zero=(0, 1),
     vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    planned=("cp", "ep", "etp", "offload", "qwen3", "qwen3_moe", "deepseek_v3"),
+    planned=("ep", "etp", "offload", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
     lints=_lints,
     gradient_bytes=4,  # gradients of micro-batches are summed in float32
@@ -67,6 +67,7 @@ class Engine:
 
         self.model, self.layout, self.devices = weights.model, placement.layout, devices
         model, layout, self.place = self.model, self.layout, devices.device.place
+        self.context = Context.of(layout, devices)
         at = layout.coordinates(devices.rank)
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
@@ -147,10 +148,13 @@ class Engine:
         def forward(numbers: Iterator[int], module: Any) -> tuple[torch.Tensor, Any]:
             i = next(numbers)
             micro_batch = micro_batches[i]
-            hidden = module(self._tree(micro_batch).to(self.place))
+            # As many nodes as tensor-parallel ranks can share evenly.
+            tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch, self.layout.tp)
+            tree = tree.to(self.place)
+            hidden = module(tree)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-                made = self._outputs(module, hidden, micro_batch, asked)
+                made = self.context.gathered(self._outputs(module, hidden, known, asked), tree)
                 # Megatron divides by the number of micro-batches.
                 return made if loss is None else (loss(made, i) * number, {})
 
@@ -171,18 +175,6 @@ class Engine:
                 pg_collection=self.groups,
             )
         return found if loss is None and self.last else []
-
-    def _tree(self, micro_batch: MicroBatch) -> prefixes.Tree:
-        """Its nodes, as many as tensor-parallel ranks can share evenly."""
-        import torch
-
-        tree = prefixes.tree(micro_batch)
-        more = -len(tree.ids) % self.layout.tp
-        if not more:
-            return tree
-        nothing = torch.zeros(more, dtype=torch.long)
-        padded = {name: torch.cat([getattr(tree, name), nothing]) for name in ("ids", "depth", "place")}
-        return replace(tree, **padded)
 
     def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: Asked) -> Outputs:
         import torch

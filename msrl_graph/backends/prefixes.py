@@ -9,8 +9,8 @@ Invariant: log-probabilities and gradients are those of the padded rows, up to r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,8 @@ ATTENTION = "msrl_prefixes"
 @dataclass(frozen=True)
 class Tree:
     """`ids` and `depth` of each node; `rows` [distinct rows, width] the nodes of a row, padded at the right; `place`
-    where in `rows`, laid end to end, a node stands; `before` the node that each response token follows."""
+    where in `rows`, laid end to end, a node stands; `before` the node that each response token follows. What a rank
+    has of a tree whose nodes are divided is one too (context.py)."""
 
     ids: torch.Tensor
     depth: torch.Tensor
@@ -31,8 +32,39 @@ class Tree:
     place: torch.Tensor
     before: torch.Tensor
 
-    def to(self, device: torch.device) -> Tree:
-        return Tree(*(getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)))
+    def to(self, device: torch.device) -> Self:
+        import torch
+
+        every = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention over whole rows; takes [heads, nodes, size], gives [nodes, heads, size]. Padding comes after
+        all that is asked for, so that causality alone keeps it out."""
+        q, k, v = map(self._laid, (query, key, value))
+        out = self.product(q, k, v, scaling, window)
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
+
+    def _laid(self, x: torch.Tensor) -> torch.Tensor:
+        """By row, [rows, heads, width, size]."""
+        laid = x.transpose(0, 1).index_select(0, self.rows.view(-1))
+        return laid.view(*self.rows.shape, *laid.shape[1:]).transpose(1, 2)
+
+    def product(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
+    ) -> torch.Tensor:
+        """Attention over what is laid by row."""
+        import torch
+
+        width, mask = q.shape[2], None
+        if window is not None and width > window:
+            mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+        )
 
 
 def tree(packed: TensorDict) -> Tree:
@@ -91,26 +123,5 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole rows; takes [1, heads, nodes, size], gives [1, nodes, heads, size]. Padding comes
-    after all that is asked for, so that causality alone keeps it out."""
-    import torch
-
-    count, width = prefixes.rows.shape
-
-    def laid(x: torch.Tensor) -> torch.Tensor:
-        return (
-            x[0]
-            .transpose(0, 1)
-            .index_select(0, prefixes.rows.view(-1))
-            .view(count, width, *x.shape[1::2])
-            .transpose(1, 2)
-        )
-
-    q, k, v = laid(query), laid(key), laid(value)
-    mask = None
-    if sliding_window is not None and width > sliding_window:
-        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
-    )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, prefixes.place)[None], None
+    """As transformers asks for it: takes [1, heads, nodes, size], gives [1, nodes, heads, size]."""
+    return prefixes.attend(query[0], key[0], value[0], scaling, sliding_window)[None], None

@@ -30,11 +30,11 @@ def generator(model, layout=ALONE, rank=0, mesh=None, micro_batch=0):
     return built("hf", model, layout, rank, mesh, micro_batch=micro_batch)
 
 
-def mesh(layout):
-    """Of all ranks, with the axes that the runtime's has."""
+def mesh(layout, first=0):
+    """Of the ranks from `first` on, with the axes that the runtime's has."""
     axes = [a for a in ("pp", "dp", "cp", "tp") if a in ("dp", "tp") or getattr(layout, a) > 1]
     sizes = [getattr(layout, a) for a in axes]
-    ranks = [layout.rank(**dict(zip(axes, at, strict=True))) for at in product(*map(range, sizes))]
+    ranks = [first + layout.rank(**dict(zip(axes, at, strict=True))) for at in product(*map(range, sizes))]
     return DeviceMesh("cpu", torch.tensor(ranks).view(sizes), mesh_dim_names=tuple(axes))
 
 

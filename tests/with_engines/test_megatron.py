@@ -105,6 +105,10 @@ LAYOUTS = {
     "vpp 2": Layout(pp=2, vpp=2),
     "tp 2, pp 2": Layout(tp=2, pp=2),
     "uneven stages": Layout(pp=2, stages=(1, 3)),
+    "cp 2": Layout(cp=2),
+    "cp 2 by Ulysses, tp 2": Layout(cp=2, tp=2, cp_kind="ulysses"),
+    "cp 2, pp 2": Layout(cp=2, pp=2),
+    "cp 2 by Ulysses, dp 2": Layout(cp=2, dp=2, cp_kind="ulysses"),
 }
 
 
