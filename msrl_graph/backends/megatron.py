@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from ..ir.graph import Node
     from ..ir.plan import Placement
+    from ..model.architecture import Model
+    from ..sharding.layout import Layout
     from .devices import Devices
 
 
@@ -50,7 +52,7 @@ SPEC = EngineSpec(
     zero=(0, 1),
     vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    planned=("ep", "etp", "offload", "qwen3", "qwen3_moe", "deepseek_v3"),
+    planned=("offload", "deepseek_v3"),
     needs=("megatron-core",),
     lints=_lints,
     gradient_bytes=4,  # gradients of micro-batches are summed in float32
@@ -72,28 +74,27 @@ class Engine:
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
         whole = transformer.empty(model)
-        epsilon, rotary = whole.config.rms_norm_eps, whole.model.rotary_emb
+        rotary = whole.model.rotary_emb
         with self._megatron():
-            self.groups = _groups(devices, layout)
+            self.groups = _groups(devices, layout, model.experts is not None)
             _prepare()
             # What the schedule knows of the model: how many stages, and that they hand on what has any length. The
             # layers of each it need not know.
             self.config = _config(
                 model,
                 layout,
-                epsilon,
+                whole.config,
                 layout.pp * layout.vpp,
                 pipeline_model_parallel_size=layout.pp,
                 virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
                 pipeline_dtype=getattr(torch, transformer.DTYPES[model.dtype]),
                 variable_seq_lengths=True,
-                moe_token_dispatcher_type="alltoall",  # which it asks for where lengths vary, experts or not
             )
             self.chunks = []
             for i, layers in enumerate(stretches):
                 first, last = self.first and i == 0, self.last and i == len(stretches) - 1
                 config = _config(
-                    model, layout, epsilon, len(layers), placement.engine.options.get("recompute") == "full"
+                    model, layout, whole.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
                 module = megatron_model.stage(model, config, rotary, layers, first, last, self.groups, self.place)
                 module.config, module.model_type = self.config, _kind()
@@ -218,11 +219,12 @@ class Engine:
         from torch import distributed as dist
 
         tensor, piece = self.model.tensors[i], self._shards[i]
-        parameter, where = self._pieces[i]
+        parameters, where = self._pieces[i]
         found = torch.zeros(piece.tensor.shape, device=self.place)
-        whole = None if parameter is None else self._sums.get(parameter, parameter.grad)
-        if whole is not None:
-            found.copy_(whole[where])
+        for own, parameter in zip(found if tensor.experts else (found,), parameters, strict=bool(parameters)):
+            whole = self._sums.get(parameter, parameter.grad)
+            if whole is not None:
+                own.copy_(whole[where])
         copied = tensor.tp_dim < 0 and tensor.name != HEAD
         if self.layout.tp > 1 and copied and found.numel():  # a norm sees a part of the tokens
             dist.all_reduce(found, group=self.groups.tp)
@@ -238,7 +240,7 @@ class Engine:
         self._optimizer.restore(moments, steps)
 
 
-def _groups(devices: Devices, layout: Any) -> Any:
+def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
     """The plan's groups as Megatron takes them."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch import distributed as dist
@@ -252,19 +254,38 @@ def _groups(devices: Devices, layout: Any) -> Any:
     for name in ("tp", "cp", "pp", "dp"):
         setattr(groups, name, found[name].get_group() if name in found else alone)
     groups.dp_cp, groups.pos_embd, groups.embd = groups.dp, None, None
-    for name in ("ep", "expt_tp", "tp_ep", "expt_dp"):
-        setattr(groups, name, alone)
+    # Of experts, by the axes on which a group's ranks stand alike: they lie in a mesh of their own.
+    for name, alike, size in (
+        ("ep", ("etp", "edp"), layout.ep),
+        ("expt_tp", ("ep", "edp"), layout.etp),
+        ("tp_ep", ("edp",), layout.ep * layout.etp),
+        ("expt_dp", ("ep", "etp"), layout.edp),
+        ("tp_cp", ("dp",), layout.tp * layout.cp),
+        ("tp_dp_cp", (), layout.stage_devices),
+    ):
+        setattr(groups, name, devices.among(layout, "pp", *alike) if has_experts and size > 1 else alone)
     if layout.pp > 1:
         stages = found["pp"].mesh.tolist()
         groups.embd = of([stages[0], stages[-1]]) if dist.get_rank() in (stages[0], stages[-1]) else None
     return groups
 
 
-def _config(model: Any, layout: Any, epsilon: float, layers: int, recompute: bool = False, **more: Any) -> Any:
-    """So many layers, as a model of their own."""
+def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: bool = False, **more: Any) -> Any:
+    """So many layers, as a model of their own; `stated` is the whole model's config as transformers has it."""
     import torch
     from megatron.core.transformer import TransformerConfig
 
+    if found := model.experts:
+        more |= {
+            "num_moe_experts": found.number,
+            "moe_router_topk": found.active,
+            "moe_ffn_hidden_size": found.intermediate,
+            # Weights of a token's experts: of all experts' softmax, or of these experts' alone.
+            "moe_router_pre_softmax": not stated.norm_topk_prob,
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.etp,
+        }
     dtype = getattr(torch, transformer.DTYPES[model.dtype])
     return TransformerConfig(
         **more,
@@ -275,7 +296,8 @@ def _config(model: Any, layout: Any, epsilon: float, layers: int, recompute: boo
         kv_channels=model.head_dim,
         ffn_hidden_size=model.intermediate,
         normalization="RMSNorm",
-        layernorm_epsilon=epsilon,
+        layernorm_epsilon=stated.rms_norm_eps,
+        moe_token_dispatcher_type="alltoall",  # which it asks for where lengths vary, experts or not
         activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
@@ -306,7 +328,10 @@ def _prepare() -> None:
     though nothing is drawn."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.moe import moe_utils
 
+    # Without Transformer Engine the router asks for a name that is not there.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
@@ -320,16 +345,19 @@ def _kind() -> Any:
     return ModelType.encoder_or_decoder
 
 
-def _pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[Any, Any]]:
-    """Of each shard the parameter that it is a piece of, and which rows: by where both lie in memory."""
-    held = {p.untyped_storage().data_ptr(): p for module in chunks for p in module.parameters() if p.numel()}
-    found: list[tuple[Any, Any]] = []
+def _pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[Any], slice]]:
+    """Of each shard the parameters that it is a piece of, one or one an expert, and which rows: by where they lie in
+    memory."""
+    held: dict[int, list[Any]] = {}
+    for parameter in (p for module in chunks for p in module.parameters() if p.numel()):
+        held.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    found: list[tuple[list[Any], slice]] = []
     for piece in shards:
-        parameter = held.get(piece.tensor.untyped_storage().data_ptr()) if piece.tensor.numel() else None
-        if parameter is None:
-            found.append((None, slice(0, 0)))
+        if not piece.tensor.numel() or piece.tensor.untyped_storage().data_ptr() not in held:
+            found.append(([], slice(0, 0)))
             continue
-        row = parameter[0].numel() if parameter.ndim > 1 else 1
-        begin = piece.tensor.storage_offset() // row
-        found.append((parameter, slice(begin, begin + piece.tensor.shape[0])))
+        parameters = held[piece.tensor.untyped_storage().data_ptr()]
+        row = parameters[0][0].numel() if parameters[0].ndim > 1 else 1
+        begin, rows = piece.tensor.storage_offset() // row, piece.tensor.shape[-2 if piece.tensor.ndim > 2 else 0]
+        found.append((parameters, slice(begin, begin + rows)))
     return found

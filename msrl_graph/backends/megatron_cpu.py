@@ -19,7 +19,7 @@ class _Nothing:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: _Nothing()
 
     def __enter__(self) -> _Nothing:
         return self
@@ -37,6 +37,7 @@ def answering() -> Iterator[None]:
     """Within, what asks torch.cuda for a device, a stream or memory gets the host's."""
     import torch
     from megatron.core.tensor_parallel import random  # which torch's compiler must see before torch.cuda is patched
+    from megatron.core.transformer.moe import token_dispatcher
     from torch.overrides import TorchFunctionMode
 
     class OnHost(TorchFunctionMode):
@@ -66,8 +67,39 @@ def answering() -> Iterator[None]:
         "_get_cuda_rng_state": lambda *_, **__: torch.get_rng_state(),
         "_set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
     }
-    with mock.patch.multiple(torch.cuda, **answers), mock.patch.multiple(random, **state), OnHost():
+    with (
+        mock.patch.multiple(torch.cuda, **answers),
+        mock.patch.multiple(random, **state),
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _moved),
+        mock.patch.multiple(torch.distributed, all_gather=_gather, reduce_scatter=_reduce),
+        OnHost(),
+    ):
         yield
+
+
+def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What counts tokens on their way to experts is on the host already, but not in the form that it takes there."""
+    return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
+
+
+def _gather(found: list[Any], own: Any, group: Any = None) -> None:
+    """Unlike gloo's, of tensors of any size."""
+    from torch import distributed as dist
+
+    found[dist.get_rank(group)].copy_(own)
+    for i, part in enumerate(found):
+        dist.broadcast(part, group=group, group_src=i)
+
+
+def _reduce(found: Any, parts: list[Any], group: Any = None) -> None:
+    """Unlike gloo's, of tensors of any size."""
+    from torch import distributed as dist
+
+    for i, part in enumerate(parts):
+        total = part.clone()  # the sum takes its place
+        dist.reduce(total, group=group, group_dst=i)
+        if i == dist.get_rank(group):
+            found.copy_(total)
 
 
 def stages_apart() -> tuple[Any, Any]:

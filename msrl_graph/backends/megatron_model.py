@@ -29,7 +29,10 @@ NAMES = {
     "pre_mlp_layernorm": ("post_attention_layernorm",),
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": ("mlp.down_proj",),
+    "mlp.router": ("mlp.gate",),
 }
+# The same of experts, whose parameters become parts of one each.
+EXPERTS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
 TABLE, LAST_NORM, LOGITS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -92,7 +95,12 @@ def stage(
     class Stage(MegatronModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(config=config)
-            layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+            layer = get_gpt_layer_local_spec(
+                num_experts=config.num_moe_experts,
+                moe_grouped_gemm=False,
+                qk_layernorm=config.qk_layernorm,
+                normalization="RMSNorm",
+            )
             parts, attention = layer.submodules, layer.submodules.self_attention
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
             attention.module, attention.submodules.core_attention = Attention, Attend
@@ -154,6 +162,11 @@ def views(
                     for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if held is not None):
                         found[name] = held.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
+            for theirs, ours in EXPERTS.items() if model.experts else ():
+                names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
+                stacked = _stacked(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
+                parts = torch.split(stacked, [sizes[name][1] for name in names], 1)
+                found |= dict(zip(names, parts, strict=True))
         if (norm := named.pop("final_layernorm.weight", None)) is not None:
             found[LAST_NORM] = norm.detach()
         if named:
@@ -174,3 +187,16 @@ def views(
         if name in found and list(found[name].shape) != sizes[name]:
             raise ValueError(f"Megatron has the weight {name} in another shape: {list(found[name].shape)}")
         yield Shard(name, box, found[name] if name in found else torch.empty(sizes[name], dtype=dtype, device=place))
+
+
+def _stacked(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:
+    """The parameters of a layer's experts, taken out of `named`, laid end to end: [experts, rows, columns]."""
+    import torch
+
+    own: list[torch.Tensor] = []
+    while (one := named.pop(f"{owner}.{len(own)}.{leaf}", None)) is not None:
+        own.append(one)
+    whole = torch.stack([p.detach() for p in own])
+    for parameter, part in zip(own, whole, strict=True):
+        parameter.data = part
+    return whole

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from mixture import mixture
 from place import THRICE, TRAINED, assert_alike
 from torch import distributed as dist
 
@@ -117,6 +118,23 @@ LAYOUTS = {
 def test_it_computes_and_steps_as_fsdp_on_one_rank(layout, kind, tmp_path):
     of = model(tmp_path, tie_word_embeddings=kind == "tied")
     ranks.run(layout.devices, _alike, layout, of.scoring if kind == "scores" else of, "megatron")
+
+
+MIXED = [
+    Layout(),
+    Layout(tp=2, etp=2),
+    Layout(tp=2, ep=2),
+    Layout(dp=2, ep=2),
+    Layout(pp=2),
+    Layout(tp=2, dp=2, ep=2, etp=2),
+    Layout(dp=4, ep=2),
+]
+
+
+@pytest.mark.parametrize("layout", MIXED, ids=str)
+def test_a_mixture_computes_and_steps_as_fsdp_on_one_rank(layout, tmp_path):
+    of = models.load(mixture(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(layout.devices, _alike, layout, of, "megatron")
 
 
 def _bf16(rank, _, of):
