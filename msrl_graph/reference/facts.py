@@ -25,7 +25,7 @@ from ..ir.graph import ELEMENTS, KINDS, Expr
 from ..ir.kinds import Form, Quantity, Words, either
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
-from ..model import models
+from ..model import models, presets
 from . import syntax
 
 # What runs on a machine with another memory or clock says something else there: the document says where it comes from
@@ -245,12 +245,12 @@ def _devices() -> str:
 
 def _models() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
-    for name in models.PRESETS:
+    for name in presets.PRESETS:
         m = models.load(name, Path())
         size = sum(t.elements for t in m.tensors)
         lines.append(
             f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | "
-            f"{models.tokenizer(name) or 'its own'} |"
+            f"{presets.tokenizer(name) or 'its own'} |"
         )
     return "\n".join(lines)
 
