@@ -14,6 +14,7 @@ from msrl_graph.hardware.cluster import DEVICES
 from msrl_graph.ir.plan import EngineChoice, Plan
 from msrl_graph.model.models import load
 from msrl_graph.planner.owners import engines, owners
+from msrl_graph.planner.place import Place
 from msrl_graph.planner.pools import divide
 from msrl_graph.sharding.layout import Layout
 
@@ -29,7 +30,7 @@ def choices(plan: Plan) -> list[list[str]]:
     return [[e.name for e in engines(plan, o, ENGINES)] for o in owners(plan, divide(plan))]
 
 
-DENSE, EXPERTS = "qwen2.5-7b", "qwen3-30b-a3b"
+DENSE, LATENT = "qwen2.5-7b", "deepseek-r1-671b"  # the light engines have no latent attention
 
 
 @pytest.mark.parametrize(
@@ -37,13 +38,13 @@ DENSE, EXPERTS = "qwen2.5-7b", "qwen3-30b-a3b"
     [
         ("cpu", DENSE, None, ["fsdp"]),
         ("cpu", DENSE, Layout(pp=2, dp=4), ["megatron"]),  # the light one has no stages
-        ("cpu", EXPERTS, None, ["megatron"]),
+        ("cpu", LATENT, None, ["megatron"]),
         ("h100", DENSE, None, ["megatron", "fsdp"]),
         ("ascend-910b", DENSE, Layout(dp=8), ["megatron", "fsdp"]),
         ("h100", DENSE, Layout(dp=8, zero=3), ["fsdp"]),
         ("h100", DENSE, Layout(tp=2, pp=2, dp=2), ["megatron"]),
-        ("h100", EXPERTS, None, ["megatron"]),
-        ("h100", EXPERTS, Layout(dp=8, zero=3), ["megatron"]),  # none can: the checks tell
+        ("h100", LATENT, None, ["megatron"]),
+        ("h100", LATENT, Layout(dp=8, zero=3), ["megatron"]),  # none can: the checks tell
     ],
 )
 def test_among_which_engines_an_update_is_chosen(
@@ -86,9 +87,9 @@ def test_of_two_engines_for_one_layout_the_quicker_is_taken(tp: int) -> None:
 
 def test_a_plan_says_why_another_engine_was_not_taken() -> None:
     def chosen(plan: Plan) -> str:
-        return PASSES["place"].apply(plan).placement("actor.update").engine.chosen
+        return Place(ENGINES).apply(plan).placement("actor.update").engine.chosen
 
     assert chosen(started("h100", update=Layout(dp=8, zero=3))) == "the plan: `megatron` has no ZeRO 3"
     assert chosen(started("cpu", update=Layout(pp=2, dp=4))) == "the plan: `fsdp` has no pp"
-    assert chosen(started("h100", EXPERTS)) == "the plan: `fsdp` has no qwen3_moe models"
+    assert chosen(started("h100", LATENT)) == "the plan: `fsdp` has no deepseek_v3 models"
     assert chosen(started("cpu", update=Layout(dp=8))) == "default"
