@@ -80,7 +80,7 @@ def test_diagnostics_as_json_and_concise(tmp_path: Path, capsys: Capture) -> Non
             "layout-divide",
             "layout actor.generate",
         ),
-        ('"ascend-910c"', '"ascend-910b"', "out-of-memory", "layout actor.update"),
+        ('"ascend-910c"', '"ascend-910c", memory = 20 GB', "out-of-memory", "layout actor.update"),
     ],
 )
 def test_faults_that_only_placing_brings_to_light(

@@ -5,11 +5,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 
 from msrl_graph.backends import RUNS, devices
 from msrl_graph.backends.devices import Device
-from msrl_graph.hardware.cluster import DEVICES
+from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
 
 PACKAGE = Path(__file__).parent.parent / "msrl_graph"
@@ -41,9 +42,31 @@ def test_what_is_said_of_each_kind():
 def test_presets_are_of_these_kinds():
     found = {name: (preset.kind, preset.resource) for name, preset in DEVICES.items()}
     ascend = dict.fromkeys(("ascend-910c", "ascend-910c-die", "ascend-910b"), ASCEND)
-    kinds = ascend | {"h100": CUDA, "h200": CUDA, "cpu": HOST, "here": HOST}
+    kinds = dict.fromkeys(DEVICES, CUDA) | ascend | {"cpu": HOST, "here": HOST}
     assert found == {name: (kind, kind.resource) for name, kind in kinds.items()}
     assert set(RUNS) <= set(DEVICE_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("names", "preset"),
+    [
+        (("H100", "nvidia h100", "NVIDIA-H100-SXM5-80GB"), "h100"),
+        (("a100-80gb", "A100_SXM4"), "a100"),
+        (("A100-40GB", "a100-sxm4-40gb"), "a100-40gb"),
+        (("910b", "Ascend910B", "ascend_910b3", "A2", "Atlas A2"), "ascend-910b"),
+        (("910C", "a3"), "ascend-910c"),
+        (("RTX-4090", "4090", "NVIDIA GeForce RTX 4090"), "rtx4090"),
+        (("h20-96gb",), "h20"),
+        (("CPU",), "cpu"),
+        (("h100-nvl", "h100-94gb", "h100-pcie", "gpu", "nvidia", "ascend", "", "910"), ""),
+    ],
+)
+def test_a_preset_has_the_names_that_people_write(names, preset):
+    assert {named(name) for name in names} == {preset}
+
+
+def test_one_name_is_one_presets():
+    assert all(named(name) == name for name in DEVICES)
 
 
 # A preset is called as a kind is; torch's dispatcher has this key for a host's kernels.

@@ -19,7 +19,7 @@ from msrl_graph.dsl.parse import parse
 from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.sequences import bound, sequences
-from msrl_graph.model import models
+from msrl_graph.model import models, presets
 from msrl_graph.simulation import simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data
@@ -154,7 +154,7 @@ def test_a_value_has_a_head_of_one_number(ppo: Plan) -> None:
 
 
 def test_a_head_of_one_number_replaces_a_tied_one(tmp_path: Path) -> None:
-    config = {**models.PRESETS["tiny"], "tie_word_embeddings": True}
+    config = {**presets.PRESETS["tiny"], "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = models.load("./", tmp_path)
     assert model.tied

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.model.models import PRESETS, load
+from msrl_graph.model.models import load
+from msrl_graph.model.presets import PRESETS, tokenizer
+from msrl_graph.runtime.driver import needs
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -19,9 +22,25 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
     [
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("deepseek-r1-distill-qwen-1.5b", 1_777_088_000),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("deepseek-r1-671b", 671_026_419_200),
     ],
 )
@@ -48,7 +67,7 @@ def test_what_a_token_leaves_in_the_cache() -> None:
     assert load("qwen2.5-7b", Path()).kv_bytes == 28 * 2 * 4 * 128 * 2
 
 
-@pytest.mark.parametrize("name", [n for n in sorted(PRESETS) if n not in ("deepseek-r1-671b", "qwen3-30b-a3b")])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-32b", "llama3-70b", "tiny"])
 def test_what_tensor_parallelism_divides(name: str) -> None:
     tensors = {t.name: t for t in load(name, Path()).tensors}
     layer = "model.layers.0."
@@ -78,6 +97,47 @@ def test_what_divides_experts_and_latent_attention() -> None:
     }
     assert {n: (t.shape, t.tp_dim, t.unit, t.experts) for n, t in tensors.items() if n in expected} == expected
     assert tensors["model.layers.2.mlp.gate_proj.weight"].shape == (18432, 7168)
+
+
+NAMES = {
+    "QWEN2.5-7B": "qwen2.5-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "https://huggingface.co/Qwen/Qwen3-8B-Base": "qwen3-8b",
+    "Qwen2.5-Math-1.5B-Instruct": "qwen2.5-1.5b",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "Llama-3.3-70B": "llama3.3-70b",
+    "DeepSeek-V3": "deepseek-v3-671b",
+    "deepseek-ai/DeepSeek-R1-0528": "deepseek-r1-671b",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": "",  # its weights are others
+    "Qwen/Qwen3-8B-FP8": "",
+    "Qwen/Qwen2.5-8B": "",
+    "Qwen/Qwen3-VL-8B-Instruct": "",
+    "./qwen3-8b": "",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_the_names_that_people_write(name: str, tmp_path: Path) -> None:
+    preset = NAMES[name]
+    if not preset:
+        with pytest.raises(Fault):
+            load(name, tmp_path)
+        return
+    found = load(name, tmp_path)
+    assert (found.name, found.path) == (name, "") and found.tensors == load(preset, tmp_path).tensors
+    assert tokenizer(name) == tokenizer(preset) is not None
+
+
+def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    with pytest.raises(Fault, match=r"has no config\.json"):
+        load("Qwen/Qwen3-8B", tmp_path)
+    config = PRESETS["tiny"]
+    (tmp_path / "Qwen" / "Qwen3-8B" / "config.json").write_text(json.dumps(config))
+    assert load("Qwen/Qwen3-8B", tmp_path).hidden == config["hidden_size"]
 
 
 def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -> None:
@@ -201,3 +261,18 @@ def test_mistakes_in_naming_a_model(target: str, config: object, code: str, help
     (told,) = caught.value.diagnostics
     assert (told.code, told.span) == (code, span)
     assert help in told.help
+
+
+def test_a_run_of_a_name_on_the_hub_needs_its_folder() -> None:
+    program = """import grpo
+    cluster laptop { device = "cpu" }
+    deploy grpo on laptop {
+      model policy = "Qwen/Qwen2.5-0.5B-Instruct"
+      data source = "rows.jsonl" { prompt = "q", answer = "a" }
+    }"""
+    with pytest.warns(ProgramWarning):
+        plan = compile("p.rlg", text=program, sets={"prompts": 8, "group": 2, "response_len": 16})
+    with pytest.raises(Fault) as caught:
+        needs.check(plan)
+    told = next(d for d in caught.value.diagnostics if d.code == "unknown-model")
+    assert told.message.startswith("`Qwen/Qwen2.5-0.5B-Instruct` is a preset") and "hf download" in told.help

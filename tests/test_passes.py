@@ -9,7 +9,7 @@ from pathlib import Path
 import page
 import pytest
 
-from msrl_graph.backends import DEFAULT, ENGINES
+from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
@@ -24,7 +24,7 @@ from msrl_graph.model.models import load
 from msrl_graph.planner.place import Place
 from msrl_graph.sharding.layout import Layout
 
-PLAN = page.plan(page.start(evaluations=(page.EVALUATION,)))
+PLAN = page.plan(page.start(evaluations=(page.EVALUATION,), engines=page.LIGHT))
 
 
 def on(cluster: Cluster, **deploy: object) -> Plan:
@@ -55,7 +55,7 @@ def test_generation_ranks_are_numbered_for_small_groups() -> None:
 
 
 def test_dp_comes_from_the_placement() -> None:
-    placed = Place(ENGINES, DEFAULT).apply(
+    placed = Place(ENGINES).apply(
         page.start(layouts={"actor.update": Layout(tp=4, dp=0), "actor.generate": Layout(tp=2, dp=0)})
     )
     assert placed.placement("actor.update").layout.dp == 4
@@ -64,7 +64,7 @@ def test_dp_comes_from_the_placement() -> None:
 
 
 def test_what_nobody_decides_is_data_parallel() -> None:
-    placed = Place(ENGINES, DEFAULT).apply(page.start(layouts={}))
+    placed = Place(ENGINES).apply(page.start(layouts={}))
     assert all(
         placed.placement(n).layout == Layout(dp=16) for n in ("actor.update", "actor.generate", "reference.infer")
     )
@@ -83,17 +83,17 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
             ),
         )
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))
-        plan = Place(ENGINES, DEFAULT).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
+        plan = Place(ENGINES).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
         rows[memory] = plan.placement("actor.update").engine.options["micro_batch"]
     assert 1 < rows[100e9] < rows[128e9]
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
-    placed = Place(ENGINES, DEFAULT).apply(page.start(engines={"actor.update": update}))
+    placed = Place(ENGINES).apply(page.start(engines={"actor.update": update}))
     assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch": 1}
     own = EngineChoice("fsdp", {"micro_batch": 4})
-    placed = Place(ENGINES, DEFAULT).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
+    placed = Place(ENGINES).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
     assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
 
 
@@ -107,7 +107,7 @@ def again(**deploy: object) -> Plan:
 
 def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     engines = {"second": EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})}
-    placed = Place(ENGINES, DEFAULT).apply(
+    placed = Place(ENGINES).apply(
         again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines)
     )
     first, second = placed.placement("reference.infer"), placed.placement("second")
@@ -134,12 +134,12 @@ def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value
         "second": EngineChoice("fsdp", {"dtype": "bf16"}),
         node: EngineChoice("fsdp", engine),
     }
-    placed = Place(ENGINES, DEFAULT).apply(again(engines=stated))
+    placed = Place(ENGINES).apply(again(engines=stated))
     assert [d.code for d in sharing_check.check(placed)] == ["bad-value"] * wrong
 
 
 def test_an_evaluation_with_more_samples_fits_too() -> None:
-    many = page.plan(page.start(evaluations=(replace(page.EVALUATION, samples=64),)))
+    many = page.plan(page.start(evaluations=(replace(page.EVALUATION, samples=64),), engines=page.LIGHT))
     few = PLAN.placement("actor.generate").engine.options["micro_batch"]
     size = many.placement("actor.generate").engine.options["micro_batch"]
     assert isinstance(size, int) and isinstance(few, int) and size == few // 4
@@ -207,7 +207,7 @@ def test_buckets_hold_every_tensor_once_in_order() -> None:
 
 def test_staged_where_direct_does_not_fit() -> None:
     # 32.8 GB of others' and 25.6 GB for resharding.
-    plan = page.plan(on(devices(2, 8, 55e9)))
+    plan = page.plan(on(devices(2, 8, 55e9), engines=page.LIGHT))
     (r,) = plan.reshards
     assert r.order == "staged"
     assert "leave first" in r.reason
@@ -386,7 +386,7 @@ def test_a_large_cluster_compiles_quickly() -> None:
 
 
 def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
-    again = page.plan(page.start(evaluations=(page.EVALUATION,)))
+    again = page.plan(page.start(evaluations=(page.EVALUATION,), engines=page.LIGHT))
     assert again.to_json() == PLAN.to_json()
     assert from_json(PLAN.to_json()) == PLAN
 
@@ -395,7 +395,7 @@ def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
 
 
 def told(plan: Plan) -> list[tuple[str, str, str]]:
-    placed = Place(ENGINES, DEFAULT).apply(plan)
+    placed = Place(ENGINES).apply(plan)
     return [(d.code, d.message, d.help) for d in layout_check.check(placed, ENGINES)]
 
 
@@ -485,7 +485,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
 
 
 def test_recomputation_is_planned_where_nothing_else_fits() -> None:
-    plan = page.plan(on(devices(2, 8, 80e9)))
+    plan = page.plan(on(devices(2, 8, 80e9), engines=page.LIGHT))
     update = plan.placement("actor.update")
     assert (
         update.engine.options["recompute"] == "full"
@@ -493,7 +493,8 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
     )
     assert memory_check.check(plan) == []
     # Where it fits, nothing is recomputed.
-    assert "recompute" not in page.plan(on(devices(2, 8, 256e9))).placement("actor.update").engine.options
+    roomy = page.plan(on(devices(2, 8, 256e9), engines=page.LIGHT))
+    assert "recompute" not in roomy.placement("actor.update").engine.options
 
 
 def test_no_room_for_one_sequence_is_too_little() -> None:

@@ -18,7 +18,7 @@ import page
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.backends import DEFAULT, ENGINES, runs
+from msrl_graph.backends import ENGINES
 from msrl_graph.backends.dividing import misfits
 from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
@@ -30,6 +30,8 @@ from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.plan import EngineChoice, Plan, Pool
 from msrl_graph.model.architecture import Model
 from msrl_graph.model.models import load
+from msrl_graph.planner.owners import engines as open_engines
+from msrl_graph.planner.owners import owners
 from msrl_graph.planner.pools import divisions
 from msrl_graph.planner.search import Search
 from msrl_graph.sharding.layout import Layout
@@ -92,9 +94,13 @@ def instance(seed: int, folder: Path) -> Plan:
             deploy, pools=(Pool(("actor.generate",)), Pool(("actor.infer", "actor.update", "reference.infer")))
         )
     if draw.random() < 0.5 and cluster.devices == 2:
-        return Plan(
-            with_critic(graph), cluster, replace(deploy, models={"policy": model, "critic": load("tiny", folder)})
-        )
+        graph = with_critic(graph)
+        deploy = replace(deploy, models={"policy": model, "critic": load("tiny", folder)})
+    if draw.random() < 0.4 and not deploy.pools:  # then the engine may be all that is open
+        layout = Layout(dp=cluster.devices, zero=draw.choice([1, 1, 3]) if cluster.devices > 1 else 1)
+        stated = draw.choice([("actor.update",), ("actor.generate",), ("actor.update", "actor.generate")])
+        zero = {"actor.update": layout, "actor.generate": replace(layout, zero=1)}
+        deploy = replace(deploy, layouts={n: zero[n] for n in stated})
     return Plan(graph, cluster, deploy)
 
 
@@ -145,18 +151,13 @@ def every(plan: Plan) -> Iterator[Plan]:
         choices = []
         for node in nodes:
             pool, verb, model = division.pool_of(node), node.split(".")[1], plan.model(node)
-            able = {n: e for n, e in ENGINES.items() if model.family in e.families}
-            stated = plan.deploy.engines.get(node)
+            stated, layout = plan.deploy.engines.get(node), plan.deploy.layouts.get(node)
             found = []
-            some = {n: e for n, e in able.items() if verb in e.verbs}
-            some = {n: e for n, e in some.items() if runs(n, plan.cluster.device.backend)} or some
-            light = DEFAULT[verb]
-            if plan.cluster.device.kind.is_host and light in some:
-                some = {light: some[light]}
-            for name, spec in some.items():
-                if stated is None or stated.name == name:
-                    zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)
-                    found += [(x, stated or EngineChoice(name)) for x in meshes(model, spec, pool.devices, host, zero)]
+            owner = next(o for o in owners(plan, division) if o.node == node)
+            for spec in open_engines(plan, owner, ENGINES):
+                zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)
+                some = [layout] if layout is not None else meshes(model, spec, pool.devices, host, zero)
+                found += [(x, stated or EngineChoice(spec.name)) for x in some]
             choices.append(found)
         for chosen in itertools.product(*choices):
             layouts = {n: layout for n, (layout, _) in zip(nodes, chosen, strict=True)}
@@ -239,7 +240,8 @@ def test_places_and_what_stays_together_are_kept() -> None:
 
 def test_a_file_that_states_all_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msrl_graph.planner.search._Run", None)
-    assert compile(PAGE).search is None
+    text = PAGE.read_text(encoding="utf-8")
+    assert compile(PAGE, text=text.replace("  run {", "  engine actor.update = fsdp\n  run {")).search is None
 
 
 def open_page() -> str:

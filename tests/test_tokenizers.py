@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from language import TESTS, told
 
-from msrl_graph.model import models
+from msrl_graph.model import presets
 
 MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
 PROGRAM = """\
@@ -81,4 +81,4 @@ def test_a_preset_and_a_folder_are_not_compared() -> None:
 
 
 def test_every_preset_has_a_tokenizer() -> None:
-    assert [name for name in models.PRESETS if models.tokenizer(name) is None] == ["tiny"]
+    assert [name for name in presets.PRESETS if presets.tokenizer(name) is None] == ["tiny"]

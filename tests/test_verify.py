@@ -84,7 +84,7 @@ def test_a_pass_needs_what_it_says_and_all_of_that(step: Any) -> None:
 
 
 def test_parts_of_the_list_are_named_by_where_they_begin_and_end() -> None:
-    listed = passes(Place(ENGINES, {}), ENGINES)
+    listed = passes(Place(ENGINES), ENGINES)
     names = [s.name for s in listed]
     assert [s.name for s in listed.until("dock")] == names[: names.index("dock") + 1]
     assert [s.name for s in listed.after("place").until("reshard")] == names[1 : names.index("reshard") + 1]

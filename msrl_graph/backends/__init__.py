@@ -11,8 +11,6 @@ from .spec import EngineSpec
 ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
 # By kind of device, the engines that a run of this version may use there; for all others it plans.
 RUNS: dict[str, tuple[str, ...]] = {HOST.name: ("fsdp", "hf", "megatron", "vllm")}
-# The light engines, where a program names none.
-DEFAULT = {"generate": "hf", "infer": "fsdp", "update": "fsdp"}
 
 
 def runs(engine: str, device: str = "") -> bool:

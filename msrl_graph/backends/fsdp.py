@@ -73,7 +73,7 @@ SPEC = EngineSpec(
     shares_beginnings=True,
     sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
     peaks=peaks.trainer,
-    chosen=True,
+    chosen=("host", "device"),
 )
 
 

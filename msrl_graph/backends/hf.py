@@ -41,7 +41,7 @@ SPEC = EngineSpec(
     # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
     cache_passes=5,
     peaks=peaks.generator,
-    chosen=True,
+    chosen=("host",),
 )
 
 

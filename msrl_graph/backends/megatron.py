@@ -57,7 +57,7 @@ SPEC = EngineSpec(
     lints=_lints,
     gradient_bytes=4,  # gradients of micro-batches are summed in float32
     divides_sequence=True,
-    chosen=True,
+    chosen=("device",),
 )
 
 

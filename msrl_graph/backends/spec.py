@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-from ..hardware.device_kinds import DeviceKind
+from ..hardware.device_kinds import DeviceKind, Where
 from ..sharding.layout import Box, Layout, Side
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class EngineSpec:
       `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: what of these three can be planned for
       only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
       each engine must name), `heeds`: those of these that it names; a run refuses the others; `needs`: the packages;
-      `chosen`: whether a plan may choose it where a program names none; `one_mesh`: a process has it for one tp and
-      pp, whatever the models.
+      `chosen`: what it is meant for, where a plan may choose it if a program names none; `one_mesh`: a process has it
+      for one tp and pp, whatever the models.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`.
@@ -110,7 +110,7 @@ class EngineSpec:
     needs: tuple[str, ...] = ("torch", "transformers")
     honours: tuple[str, ...] | None = None
     heeds: tuple[str, ...] = ()
-    chosen: bool = False
+    chosen: tuple[Where, ...] = ()
     one_mesh: bool = False
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()

@@ -75,7 +75,7 @@ SPEC = EngineSpec(
     continuous=True,
     shares_beginnings=True,
     peaks=_peaks,
-    chosen=True,
+    chosen=("device",),
     one_mesh=True,  # its process groups are of the process
 )
 

@@ -12,7 +12,8 @@ from ..ir.graph import Column, Graph, Node, Worker
 from ..ir.plan import Plan
 from ..ir.sequences import sequences, speaker
 from ..model.architecture import Model
-from ..model.models import tokenizer, tokens
+from ..model.models import tokens
+from ..model.presets import tokenizer
 
 KINDS = ("policy", "value", "reward_model")
 

@@ -286,7 +286,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         from ..compiler.pipeline import unstated
         from ..emit.why import why_text
 
-        other = unstated(result.plan, options.budget) if result.plan.search is None else None
+        other = unstated(result.plan, options.budget)
         return why_text(result.plan, other, width, colour)
     return text.plan_text(result.plan, width, colour)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import algorithms, checks
-from ..backends import DEFAULT, ENGINES
+from ..backends import ENGINES
 from ..checks import datafiles, folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
@@ -30,6 +30,8 @@ from ..model import models
 from ..passes.order import passes
 from ..passes.spec import Passes
 from ..planner.advice import Advice
+from ..planner.owners import has_open_layout, owners
+from ..planner.pools import Division
 from ..planner.search import Search
 from . import unready
 from .asked import asked
@@ -60,7 +62,7 @@ def _too_much(plan: Plan) -> list[Diagnostic]:
 
 def pipeline(budget: float | None = None) -> Passes:
     """All passes; `budget` are the seconds after which the search takes the best so far."""
-    return passes(Search(ENGINES, DEFAULT, _refused, budget), ENGINES)
+    return passes(Search(ENGINES, _refused, budget), ENGINES)
 
 
 PASSES = pipeline()
@@ -220,7 +222,9 @@ def translate(
 
 
 def unstated(plan: Plan, budget: float | None = None) -> Searched | None:
-    """What the search would have found for a plan whose layouts the file states, had it not."""
+    """What the search would have found for a plan whose layouts the file states, had it not; None where one is open."""
+    if any(has_open_layout(plan, o) for o in owners(plan, Division(plan.pools))):
+        return None
     open_ = Plan(plan.graph, plan.cluster, replace(plan.deploy, layouts={}))
     return pipeline(budget)["place"].apply(open_).search
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import algorithms
-from ..backends import DEFAULT, ENGINES, RUNS, runs
+from ..backends import ENGINES, RUNS, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import Generate, ReshardingEdge, Update
@@ -125,8 +125,9 @@ def _refused(plan: Plan) -> list[_Refusal]:
             first = meshes.setdefault((placement.pool, name), placement)
             if (first.layout.tp, first.layout.pp) != (placement.layout.tp, placement.layout.pp):
                 what = f"`{first.node}` and `{placement.node}`, divided differently by `{name}` on one pool,"
-                other = DEFAULT[plan.graph.node(placement.node).verb]
-                help = f"one tp and pp for both, or `engine {placement.node} = {other}`"
+                verb = plan.graph.node(placement.node).verb
+                others = [n for n, e in ENGINES.items() if runs(n, backend) and verb in e.verbs and not e.one_mesh]
+                help = f"one tp and pp for both{f', or `engine {placement.node} = {others[0]}`' if others else ''}"
                 tell(what, placement.layout.span, help)
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):

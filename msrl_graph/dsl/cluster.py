@@ -9,11 +9,17 @@ from dataclasses import replace
 
 from ..diagnostics import nearest
 from ..hardware import calibration
-from ..hardware.cluster import DEVICES, NETWORK, Cluster, Figure
+from ..hardware.cluster import DEVICES, NETWORK, Cluster, Figure, named
 from ..ir.options import ClusterOptions
 from . import ast
 from .attributes import read
 from .expressions import Names, Problems
+
+IN_FULL = (
+    'a device without one takes that of its kind, and states its own figures: `device = "h100", memory = 192 GB, '
+    "memory_bandwidth = 5.3 TB/s, flops_bf16 = 1300 TFLOP/s, host_link = 64 GB/s, device_link = 448 GB/s, fabric = 50 "
+    "GB/s`"
+)
 
 
 def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
@@ -25,11 +31,13 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
             help = f"add `device = {example}`; devices are " + ", ".join(f"`{d}`" for d in sorted(DEVICES))
             problems.tell("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
         return None
-    named = attributes["device"]
-    if named.value not in DEVICES:
-        problems.tell(
-            "unknown-device", f"no device is called `{named.value}`", named.span, nearest(str(named.value), DEVICES)
-        )
+    target = attributes["device"]
+    preset = named(str(target.value))
+    if not preset:
+        help = nearest(str(target.value).lower(), DEVICES)
+        if not help.startswith("did"):
+            help = f"the presets are {', '.join(f'`{d}`' for d in DEVICES)}; {IN_FULL}"
+        problems.tell("unknown-device", f"no device is called `{target.value}`", target.span, help)
         return None
     stated = {
         k: Figure(float(e.value), "stated", "the program")
@@ -37,10 +45,10 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
         if isinstance(e.value, int | float)
     }
     said = ClusterOptions.of_stated(attributes)
-    device = DEVICES[said.device]
+    device = DEVICES[preset]
     if device.name == "here":
         peaks = device.peaks
-        device, told = calibration.here(device.name, said.devices_per_node, named.span)
+        device, told = calibration.here(device.name, said.devices_per_node, target.span)
         # What was measured is reached; what is stated in its place is what it was before.
         device = replace(device, peaks=tuple(p for p in peaks if p in device.peaks or p in stated))
         problems.found += told

@@ -15,10 +15,13 @@ def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colo
     """What the search found; for a plan whose layouts are all stated, `other` is what it would have found without
     them."""
     page = Page(width, colour)
-    if plan.search is not None:
+    if plan.search is not None and other is None:
         _searched(page, "Search", plan.search)
         return page.text()
-    page.heading("Search", "nothing to choose: the file states every layout")
+    if plan.search is None:
+        page.heading("Search", "nothing to choose: the file states every layout")
+    else:
+        _searched(page, "Search", plan.search, "engines (the file states every layout)")
     if other is not None and other.seconds and plan.estimate is not None:
         stated, best = plan.estimate.iteration_seconds.value, other.seconds
         less = (
@@ -35,9 +38,10 @@ def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colo
     return page.text()
 
 
-def _searched(page: Page, heading: str, found: Searched) -> None:
-    many = f"{found.candidates:,} combinations of pools, layouts and engines"
-    page.heading(heading, f"{many}, of which {found.evaluated:,} went through all passes")
+def _searched(page: Page, heading: str, found: Searched, of: str = "pools, layouts and engines") -> None:
+    page.heading(
+        heading, f"{found.candidates:,} combinations of {of}, of which {found.evaluated:,} went through all passes"
+    )
     if not found.seconds:
         page.line(f"nothing that fits was found: {found.ended}")
     elif found.optimal:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -231,24 +233,75 @@ def _ascend_910c(name: str, dies: int) -> Device:
     )
 
 
-def _hopper(name: str, memory: float, bandwidth: float) -> Device:
-    sheet = f"NVIDIA {name.upper()} SXM datasheet"
+def _nvidia(
+    name: str,
+    sheet: str,
+    memory: float,
+    bandwidth: float,
+    flops: tuple[float, float],
+    pcie: int,
+    link: Figure | None = None,
+    fabric: Figure | None = None,
+) -> Device:
+    """`sheet` has all figures but those of the links; `flops` in bfloat16, dense, and in float32 without tensor cores;
+    `link` over NVLink, without which devices of a
+    host meet over PCIe."""
+    host = _datasheet({4: 32e9, 5: 64e9}[pcie], f"{sheet}, PCIe {pcie} x16 one way")
+    whole = _assumed(2e12, "a host of 8 devices") if link else _assumed(512e9, "a host of 8 devices on PCIe")
     return Device(
         name=name,
         backend=CUDA.name,
         resource=CUDA.resource,
         memory=_datasheet(memory, sheet),
-        flops={"bf16": _datasheet(989e12, f"{sheet}, dense"), "f32": _datasheet(67e12, f"{sheet}, no tensor cores")},
+        flops={
+            "bf16": _datasheet(flops[0], f"{sheet}, dense"),
+            "f32": _datasheet(flops[1], f"{sheet}, no tensor cores"),
+        },
         memory_bandwidth=_datasheet(bandwidth, sheet),
-        host_link=_datasheet(64e9, f"{sheet}, PCIe 5 x16 one way"),
-        device_link=_datasheet(450e9, f"{sheet}, NVLink one way"),
-        host_memory=_assumed(2e12, "a host of 8 devices"),
+        host_link=host,
+        device_link=link or _assumed(host.value, "no NVLink: PCIe, as to the host"),
+        host_memory=whole,
         launch=_LAUNCH,
         latency=_LATENCY,
         overheads=OVERHEADS,
         peaks=tuple(SHARES),
-        fabric=_datasheet(50e9, "NVIDIA DGX H100 datasheet: one 400 Gb/s ConnectX-7 a device"),
+        fabric=fabric,
     )
+
+
+def _of_nvidia() -> Iterator[Device]:
+    a100, a800, h100, h200, h20, b200 = (
+        f"NVIDIA {x} datasheet" for x in ("A100 SXM", "A800 SXM", "H100 SXM", "H200 SXM", "H20", "HGX B200")
+    )
+
+    def nvlink(sheet: str, value: float) -> Figure:
+        return _datasheet(value, f"{sheet}, NVLink one way")
+
+    def fabric(rate: float, sheet: str, card: str) -> Figure:
+        return _datasheet(rate, f"{sheet}: one {rate * 8 / 1e9:.0f} Gb/s {card} a device")
+
+    hdr, ndr = (
+        fabric(25e9, "NVIDIA DGX A100 datasheet", "ConnectX-6"),
+        fabric(50e9, "NVIDIA DGX H100 datasheet", "ConnectX-7"),
+    )
+    ampere, hopper = (312e12, 19.5e12), (989e12, 67e12)
+    yield _nvidia("a100", a100, 80e9, 2.039e12, ampere, 4, nvlink(a100, 300e9), hdr)
+    yield _nvidia("a100-40gb", a100, 40e9, 1.555e12, ampere, 4, nvlink(a100, 300e9), hdr)
+    yield _nvidia("a800", a800, 80e9, 2.039e12, ampere, 4, nvlink(a800, 200e9), hdr)
+    yield _nvidia("h100", h100, 80e9, 3.35e12, hopper, 5, nvlink(h100, 450e9), ndr)
+    yield _nvidia("h200", h200, 141e9, 4.8e12, hopper, 5, nvlink(h200, 450e9), ndr)
+    # An H100 with narrower links (arXiv:2505.09343, section 2).
+    narrow = _datasheet(200e9, "arXiv:2505.09343: NVLink of 400 GB/s, half of it one way")
+    yield _nvidia("h800", h100, 80e9, 3.35e12, hopper, 5, narrow, fabric(50e9, "arXiv:2505.09343", "ConnectX-7"))
+    port = _assumed(50e9, "one 400 Gb/s port a device, as beside an H100")
+    yield _nvidia("h20", f"{h20}, as its sellers print it", 96e9, 4e12, (148e12, 44e12), 5, nvlink(h20, 450e9), port)
+    dgx = fabric(50e9, "NVIDIA DGX B200 datasheet", "ConnectX-7")
+    yield _nvidia("b200", b200, 180e9, 8e12, (2250e12, 75e12), 5, nvlink(b200, 900e9), dgx)
+    # Hosts of these meet over their `network`. Products are summed in float32, as in training.
+    yield _nvidia("l40s", "NVIDIA L40S datasheet", 48e9, 864e9, (362e12, 91.6e12), 4)
+    yield _nvidia("rtx3090", "NVIDIA GA102 whitepaper, RTX 3090", 24e9, 936e9, (71e12, 35.6e12), 4)
+    yield _nvidia("rtx4090", "NVIDIA Ada whitepaper, RTX 4090", 24e9, 1.008e12, (165e12, 82.6e12), 4)
+    yield _nvidia("rtx5090", "NVIDIA RTX Blackwell whitepaper, RTX 5090", 32e9, 1.792e12, (209e12, 104.8e12), 5)
 
 
 def _cpu(name: str) -> Device:
@@ -300,8 +353,7 @@ def _presets() -> dict[str, Device]:
                 peaks=tuple(name for name in SHARES if name != "host_link"),
                 fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
             ),
-            _hopper("h100", 80e9, 3.35e12),
-            _hopper("h200", 141e9, 4.8e12),
+            *_of_nvidia(),
             _cpu("cpu"),
             _cpu("here"),
         )
@@ -309,5 +361,29 @@ def _presets() -> dict[str, Device]:
 
 
 DEVICES = _presets()
+# What people call a device besides its own name: Huawei's servers, and what is short.
+_CALLED = {
+    "ascend-910b": ("a2", "atlas a2", "atlas 800t a2", "910b1", "910b2", "910b3"),
+    "ascend-910c": ("a3", "atlas a3"),
+    **{f"rtx{n}": (str(n),) for n in (3090, 4090, 5090)},
+}
+_MAKERS = re.compile("nvidia|geforce|huawei|ascend|sxm[45]?")
+
+
+def named(name: str) -> str:
+    """The preset that a name means, whatever its case, hyphens, maker, and its own memory, as `NVIDIA A100-SXM4-80GB`;
+    "" where it is none's."""
+    said = _letters(name)
+    for device in DEVICES.values():
+        calls = {_letters(n) for n in (device.name, *_CALLED.get(device.name, ()))}
+        if said in calls | {f"{c}{device.memory.value / 1e9:.0f}gb" for c in calls}:
+            return device.name
+    return ""
+
+
+def _letters(name: str) -> str:
+    return _MAKERS.sub("", re.sub("[^a-z0-9]", "", name.lower()))
+
+
 # Between hosts, where the file gives no figure: the paper measured 300 MB/s between its servers.
 NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

@@ -7,7 +7,10 @@ Invariant: what the package knows of a kind stands here once; no other file has 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+# Where an engine computes: on the cores of a host, or on what is beside them.
+Where = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class DeviceKind:
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+
+    @property
+    def where(self) -> Where:
+        return "host" if self.is_host else "device"
 
     def backends(self) -> str:
         """The backends that a process group is made with: those of the device's tensors, and of its host's."""

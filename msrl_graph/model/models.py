@@ -1,4 +1,4 @@
-"""Models: a preset or a folder with a Hugging Face config.json, as tensors by name and shape.
+"""Models: a preset (presets.py) or a folder with a Hugging Face config.json, as tensors by name and shape.
 
 Invariant: what is here was counted from an architecture, never read from weights; the names are those of the
 safetensors files, the order is the model's own (embedding, layers, norm, head). The families differ by biases and norms
@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
+from . import presets
 from .architecture import Experts, Latent, Model, Shape
 from .config import SIZE, judged
 
@@ -29,57 +30,6 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-
-
-def _preset(
-    architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
-) -> dict[str, object]:
-    return {
-        "architectures": [f"{architecture}ForCausalLM"],
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "intermediate_size": intermediate,
-        "vocab_size": vocabulary,
-        "torch_dtype": "bfloat16",
-        **more,
-    }
-
-
-_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_R1_LATENT = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_R1_EXPERTS = {
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-}
-# The models' own config.json files, as published beside their weights.
-PRESETS: dict[str, dict[str, object]] = {
-    "qwen2.5-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
-    "qwen2.5-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
-    "qwen3-30b-a3b": _preset("Qwen3Moe", 2048, 48, 32, 4, 6144, 151936, **_QWEN3_EXPERTS),
-    "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_R1_LATENT, **_R1_EXPERTS),
-    "llama3-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
-    "llama3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
-    "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
-}
-
-# Whose tokenizer a preset's is; sizes of one series share it, and `tiny` is nobody's.
-TOKENIZERS = {"qwen2.5": "Qwen2.5", "qwen3": "Qwen3", "deepseek": "DeepSeek-V3", "llama3": "Llama 3"}
-
-
-def tokenizer(preset: str) -> str | None:
-    """The name of a preset's tokenizer."""
-    return TOKENIZERS.get(preset.split("-")[0])
 
 
 def tokens(path: str, special: bool = True) -> dict[int, str] | None:
@@ -102,52 +52,46 @@ def tokens(path: str, special: bool = True) -> dict[int, str] | None:
         return None
 
 
-def _numbers(name: str) -> list[str]:
-    return re.findall(r"\d+(?:\.\d+)?", name)
-
-
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
-    """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`.
+    """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`, or a name on the
+    Hugging Face Hub that is a preset's, where no such folder is.
 
     `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not
     there yet), bad-value.
     """
-    if "/" not in target and target not in (".", ".."):
-        if target not in PRESETS:
-            # One of another size is another model.
-            help = nearest(target, [p for p in PRESETS if (sizes := _numbers(target)) == _numbers(p)[: len(sizes)]])
-            if not help.startswith("did"):
-                known = ", ".join(f"`{p}`" for p in PRESETS)
-                help = (
-                    f"the presets, for plans, are {known}; a run needs a model's folder, written with a slash: "
-                    "`./my-model`"
-                )
-            if is_folder(folder / target):
-                help = f'for the folder beside the program write `"./{target}"`'
-            raise Fault(Diagnostic("unknown-model", f"no model preset is called `{target}`", span, help))
-        return _model(target, "", PRESETS[target], dtype, span)
+    bare = "/" not in target and target not in (".", "..")
     config = folder / target / "config.json"
-    if not is_file(config):
-        # The shape of a model may be a preset's.
-        near = max((p for p in PRESETS if target.rsplit("/", 1)[-1].lower().startswith(p)), key=len, default="")
-        if (hub := hub_name(target)) and not is_folder(config.parent):
-            beside = f"./{hub.rsplit('/', 1)[-1]}"
-            what = (
-                f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
-            )
-            help = f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
-        else:
-            what = (
-                f"the model folder `{target}` {'has no config.json' if is_folder(config.parent) else 'does not exist'}"
-            )
-            help = "a Hugging Face model folder holds a config.json"
-        help = f"to plan by its shape write the preset, `{near}`; {help}" if near else help
-        raise Fault(Diagnostic("unknown-model", what, span, help))
+    hub = "" if bare or is_folder(config.parent) else hub_name(target)
+    if (bare or hub) and (preset := presets.named(target)):
+        return _model(target, "", presets.PRESETS[preset], dtype, span)
+    if bare or not is_file(config):
+        raise Fault(_unknown(target, folder, hub, span))
     stated = content(config.parent, target, span)
     if stated.get("quantization_config") is not None:
         message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
         raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
     return _model(target, str(config.parent.resolve()), stated, dtype, span)
+
+
+def _unknown(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
+    """Nothing is known of a model, and how it can be stated."""
+    shape = "a plan needs of a model its `config.json` alone, in a folder"
+    if hub:
+        what = f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+        help = f"{presets.download(hub)}; {shape}"
+        if near := presets.near(hub):
+            help = f"to plan by its shape write the preset, `{near}`; {help}"
+    elif "/" in target or target in (".", ".."):
+        there = is_folder(folder / target)
+        what = f"the model folder `{target}` {'has no config.json' if there else 'does not exist'}"
+        help = "a Hugging Face model folder holds a config.json"
+    elif is_folder(folder / target):
+        what, help = f"no model preset is called `{target}`", f'for the folder beside the program write `"./{target}"`'
+    else:
+        what, help = f"no model preset is called `{target}`", presets.others(target)
+        if not help.startswith("did"):
+            help += f"; {shape}, a run its weights too: the folder is written with a slash, `./my-model`"
+    return Diagnostic("unknown-model", what, span, help)
 
 
 def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:

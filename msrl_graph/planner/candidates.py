@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..backends import runs
 from ..backends.dividing import misfits, rows_in_step
 from ..backends.spec import EngineSpec
 from ..cost import holdings
@@ -19,8 +18,9 @@ from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory
 from ..sharding.layout import Layout
-from .place import Place, owner_of, resolve
-from .pools import Division, nodes_of
+from .owners import Owner, engines, has_open_layout
+from .place import Place, resolve
+from .pools import Division
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Owner:
-    """Nodes that have one layout: `node` is the one that it is stated for."""
-
-    node: str
-    nodes: tuple[str, ...]
-
-
-def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
-    """In the order of the graph."""
-    found: dict[str, list[str]] = {}
-    for node in nodes_of(plan):
-        found.setdefault(owner_of(plan, division, node), []).append(node.name)
-    return tuple(Owner(name, tuple(nodes)) for name, nodes in found.items())
-
-
-def is_open(plan: Plan, owner: Owner) -> bool:
-    return owner.node not in plan.deploy.layouts
-
-
-@dataclass(frozen=True)
 class Choices:
     """`place` completes what is tried."""
 
@@ -80,11 +60,11 @@ class Choices:
     def _tried(self, plan: Plan, division: Division, owner: Owner) -> Iterator[Placement]:
         node, pool = plan.graph.node(owner.node), division.pool_of(owner.node)
         now = plan.placement(owner.node)
-        if not is_open(plan, owner):
+        specs = engines(plan, owner, self.place.engines)
+        if not has_open_layout(plan, owner):
             layout = resolve(plan.deploy.layouts[owner.node], pool.devices)[0]
-            yield replace(now, layout=layout)
+            yield from (replace(now, layout=layout, engine=self._engine(plan, node, s)) for s in specs)
             return
-        specs = self._engines(plan, owner)
         some = False
         for spec, wide in ((s, w) for w in (False, True) for s in specs):
             if wide and some:
@@ -95,26 +75,6 @@ class Choices:
                     yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
         if not some:
             yield now
-
-    def _engines(self, plan: Plan, owner: Owner) -> list[EngineSpec]:
-        """The engine that is stated for any of the nodes; else those that may be chosen and have the family and all
-        verbs; on a host's cores the light one, where it is able."""
-        stated = [plan.deploy.engines[n].name for n in owner.nodes if n in plan.deploy.engines]
-        if stated:
-            return [
-                self.place.engines[
-                    plan.deploy.engines[owner.node].name if owner.node in plan.deploy.engines else stated[0]
-                ]
-            ]
-        family = plan.model(owner.node).family
-        verbs = {plan.graph.node(n).verb for n in owner.nodes}
-        default = self.place.defaults[plan.graph.node(owner.node).verb]
-        able = [e for e in self.place.engines.values() if e.chosen and verbs <= set(e.verbs) and family in e.families]
-        light = [e for e in able if e.name == default]
-        if light and plan.cluster.device.kind.is_host:
-            return light
-        found = [e for e in able if runs(e.name, plan.cluster.device.backend)] or able
-        return sorted(found, key=lambda e: e.name != default) or [self.place.engines[default]]
 
     def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
         return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
@@ -177,6 +137,8 @@ class Choices:
             return other if other.pool == FUNCTIONS else replace(other, pool=FUNCTIONS)
         stated = plan.deploy.engines.get(other.node)
         options = {} if stated is None else stated.options
+        if stated is not None and stated.name != placement.engine.name:
+            return replace(placement, node=other.node, engine=stated)
         engine = EngineChoice(placement.engine.name, {**placement.engine.shared(), **options})
         return replace(placement, node=other.node, engine=engine)
 

@@ -9,7 +9,7 @@ micro-batches and recomputation follow from that.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..backends.spec import EngineSpec
@@ -19,9 +19,10 @@ from ..ir.graph import Node, Value
 from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.spec import Pass
-from ..sharding.layout import AXES, Layout
+from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
 from .offload import relieved
+from .owners import Owner, engines, first_stated, owners, why
 from .pools import Division, divide
 
 # A micro-batch where none is stated: rows of at most this many tokens together.
@@ -33,7 +34,7 @@ PYTHON = EngineChoice("python", chosen="default")
 
 @dataclass(frozen=True)
 class Decision:
-    """What the file leaves open: the division into pools, and by owner (owner_of) layouts and engines. `why` is their
+    """What the file leaves open: the division into pools, and by owner (owners.py) layouts and engines. `why` is their
     reason."""
 
     division: Division | None = None
@@ -53,10 +54,9 @@ class Placing(Pass):
 
 @dataclass(frozen=True)
 class Place(Placing):
-    """`engines` are the specs by name, `defaults` the engine of each verb where the file names none."""
+    """`engines` are the specs by name."""
 
     engines: Mapping[str, EngineSpec]
-    defaults: Mapping[str, str]
 
     def apply(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
         """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
@@ -64,6 +64,7 @@ class Place(Placing):
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
         found: dict[str, Placement] = {}
+        owner = {n: o for o in owners(plan, division) for n in o.nodes}
         # Updates first, since other nodes take their layouts.
         for verb in ("update", "generate", "infer"):
             # Of a worker's updates the first has the layout of all.
@@ -71,7 +72,7 @@ class Place(Placing):
                 plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name
             ):
                 if plan.graph.worker(node.worker).kind != "function":
-                    placed = self._on_devices(plan, node, division, decision, found, numbered)
+                    placed = self._on_devices(plan, node, owner[node.name], division, decision, found, numbered)
                     if division.beside and node.name not in division.named:
                         placed = replace(placed, reason=f"{placed.reason}; unnamed, so beside {division.beside}")
                     found[node.name] = placed
@@ -100,13 +101,14 @@ class Place(Placing):
         self,
         plan: Plan,
         node: Node,
+        owned: Owner,
         division: Division,
         decision: Decision,
         found: Mapping[str, Placement],
         numbered: bool,
     ) -> Placement:
-        pool, owner = division.pool_of(node.name), owner_of(plan, division, node)
-        engine = self._engine(plan, node, owner, decision, found)
+        pool, owner = division.pool_of(node.name), owned.node
+        engine = self._engine(plan, node, owned, decision, found)
         stated = plan.deploy.layouts.get(node.name)
         if owner != node.name and owner in found and node.verb != "generate":
             shares = plan.graph.node(owner).worker == node.worker
@@ -128,44 +130,24 @@ class Place(Placing):
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
     def _engine(
-        self, plan: Plan, node: Node, owner: str, decision: Decision, found: Mapping[str, Placement]
+        self, plan: Plan, node: Node, owned: Owner, decision: Decision, found: Mapping[str, Placement]
     ) -> EngineChoice:
-        stated = plan.deploy.engines.get(node.name)
+        stated, owner = plan.deploy.engines.get(node.name), owned.node
         update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None
         sharing = update.name if update is not None else first_stated(plan, node, plan.deploy.engines)
         if sharing is None or sharing == node.name:
-            if (
-                stated is None
-                and owner != node.name
-                and owner in found
-                and found[owner].engine.name != self.defaults[node.verb]
-            ):
+            if stated is not None:
+                return stated
+            if owner != node.name and owner in found:
                 return EngineChoice(found[owner].engine.name, chosen=f"{owner}, as the layout is")
-            return stated or self._open(plan, node, decision.engines.get(owner))
+            name = decision.engines.get(owner) or engines(plan, owned, self.engines)[0].name
+            return EngineChoice(name, chosen=why(plan, owned, self.engines, name))
         # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
         theirs = found[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
         own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
-
-    def _open(self, plan: Plan, node: Node, decided: str | None) -> EngineChoice:
-        """The engine that was decided, else the default of a verb, or where it cannot do what is asked, the first
-        engine that can."""
-        family, layout = plan.model(node.name).family, plan.deploy.layouts.get(node.name, Layout())
-        needed = [a for a in AXES if getattr(layout, a) > 1]
-        first = self.engines[self.defaults[node.verb]]
-        if decided is not None and decided != first.name:
-            lacks = "" if family in first.families else f": `{first.name}` has no {family} models"
-            return EngineChoice(decided, chosen=f"the plan, with its layout{lacks}")
-        for spec in (first, *(e for e in self.engines.values() if node.verb in e.verbs)):
-            if family in spec.families and set(needed) <= set(spec.axes):
-                lacking = [f"no {family} models"] * (family not in first.families)
-                lacking += [f"no {a}" for a in needed if a not in first.axes]
-                return EngineChoice(
-                    spec.name, chosen=f"the plan: `{first.name}` has {', '.join(lacking)}" if lacking else "default"
-                )
-        return EngineChoice(first.name, chosen="default")
 
     def _inner(
         self,
@@ -281,35 +263,6 @@ class Place(Placing):
 
 def _with(placement: Placement, **options: Value) -> Placement:
     return holdings.with_options(placement, options)
-
-
-def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """The node whose layout a node has: of the same weights; or for a frozen node of which nothing is stated, an update
-    of the same model in its pool (micro-batches then go to the same ranks)."""
-    if node.verb == "generate":
-        return node.name
-    if update := holdings.update_of(plan, node.worker):
-        return update.name
-    if stated := first_stated(plan, node, plan.deploy.layouts):
-        return node.name if node.name in plan.deploy.layouts else stated
-    worker, engine = plan.graph.worker(node.worker), first_stated(plan, node, plan.deploy.engines)
-    for other in plan.graph.verb("update"):
-        alike = (
-            plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
-        )
-        theirs = plan.deploy.engines.get(other.name)
-        named = engine is not None and (theirs is None or theirs.name != plan.deploy.engines[engine].name)
-        # An engine of its own may not divide what the plan chooses for another.
-        if alike and (not named or other.name in plan.deploy.layouts):
-            return other.name
-    return plan.graph.sharing(node.worker)[0].name
-
-
-def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """The first infer that has a statement, of those that share the weights of an infer."""
-    if node.verb != "infer":
-        return None
-    return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
 
 
 def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import NamedTuple
 
 from ..backends.spec import EngineSpec
@@ -26,7 +27,8 @@ from ..passes.memory import CountMemory, over
 from ..passes.order import passes
 from ..passes.reshard import least_seconds
 from ..passes.spec import Passes
-from .candidates import Choice, Choices, Owner, is_open, owners
+from .candidates import Choice, Choices
+from .owners import Owner, engines, has_open_layout, owners
 from .place import Decision, Place, Placing
 from .pools import Division, divisions
 
@@ -41,21 +43,30 @@ DIVES = 8
 
 @dataclass(frozen=True)
 class Search(Placing):
-    """Places what the file leaves open as is best. `engines` are the specs by name, `defaults` the engine of each verb
-    where the file names none; `refuses` says whether the checks would refuse a placed plan; `budget` are seconds after
-    which the best so far is taken."""
+    """Places what the file leaves open as is best. `engines` are the specs by name; `refuses` says whether the checks
+    would refuse a placed plan; `budget` are seconds after which the best so far is taken."""
 
     engines: Mapping[str, EngineSpec]
-    defaults: Mapping[str, str]
     refuses: Callable[[Plan], bool] = lambda plan: False
     budget: float | None = None
 
     def apply(self, plan: Plan) -> Plan:
-        place = Place(self.engines, self.defaults)
+        place = Place(self.engines)
         some = divisions(plan)
-        if len(some) == 1 and not any(is_open(plan, o) for o in owners(plan, some[0])):
+        if len(some) == 1 and not self._open(plan, place, some[0]):
             return place.apply(plan)
         return _Run(self, place, plan, passes(self, self.engines, compare=False)).best()
+
+    def _open(self, plan: Plan, place: Place, division: Division) -> bool:
+        """Whether there is anything to choose: layouts, or engines for those that are stated, if any can be right."""
+        found = owners(plan, division)
+        if any(has_open_layout(plan, o) for o in found):
+            return True
+        ways = [
+            dict(zip((o.node for o in found), way, strict=True))
+            for way in product(*([e.name for e in engines(plan, o, self.engines)] for o in found))
+        ]
+        return len(ways) > 1 and any(not self.refuses(place.apply(plan, Decision(division, engines=w))) for w in ways)
 
 
 @dataclass
@@ -308,8 +319,8 @@ class _Run:
 
     def _decision(self, space: _Space, at: tuple[int, ...], why: str = "planned") -> Decision:
         chosen = list(zip(space.owners, space.chosen(at), strict=True))
-        open_ = [(o.node, c) for o, c in chosen if is_open(self.plan, o)]
-        return Decision(space.division, {n: c.layout for n, c in open_}, {n: c.engine for n, c in open_}, why)
+        layouts = {o.node: c.layout for o, c in chosen if has_open_layout(self.plan, o)}
+        return Decision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
 
     def _nothing(self, spaces: list[_Space], candidates: int, ended: str) -> Plan:
         """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""

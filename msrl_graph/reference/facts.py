@@ -12,18 +12,20 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from .. import algorithms
-from ..backends import DEFAULT, ENGINES, runs
+from ..backends import ENGINES, runs
 from ..compiler import unready
 from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
+from ..hardware.device_kinds import Where
 from ..ir.declared import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
 from ..ir.kinds import Form, Quantity, Words, either
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
-from ..model import models
+from ..model import models, presets
 from . import syntax
 
 # What runs on a machine with another memory or clock says something else there: the document says where it comes from
@@ -243,12 +245,12 @@ def _devices() -> str:
 
 def _models() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
-    for name in models.PRESETS:
+    for name in presets.PRESETS:
         m = models.load(name, Path())
         size = sum(t.elements for t in m.tensors)
         lines.append(
             f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | "
-            f"{models.tokenizer(name) or 'its own'} |"
+            f"{presets.tokenizer(name) or 'its own'} |"
         )
     return "\n".join(lines)
 
@@ -264,14 +266,15 @@ def _engines() -> str:
         verbs, families = ", ".join(e.verbs), ", ".join(e.families)
         cells = (verbs, either(e.axes, ", "), zero, either(e.options, ", "), families, here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    default = ", ".join(f"`{engine}` to {verb}" for verb, engine in DEFAULT.items())
+    host, other = (either(tuple(n for n, e in ENGINES.items() if w in e.chosen), ", ") for w in get_args(Where))
     return "\n".join(
         [
             *lines,
             "",
             (
-                f"Where the file names no engine: {default}, or another one that can do what the model and the layout "
-                "ask for."
+                f"Where the file names no engine, the plan chooses among those that can: on CPUs {host}, on other "
+                f"devices {other}; where none of these has the model's family, or divides it as the layout says, among "
+                "the others. Of several it takes the one of the quickest iteration that fits."
             ),
         ]
     )

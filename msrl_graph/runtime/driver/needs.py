@@ -13,7 +13,9 @@ from ...backends import ENGINES, packages
 from ...checks import folders
 from ...compiler.unready import unready
 from ...diagnostics import Diagnostic, Fault
+from ...files.paths import hub_name
 from ...ir.plan import Plan
+from ...model import presets
 from ...model.architecture import Model
 from ..data import dataset as data
 from ..data.tokens import Tokens
@@ -27,7 +29,9 @@ def check(plan: Plan) -> dict[str, data.Looked]:
     for model in plan.deploy.models.values():
         if not model.path:
             what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
-            found.append(Diagnostic("unknown-model", what, model.span, 'name a folder: model policy = "./my-model"'))
+            hub = hub_name(model.name)
+            help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
+            found.append(Diagnostic("unknown-model", what, model.span, help))
             continue
         for pattern in ("*.safetensors", "tokenizer.json"):
             if not list(Path(model.path).glob(pattern)):

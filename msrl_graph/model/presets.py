@@ -1,0 +1,155 @@
+"""Presets: models that a plan knows by name, without a folder, and the names that people write for them.
+
+Invariant: a preset's fields are those of the model's own config.json, as published beside its weights, and its tensors'
+count is the published one (tests/test_models.py). A name is a preset's where no more than letters' case, the owner on
+the Hub, and words that change no size (`Instruct`, `Base`, a date) set it apart; any other is unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..diagnostics import nearest
+from ..files.paths import hub_name
+
+
+def _preset(
+    architecture: str, hidden: int, layers: int, heads: int, kv: int, intermediate: int, vocabulary: int, **more: object
+) -> dict[str, object]:
+    return {
+        "architectures": [f"{architecture}ForCausalLM"],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+_QWEN3 = {"head_dim": 128}
+_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+_DEEPSEEK = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 3,
+}
+PRESETS: dict[str, dict[str, object]] = {
+    "qwen2.5-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),
+    "qwen2.5-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936, **_TIED),
+    "qwen2.5-3b": _preset("Qwen2", 2048, 36, 16, 2, 11008, 151936, **_TIED),
+    "qwen2.5-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "qwen2.5-14b": _preset("Qwen2", 5120, 48, 40, 8, 13824, 152064),
+    "qwen2.5-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "qwen2.5-72b": _preset("Qwen2", 8192, 80, 64, 8, 29568, 152064),
+    "qwen3-0.6b": _preset("Qwen3", 1024, 28, 16, 8, 3072, 151936, **_QWEN3, **_TIED),
+    "qwen3-1.7b": _preset("Qwen3", 2048, 28, 16, 8, 6144, 151936, **_QWEN3, **_TIED),
+    "qwen3-4b": _preset("Qwen3", 2560, 36, 32, 8, 9728, 151936, **_QWEN3, **_TIED),
+    "qwen3-8b": _preset("Qwen3", 4096, 36, 32, 8, 12288, 151936, **_QWEN3),
+    "qwen3-14b": _preset("Qwen3", 5120, 40, 40, 8, 17408, 151936, **_QWEN3),
+    "qwen3-32b": _preset("Qwen3", 5120, 64, 64, 8, 25600, 151936, **_QWEN3),
+    "qwen3-30b-a3b": _preset("Qwen3Moe", 2048, 48, 32, 4, 6144, 151936, moe_intermediate_size=768, **_QWEN3_EXPERTS),
+    "qwen3-235b-a22b": _preset(
+        "Qwen3Moe", 4096, 94, 64, 4, 12288, 151936, moe_intermediate_size=1536, **_QWEN3_EXPERTS
+    ),
+    "deepseek-v3-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
+    "deepseek-r1-671b": _preset("DeepseekV3", 7168, 61, 128, 128, 18432, 129280, **_DEEPSEEK),
+    "deepseek-r1-distill-qwen-1.5b": _preset("Qwen2", 1536, 28, 12, 2, 8960, 151936),
+    "deepseek-r1-distill-qwen-7b": _preset("Qwen2", 3584, 28, 28, 4, 18944, 152064),
+    "deepseek-r1-distill-qwen-14b": _preset("Qwen2", 5120, 48, 40, 8, 13824, 152064),
+    "deepseek-r1-distill-qwen-32b": _preset("Qwen2", 5120, 64, 40, 8, 27648, 152064),
+    "deepseek-r1-distill-llama-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
+    "deepseek-r1-distill-llama-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "llama3-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "llama3.1-8b": _preset("Llama", 4096, 32, 32, 8, 14336, 128256),
+    "llama3.1-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "llama3.1-405b": _preset("Llama", 16384, 126, 128, 8, 53248, 128256),
+    "llama3.2-1b": _preset("Llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, **_TIED),
+    "llama3.2-3b": _preset("Llama", 3072, 28, 24, 8, 8192, 128256, head_dim=128, **_TIED),
+    "llama3.3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
+    "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
+}
+# Names that say no size, since there is one.
+_SIZES = {"deepseek-v3": "deepseek-v3-671b", "deepseek-v3.1": "deepseek-v3-671b", "deepseek-r1": "deepseek-r1-671b"}
+# Words of a name that change no size: what weights were trained for, and when.
+_WORDS = re.compile(r"-(?:instruct|base|chat|thinking|zero|\d{4})(?=-|$)")
+_SUBJECTS = re.compile(r"^(qwen2\.5|qwen3)-(?:math|coder)-")
+# `Llama-3.1` and `Meta-Llama-3` are `llama3.1` and `llama3` here.
+_SERIES = re.compile(r"^(?:meta-)?(llama|qwen)-(?=\d)")
+# Whose tokenizer a preset's is, by how its name begins; sizes of one series share it, and `tiny` is nobody's.
+TOKENIZERS = {
+    "qwen2.5": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "deepseek": "DeepSeek-V3",
+    "deepseek-r1-distill-qwen": "DeepSeek-R1-Distill-Qwen",
+    "deepseek-r1-distill-llama": "DeepSeek-R1-Distill-Llama",
+    "llama3": "Llama 3",
+}
+
+
+def named(target: str) -> str:
+    """The preset that a name means, be it a name on the Hub; "" where it is none's."""
+    name = _short(target)
+    for tried in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
+        if (found := _SIZES.get(tried, tried)) in PRESETS:
+            return found
+    return ""
+
+
+def download(hub: str) -> str:
+    """How to come by the folder of a model on the Hub, which a run needs."""
+    beside = f"./{hub.rsplit('/', 1)[-1]}"
+    return f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
+
+
+def _short(target: str) -> str:
+    name = (hub_name(target) or target).rsplit("/", 1)[-1].lower().replace("_", "-")
+    return _SERIES.sub(r"\1", name)
+
+
+def tokenizer(name: str) -> str | None:
+    """The name of the tokenizer of a model that is a preset."""
+    preset = named(name)
+    near = max((begin for begin in TOKENIZERS if preset.startswith(begin)), key=len, default="")
+    return TOKENIZERS.get(near)
+
+
+def near(hub: str) -> str:
+    """The preset that a name on the Hub begins with, whose shape its model may have; "" where there is none."""
+    return max((p for p in PRESETS if re.match(rf"{re.escape(p)}(?:-|$)", _short(hub))), key=len, default="")
+
+
+def others(target: str) -> str:
+    """Help for a name that is no preset's: the one that may be meant, else all."""
+    # One of another size is another model.
+    name = _short(target)
+    sizes = _numbers(name)
+    alike = [p for p in PRESETS if all(a == b for a, b in zip(sizes, _numbers(p), strict=False))]
+    help = nearest(name, alike)
+    return help if help.startswith("did") else f"the presets, for plans, are {', '.join(_series())}"
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", name)
+
+
+def _series() -> Iterator[str]:
+    """The presets, those of a series together: `qwen2.5-` 7b, 32b."""
+    found: dict[str, list[str]] = {}
+    for name in PRESETS:
+        series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]
+        found.setdefault(series, []).extend([size] if size else [])
+    for series, sizes in found.items():
+        yield f"`{series}-` {' '.join(sizes)}" if len(sizes) > 1 else f"`{'-'.join([series, *sizes])}`"

@@ -1,0 +1,118 @@
+"""owners: the nodes that share a layout and an engine, and the engines that a plan may choose among for them.
+
+Invariant: the choice of an engine is one rule, `engines`, whoever places, searches or tells of it. What the file states
+is taken. Else come those that may be chosen and do all the verbs; of these those that have the model's family and
+divide it as a stated layout says; of these those that are meant for such devices, and that run there: each condition
+counts where some engine meets it. Where several are left, the search compares what they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from ..backends import runs
+from ..backends.dividing import misfits
+from ..backends.spec import EngineSpec
+from ..cost import holdings
+from ..ir.graph import Node
+from ..ir.plan import Plan
+from ..sharding.layout import AXES
+from .pools import Division, nodes_of
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Nodes that have one layout: `node` is the one that it is stated for."""
+
+    node: str
+    nodes: tuple[str, ...]
+
+
+def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
+    """In the order of the graph."""
+    found: dict[str, list[str]] = {}
+    for node in nodes_of(plan):
+        found.setdefault(owner_of(plan, division, node), []).append(node.name)
+    return tuple(Owner(name, tuple(nodes)) for name, nodes in found.items())
+
+
+def owner_of(plan: Plan, division: Division, node: Node) -> str:
+    """The node whose layout a node has: of the same weights; or for a frozen node of which nothing is stated, an update
+    of the same model in its pool (micro-batches then go to the same ranks)."""
+    if node.verb == "generate":
+        return node.name
+    if update := holdings.update_of(plan, node.worker):
+        return update.name
+    if stated := first_stated(plan, node, plan.deploy.layouts):
+        return node.name if node.name in plan.deploy.layouts else stated
+    worker, engine = plan.graph.worker(node.worker), first_stated(plan, node, plan.deploy.engines)
+    for other in plan.graph.verb("update"):
+        alike = (
+            plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
+        )
+        theirs = plan.deploy.engines.get(other.name)
+        named = engine is not None and (theirs is None or theirs.name != plan.deploy.engines[engine].name)
+        # An engine of its own may not divide what the plan chooses for another.
+        if alike and (not named or other.name in plan.deploy.layouts):
+            return other.name
+    return plan.graph.sharing(node.worker)[0].name
+
+
+def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
+    """The first infer that has a statement, of those that share the weights of an infer."""
+    if node.verb != "infer":
+        return None
+    return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
+
+
+def has_open_layout(plan: Plan, owner: Owner) -> bool:
+    return owner.node not in plan.deploy.layouts
+
+
+def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[EngineSpec]:
+    """Those among which the plan chooses, the first of equals first."""
+    # What the plan divides, all of the nodes' engines have to divide; what the file does, the owner's.
+    asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
+    if stated := [n for n in asked if n in plan.deploy.engines]:
+        return [known[plan.deploy.engines[stated[0]].name]]
+    device, family = plan.cluster.device, plan.model(owner.node).family
+    found = [e for e in known.values() if e.chosen and _does(plan, owner, e)]
+    conditions: tuple[Callable[[EngineSpec], bool], ...] = (
+        lambda e: family in e.families,
+        lambda e: not _lacks(plan, owner, e),
+        lambda e: device.kind.where in e.chosen,
+        lambda e: runs(e.name, device.backend),
+    )
+    for met in conditions:
+        found = [e for e in found if met(e)] or found
+    # What is meant for such devices alone comes before what is for any.
+    return sorted(found, key=lambda e: len(e.chosen))
+
+
+def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], taken: str) -> str:
+    """Who chose an engine that the file does not state, and what those lack that are meant for such devices, too."""
+    meant = [e for e in known.values() if plan.cluster.device.kind.where in e.chosen and _does(plan, owner, e)]
+    lacking = [f"`{e.name}` {words}" for e in meant if e.name != taken and (words := _lacks(plan, owner, e))]
+    if len(engines(plan, owner, known)) > 1:
+        by = f"the plan, {'with' if has_open_layout(plan, owner) else 'for'} its layout"
+    else:
+        by = "the plan" if lacking else "default"
+    return f"{by}{': ' if lacking else ''}{', '.join(lacking)}"
+
+
+def _does(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
+    return {plan.graph.node(n).verb for n in owner.nodes} <= {*spec.verbs}
+
+
+def _lacks(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
+    """What keeps an engine from the model, or from dividing it as is stated; "" where nothing does."""
+    model, layout = plan.model(owner.node), plan.deploy.layouts.get(owner.node)
+    lacking = [f"no {model.family} models"] * (model.family not in spec.families)
+    if layout is not None:
+        lacking += [f"no {a}" for a in AXES if getattr(layout, a) > 1 and a not in spec.axes]
+        trains = any(plan.graph.node(n).verb == "update" for n in owner.nodes)
+        lacking += [f"no ZeRO {layout.zero}"] * (trains and layout.zero not in spec.zero)
+    if lacking:
+        return f"has {', '.join(lacking)}"
+    return next(misfits(model, spec, layout), "") and "cannot divide the model so" if layout is not None else ""
