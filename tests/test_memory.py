@@ -142,3 +142,14 @@ def test_the_plan_says_what_a_run_holds(case, tmp_path):
     found = walk.measured(plan)
     for key, (wanted, items) in walk.predicted(plan).items():
         assert wanted == pytest.approx(found[key][0], rel=0.05), (key, items)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_long_rows_that_go_round_a_ring(tmp_path):
+    plan = walk.case("ring", "llama", (64, 2, 4, 2, 64, 32), "cp = 2", "tp = 2", ranks=2, tokens=(60, 40)).write(
+        tmp_path
+    )
+    found = walk.measured(plan)
+    for key, (wanted, items) in walk.predicted(plan).items():
+        if key[1] in ("infer", "update"):
+            assert wanted == pytest.approx(found[key][0], rel=0.05), (key, items)

@@ -128,9 +128,10 @@ class _Exchanged(Part):
         # Each rank gets whole key-value heads, some of them several ranks.
         times = size // gcd(size, len(key))
         pair = (x.repeat_interleave(times, 0) if times > 1 else x for x in (key, value))
-        by_rank = [x.view(size, -1, *x.shape[1:]) for x in (query.contiguous(), *(x.contiguous() for x in pair))]
-        every = exchange(torch.cat(by_rank, 1), self.context.group)
-        q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in torch.split(every, [x.shape[1] for x in by_rank], 1))
+        by_rank = [x.view(size, -1, *x.shape[1:]) for x in (query, *pair)]
+        parts = torch.split(exchange(torch.cat(by_rank, 1), self.context.group), [x.shape[1] for x in by_rank], 1)
+        q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in parts)
+        del parts  # what came is needed no more
         out = super().attend(q, k, v, scaling, window)
         home: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
         return home.transpose(0, 1).flatten(1, 2)

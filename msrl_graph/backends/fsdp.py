@@ -39,7 +39,7 @@ def _lints(situation: Situation) -> Iterator[Lint]:
 def _calls(act: Act, layout: Layout) -> Calls:
     """Counted by torch's profiler on Qwen2 models (12 tensors a layer; an optimizer step goes by tensors)."""
     if act == "step":
-        if layout.dp == 1:
+        if layout.dp * layout.cp == 1:
             return Calls(108, 35)
         return (Calls(150, 49), Calls(230, 73), Calls(122, 43), Calls(122, 43))[layout.zero]
     # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred
@@ -51,7 +51,12 @@ def _calls(act: Act, layout: Layout) -> Calls:
     else:
         hooks = SPEC.divided(layout) * 100
         found = Calls(73 + hooks, 46 + hooks)
-    return found if layout.tp == 1 else Calls(3 * found.layer, 3 * found.rest)
+    if layout.tp > 1:
+        found = Calls(3 * found.layer, 3 * found.rest)
+    if layout.cp > 1:  # on tensors: of a ring by blocks, and what divides a tree and gathers outputs
+        forward, both = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
+        found = Calls(found.layer + (both if act == "update" else forward), found.rest + 30)
+    return found
 
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once

@@ -266,7 +266,10 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
         setattr(groups, name, devices.among(layout, "pp", *alike) if has_experts and size > 1 else alone)
     if layout.pp > 1:
         stages = found["pp"].mesh.tolist()
-        groups.embd = of([stages[0], stages[-1]]) if dist.get_rank() in (stages[0], stages[-1]) else None
+        # All ranks make as many groups, by whose number torch names the next one.
+        ends = dist.get_rank() in (stages[0], stages[-1])
+        made = of([stages[0], stages[-1]] if ends else [dist.get_rank()])
+        groups.embd = made if ends else None
     return groups
 
 

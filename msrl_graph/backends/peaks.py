@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from ..ir import stepping
 from ..ir.work import Work
@@ -38,16 +39,28 @@ class _Sizes:
         """Distinct tokens that are fed: prompts once each, responses but for their last token, which predicts
         nothing."""
         w = self.work
-        return max(1, w.prompts * w.prompt + w.rows * (w.response - 1))
+        return max(1, self._most((w.prompts, 0, w.prompt), (w.rows, w.prompt, w.prompt + w.response - 1)))
 
     @cached_property
     def laid(self) -> int:
+        """With context parallelism as many as make up what a rank lays out: of a ring a part of each row, of Ulysses
+        whole rows of a part of the heads."""
         w = self.work
-        return w.rows * max(1, w.prompt + w.response - 1)
+        return w.rows * -(-max(1, w.prompt + w.response - 1) // w.layout.cp)
 
     @cached_property
     def scored(self) -> int:
-        return self.work.rows * self.work.response
+        w = self.work
+        return self._most((w.rows, w.prompt - 1, w.prompt - 1 + w.response))
+
+    def _most(self, *stretches: tuple[int, int, int]) -> int:
+        """Of stretches of depths, each with so many tokens at a depth, the tokens of the context-parallel rank that has
+        most: depth modulo cp is a token's rank (context.py)."""
+        cp = self.work.layout.cp
+        return max(
+            sum(tokens * len(range(first + (rank - first) % cp, last, cp)) for tokens, first, last in stretches)
+            for rank in range(cp)
+        )
 
     def _split(self, size: int) -> int:
         return -(-size // self.work.layout.tp)
@@ -65,6 +78,12 @@ class _Sizes:
     def keys(self) -> int:
         """Keys of a token; values take as much."""
         return self._split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
+
+    @cached_property
+    def met(self) -> int:
+        """Keys of a token that is laid out: by Ulysses some key-value heads are on several ranks."""
+        cp = self.work.layout.cp if self.work.layout.cp_kind == "ulysses" else 1
+        return self.keys * (cp // gcd(cp, self._split(self.work.model.kv_heads)))
 
     @cached_property
     def wide(self) -> int:
@@ -90,7 +109,10 @@ class _Sizes:
     @cached_property
     def rows(self) -> int:
         """Token ids and indices, 64-bit, and a few float32 columns of responses."""
-        return 8 * (3 * self.tokens + 2 * self.laid + 4 * self.scored) + 4 * 6 * self.scored
+        w = self.work
+        laid, scored = w.rows * max(1, w.prompt + w.response - 1), w.rows * w.response
+        own = 3 * self.tokens + self.laid + self.scored * (1 if w.layout.cp == 1 else 2)
+        return 8 * (laid + 3 * scored + own) + 4 * 6 * scored
 
     @cached_property
     def saved(self) -> int:
@@ -99,7 +121,7 @@ class _Sizes:
         network. In bf16 norms keep their input in float32 instead of as it is."""
         norms = 6 * self.hidden if self.item == 4 else 8 * self.hidden
         scores = 4 * self.laid * self._split(self.work.model.heads) + 8 * self.tokens
-        attention = self.laid * (2 * self.query + 2 * self.keys) + self.tokens * self.query
+        attention = self.laid * (2 * self.query + 2 * self.met) + self.tokens * self.query
         return norms + attention + scores + 4 * self.wide + 3 * self.routed
 
     @cached_property
@@ -170,7 +192,8 @@ def _infer(s: _Sizes) -> Moments:
     # Beside a layer's input: its second half's input, normed, and products; or queries, keys and values, by token and
     # laid out.
     feed = 3 * s.hidden + 3 * s.wide + 2 * s.routed
-    attention = 2 * s.hidden + s.tokens * (2 * s.query + 2 * s.keys) + s.laid * (2 * s.query + 2 * s.keys)
+    by_token = s.tokens * (2 * s.query + 2 * s.keys)
+    attention = 2 * s.hidden + by_token + s.laid * (2 * s.query + 2 * s.met) + _around(s, False)
     layer = s.angles + max(feed, attention)
     head = s.scored * work.model.hidden * s.item + _head(s)
     first = kept = gathered = 0
@@ -268,7 +291,7 @@ def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
     """What the backward of a layer's halves adds to all that the layer has kept, and has let go of already."""
     feed = max(s.hidden + s.wide, s.hidden + 2 * s.wide) + s.routed
     freed = 4 * s.wide + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
-    attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.keys) - freed
+    attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.met) + _around(s, True) - freed
     divided = s.work.divided
     return {
         "the feed-forward half": {
@@ -282,24 +305,38 @@ def _backward(s: _Sizes) -> dict[str, dict[str, int]]:
     }
 
 
+def _around(s: _Sizes, backward: bool) -> int:
+    """What context parallelism adds where rows are laid out: of a ring the block of keys and values that is met and the
+    one under way, those for each query's head, and what a block gives, in float32; of Ulysses what is exchanged, and
+    the nodes of all ranks."""
+    if s.work.layout.cp == 1:
+        return 0
+    if s.work.layout.cp_kind == "ulysses":
+        return s.tokens * (2 * s.query + 2 * s.met)
+    spread, more = 2 * s.query if s.query > s.keys else 0, 4 // s.item - 1  # float32 beside bf16
+    if backward:
+        return s.laid * (4 * s.keys + spread + 3 * s.query + more * (s.query + 2 * s.keys))
+    return s.laid * (4 * s.keys + max(spread + (1 + more) * s.query, (1 + 3 * more) * s.query))
+
+
 def _step(s: _Sizes, gradients: int) -> Moments:
-    """The optimizer's step: the sum over dp by bucket, the norm in float64 by chunk, then rule by rule on float32
+    """The optimizer's step: the sum over copies by bucket, the norm in float64 by chunk, then rule by rule on float32
     gradients."""
     work = s.work
-    dp = work.layout.dp
+    copies = work.layout.cp * (1 if work.divided else work.layout.dp)
     found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
-    if dp > 1 and not work.divided:
+    if copies > 1:
         found["the gradients' sum"] = {
             "gradients": gradients,
             "workspace": s.item * min(s.elements, max(s.largest, CHUNK)),
         }
     if work.optimizer is None:
         return found
-    flat, left = dp > 1 and work.layout.zero == 1, s.elements * s.item
+    flat, left = copies > 1 and work.layout.zero == 1, s.elements * s.item
     spread = gradients - left
     for rule, own_kinds in stepping.parted(work.optimizer, work.model.kinds):
         count = held(own_kinds, Side(work.layout, work.divided))
-        own = -(-count // dp) if flat else count
+        own = -(-count // copies) if flat else count
         left -= count * s.item  # of those that step by later rules
         # A rank's float32 stretch of all weights, which lives only while a step lasts.
         master = 4 * own if flat and s.item == 4 else 0
@@ -308,7 +345,10 @@ def _step(s: _Sizes, gradients: int) -> Moments:
         if flat:
             found[f"the stretch of gradients{of}"] = {"gradients": spread + left + count * s.item + 4 * own}
             found[f"the stretch of weights{of}"] = {**stepping_by, "workspace": 2 * master}
-            found[f"weights are spread{of}"] = {"gradients": left, "workspace": master + dp * min(4 * own, 4 * CHUNK)}
+            found[f"weights are spread{of}"] = {
+                "gradients": left,
+                "workspace": master + copies * min(4 * own, 4 * CHUNK),
+            }
         elif s.item == 2:
             found[f"float32 gradients{of}"] = {"gradients": 4 * own + left, "workspace": s.item * s.largest}
         if rule.whole:

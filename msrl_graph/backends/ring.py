@@ -37,18 +37,11 @@ def _function() -> Any:
             saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any, scaling: float, window: Any
         ) -> torch.Tensor:
             kind = torch.promote_types(q.dtype, torch.float32)
-            out, lse = q.new_zeros(q.shape, dtype=kind), q.new_full(q.shape[:3], -torch.inf, dtype=kind)
+            out, lse = torch.zeros_like(q, dtype=kind), q.new_full(q.shape[:3], -torch.inf, dtype=kind)
             here = torch.stack([k, v])
             for step in range(context.size):
                 coming = context.passed_on(here) if step + 1 < context.size else None
-                first, mask = _seen(q, step, context, window)
-                if first < q.shape[2]:
-                    keys, values = _met(q, here, first)
-                    part, more = _forward(q[:, :, first:], keys, values, mask, scaling)
-                    old = lse[:, :, first:].clone()
-                    both = torch.logaddexp(old, more)  # its own block is the first, in which a query sees itself
-                    out[:, :, first:].mul_((old - both).exp()[..., None]).add_(part * (more - both).exp()[..., None])
-                    lse[:, :, first:] = both
+                _join(out, lse, q, here, *_seen(q, step, context, window), scaling)
                 here = here if coming is None else coming()
             found = out.to(q.dtype)
             saved.save_for_backward(q, k, v, found, lse)
@@ -63,15 +56,7 @@ def _function() -> Any:
             dq, sums = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(here, dtype=lse.dtype)
             for step in range(context.size):
                 coming = context.passed_on(here) if step + 1 < context.size else None
-                first, mask = _seen(q, step, context, window)
-                if first < q.shape[2]:
-                    keys, values = _met(q, here, first)
-                    slope, query, given, whole = (x[:, :, first:] for x in (slopes[0], q, out, lse))
-                    some, *pair = _backward(slope, query, keys, values, given, whole, mask, scaling)
-                    dq[:, :, first:] += some
-                    for total, x in zip(sums, pair, strict=True):
-                        by_head = x.view(len(x), k.shape[1], -1, *x.shape[2:])
-                        total[:, :, : keys.shape[2]] += by_head.sum(2, dtype=lse.dtype)
+                _add(dq, sums, slopes[0], (q, out, lse), here, *_seen(q, step, context, window), scaling)
                 here = here if coming is None else coming()
                 sums = context.passed_on(sums)()
             return dq.to(q.dtype), *sums.to(k.dtype), None, None, None
@@ -91,6 +76,52 @@ def _seen(q: torch.Tensor, step: int, context: Context, window: int | None) -> t
     at = torch.arange(q.shape[2], device=q.device) * context.size
     back = (at + context.rank)[first:, None] - (at + source)[: len(at) - first]
     return first, (back >= 0) & (back < window)
+
+
+def _join(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    here: torch.Tensor,
+    first: int,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> None:
+    """Adds what a block gives to outputs and log-sum-exps. A rank's own block is the first, in which each query sees
+    itself."""
+    import torch
+
+    if first == q.shape[2]:
+        return
+    keys, values = _met(q, here, first)
+    part, more = _forward(q[:, :, first:], keys, values, mask, scaling)
+    del keys, values
+    both = torch.logaddexp(lse[:, :, first:], more)
+    part = part.to(out.dtype).mul_((more - both).exp()[..., None])
+    out[:, :, first:].mul_((lse[:, :, first:] - both).exp()[..., None]).add_(part)
+    lse[:, :, first:] = both
+
+
+def _add(
+    dq: torch.Tensor,
+    sums: torch.Tensor,
+    slope: torch.Tensor,
+    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    here: torch.Tensor,
+    first: int,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> None:
+    """Adds the gradients of a block to those of queries, and of the keys and values that are here."""
+    if first == dq.shape[2]:
+        return
+    keys, values = _met(dq, here, first)
+    q, out, lse = (x[:, :, first:] for x in saved)
+    some, *pair = _backward(slope[:, :, first:], q, keys, values, out, lse, mask, scaling)
+    dq[:, :, first:] += some
+    for total, x in zip(sums, pair, strict=True):
+        by_head = x.view(len(x), sums.shape[2], -1, *x.shape[2:])
+        total[:, :, : keys.shape[2]] += by_head.sum(2, dtype=sums.dtype)
 
 
 def _met(q: torch.Tensor, here: torch.Tensor, first: int) -> torch.Tensor:

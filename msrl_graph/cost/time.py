@@ -184,9 +184,11 @@ class Costs:
         second forward pass, and one ahead of all where a loss is of the whole mini-batch."""
         update = self.graph_node.verb == "update"
         tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
-        laid = 0.0
+        laid, around = 0.0, tokens
         if self.spec.shares_beginnings:
             tokens, count, pairs = rows.fed, rows.count - rows.twins, max(rows.longest - 1, 1) ** 2
+            # Of a ring, keys and values go round as they are laid out, by rows.
+            around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
             # Attention's operands are laid out by rows, its result back by tokens.
             laid = (
                 4
@@ -207,7 +209,7 @@ class Costs:
         among, cp = self.collectives, self.layout.cp
         parts += [
             among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
-            among.context(tokens, passes),
+            among.context(around, passes),
         ]
         parts += [among.experts(tokens / cp, passes), among.gathers(update)]
         if ahead:
@@ -319,7 +321,9 @@ class Costs:
         if not device.kind.is_host or self.spec.calls is None:
             return Figure(0.0, "derived", "in the bytes of each operator")
         products = (
-            3 * model.hidden * self.group + 2 * (model.heads + model.kv_heads) * model.head_dim + 2 * model.intermediate
+            3 * model.hidden * self.layout.tp
+            + 2 * (model.heads + model.kv_heads) * model.head_dim
+            + 2 * model.intermediate
         )
         kept = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
         bandwidth = device.rate("memory_bandwidth", 0)
@@ -339,7 +343,7 @@ class Costs:
         """Bytes of weights that a device reads in a pass over many tokens: of experts all that it holds."""
         if self.model.experts:
             return sum(self.collectives.held) * BYTES[self.dtype]
-        return sum(self._parameters) * BYTES[self.dtype] / self.group
+        return sum(self._parameters) * BYTES[self.dtype] * self.layout.cp / self.group
 
     def _read(self, sequences: float) -> float:
         """Bytes of weights that a device reads for one more token of each sequence: of experts those that a token of
