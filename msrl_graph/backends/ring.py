@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from . import devices
+
 if TYPE_CHECKING:
     import torch
 
     from .context import Context
 
-KERNELS = ("cpu",)  # devices whose kernels for attention give and take the log-sum-exp, by torch's names
 SCORES = 1 << 24  # made at once where there is none
 
 
@@ -137,7 +138,7 @@ def _forward(
     """Outputs and log-sum-exps of scores; of a query that sees nothing 0 and -inf. Without a mask it is causal."""
     import torch
 
-    if q.device.type in KERNELS:
+    if devices.of(q).kind.is_host:  # its kernels give and take the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(q, k, v, 0.0, mask is None, attn_mask=_added(q, mask), scale=scaling)
         return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
@@ -162,7 +163,7 @@ def _backward(
     """The gradients of queries, keys and values; `out` and `lse` are those of all blocks together."""
     import torch
 
-    if q.device.type in KERNELS:
+    if devices.of(q).kind.is_host:  # its kernels give and take the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         more = {"attn_mask": _added(q, mask), "scale": scaling}
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernel(

@@ -104,18 +104,12 @@ class Resharding(Pass):
         taken = {}
         for way in ways:
             for tensor in {nameless(k.tensor): k.tensor for k in families[way.of]}.values():
-                # What is exchanged lies in two buffers, as it leaves and as it arrives.
-                amount = gathered(tensor, source, way.block)
-                if way.how == "all-to-all":
-                    amount = (
-                        2
-                        * movement(
-                            (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),),
-                            source,
-                            target,
-                            cluster.devices_per_node,
-                        ).received
-                    )
+                one, per_host = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),), cluster.devices_per_node
+                if way.how == "all-to-all":  # in two buffers, as it leaves and as it arrives
+                    amount = 2 * movement(one, source, target, per_host).received
+                else:
+                    moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
+                    amount = gathered(tensor, source, way.block) if moves else 0
                 taken[nameless(tensor)] = item * amount
         sizes = {t.name: taken[nameless(t)] for t in model.tensors}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
