@@ -108,7 +108,12 @@ def tied(folder):
 MIXED = {
     1: [Layout()],
     2: [Layout(dp=2, ep=2), Layout(dp=2, zero=3), Layout(tp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2, zero=2)],
-    4: [Layout(cp=2, dp=2, ep=2, zero=3), Layout(cp=2, tp=2, ep=4), Layout(tp=2, dp=2, ep=4), Layout(dp=4, ep=2, zero=1)],
+    4: [
+        Layout(cp=2, dp=2, ep=2, zero=3),
+        Layout(cp=2, tp=2, ep=4),
+        Layout(tp=2, dp=2, ep=4),
+        Layout(dp=4, ep=2, zero=1),
+    ],
 }
 
 

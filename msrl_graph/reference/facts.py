@@ -269,6 +269,10 @@ def _engines() -> str:
         [
             *lines,
             "",
+            "Of a layer's experts, `ep` and `etp` divide:",
+            "",
+            *(f"- `{name}`: {e.spread.words}." for name, e in ENGINES.items()),
+            "",
             (
                 f"Where the file names no engine: {default}, or another one that can do what the model and the layout "
                 "ask for."
