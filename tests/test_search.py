@@ -191,9 +191,9 @@ def against_every(seed: int, folder: Path) -> int:
     assert found.estimate is not None
     if found.search is None:
         return 0  # one device: there is one layout, and nothing to choose
-    # Only what does not fit otherwise ties hosts together, or devices by context parallelism.
+    # What fits no other way in a pool may tie hosts together, or devices by context parallelism.
     tied = any(p.layout.cp > 1 or p.layout.tp > plan.cluster.devices_per_node for p in found.placements)
-    assert tied != bool(seconds) if fits(found) else not seconds, seed
+    assert bool(seconds) or tied if fits(found) else not seconds, seed
     if seconds:
         value = found.estimate.iteration_seconds.value
         assert found.search.seconds == value and found.search.bound <= min(seconds) * (1 + 1e-9)
