@@ -25,7 +25,7 @@ PAGE = (Path(__file__).parent.parent / "tests" / "programs" / "grpo_page.rlg").r
 LAYOUTS = [line for line in PAGE.split("\n") if line.strip().startswith("layout ")]
 BAR_LARGE, BAR_SEARCH = 3.0, 5.0
 DENSE = ["layout actor.update { tp = 8 }", "layout actor.generate { tp = 4 }"]
-SPARSE = ["layout actor.update { tp = 4, pp = 2, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"]
+SPARSE = ["layout actor.update { tp = 4, pp = 2, ep = 8, etp = 1 }", "layout actor.generate { tp = 2, ep = 16 }"]
 R1 = [
     "layout actor.update { tp = 4, pp = 6, dp = 16, ep = 16, etp = 2 }",  # TP4 PP6 EP16 DP2: experts' sizes, over etp 2
     "layout actor.generate { tp = 2, dp = 192, ep = 64 }",  # TP2 PP1 EP64 DP6
@@ -41,7 +41,7 @@ CASES = [
     (
         "qwen3-30b-a3b",
         48,
-        ["layout actor.update { tp = 4, pp = 3, ep = 8 }", "layout actor.generate { tp = 2, ep = 16 }"],
+        ["layout actor.update { tp = 4, pp = 3, ep = 8, etp = 1 }", "layout actor.generate { tp = 2, ep = 16 }"],
     ),
     ("deepseek-r1-671b", 48, R1),
 ]

@@ -91,6 +91,17 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     assert of(Layout(dp=16), "qwen3-30b-a3b").experts(1000, 1).value == 0
 
 
+def test_parts_of_experts_are_handed_what_arrives() -> None:
+    """Megatron's dispatcher sends a rank's own tokens over ep, and what arrives to all of etp; within vLLM's tp nothing
+    travels but the sum that ends a layer."""
+    model, layout = load("qwen3-30b-a3b", Path()), Layout(tp=2, dp=4, ep=4, etp=2)
+    each = 1000 / 2 * 8 * model.hidden * 2 * model.layers
+    found = of(layout, "qwen3-30b-a3b").experts(1000, 1).value
+    assert found == pytest.approx(2 * each * 3 / 4 / NEAR + 2 * each / NEAR)
+    for within in (Layout(tp=8, etp=8), Layout(tp=8, ep=8)):
+        assert replace(of(within, "qwen3-30b-a3b"), spec=ENGINES["vllm"]).experts(1000, 1).value == 0
+
+
 def test_a_ring_passes_keys_and_values_on() -> None:
     model = load("llama3-8b", Path())
     received = 3 / 4 * 8000 * 2 * model.kv_heads * model.head_dim * 2 * model.layers

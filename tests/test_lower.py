@@ -86,8 +86,8 @@ def test_the_page_has_the_deploy_that_it_says(grpo: Lowered) -> None:
     assert deploy.data["source"].fields == {"prompt": "problem", "answer": "answer"}
     assert Path(deploy.data["source"].path) == TESTS / "programs" / "deepscaler.jsonl"
     assert {k: replace(v, span=NOWHERE) for k, v in deploy.layouts.items()} == {
-        "actor.update": Layout(tp=8, dp=2),
-        "actor.generate": Layout(tp=4, dp=4),
+        "actor.update": Layout(tp=8, dp=2, etp=0),
+        "actor.generate": Layout(tp=4, dp=4, etp=0),
     }
     assert replace(deploy.run, span=NOWHERE) == Run(1000, 0)
     assert [d.code for d in grpo.warnings] == ["missing-file"]
@@ -108,7 +108,7 @@ def test_every_statement_of_a_deploy_arrives() -> None:
     }
     # dp 0 is left to the placement.
     assert {k: replace(v, span=NOWHERE) for k, v in deploy.layouts.items()} == {
-        "actor.update": Layout(tp=2, dp=0, zero=3)
+        "actor.update": Layout(tp=2, dp=0, etp=0, zero=3)
     }
     assert replace(deploy.dock, span=NOWHERE) == DockOptions("central", deadline=300.0)
     assert replace(deploy.reshard, span=NOWHERE) == ReshardOptions("naive", "staged", 64 * 2**20)

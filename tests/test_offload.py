@@ -13,6 +13,8 @@ from msrl_graph.ir.plan import Plan
 
 PROGRAMS = Path(__file__).parent / "programs"
 R1, PAGE = PROGRAMS / "two_deploys.rlg", PROGRAMS / "grpo_page.rlg"
+# With whole experts on a rank, of which there are two copies then: more than fits beside the rest.
+WHOLE = R1.read_text(encoding="utf-8").replace("ep = 16,", "ep = 16, etp = 1,")
 TEXT = """import grpo
 cluster four {{ device = "ascend-910c", nodes = 2, devices_per_node = 2, network = 25 GB/s,
   memory = {memory} GB, host_link = 50 GB/s }}
@@ -127,7 +129,7 @@ def test_only_what_must_leave_does() -> None:
 
 
 def test_r1_fits_and_says_why() -> None:
-    plan = compile(R1, deploy="r1")
+    plan = compile(R1, text=WHOLE, deploy="r1")
     assert chosen(plan) == {"actor.update": "optimizer", "actor.infer": "optimizer", "reference.infer": "weights"}
     (note,) = [n.text for n in plan.notes if n.about == "offload"]
     assert (
@@ -137,7 +139,7 @@ def test_r1_fits_and_says_why() -> None:
 
 
 def test_a_stated_none_stays_and_what_would_fit_is_named() -> None:
-    text = R1.read_text(encoding="utf-8").replace("recompute = full", "recompute = full, offload = none")
+    text = WHOLE.replace("recompute = full", "recompute = full, offload = none")
     with pytest.raises(Fault) as fault:
         compile(R1, text=text, deploy="r1")
     (found,) = fault.value.diagnostics

@@ -47,10 +47,13 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
             f"of `{model.name}`"
         )
     if layout.stage_devices % (layout.ep * layout.etp):
-        both = "ep x etp" if layout.etp > 1 else "ep"
+        both = f"ep x etp = {layout.ep} x {layout.etp}" if layout.etp > 1 else f"ep = {layout.ep}"
+        yield (f"{both} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)")
+    elif not spec.spread.has(layout):
+        can = [f"`ep = {x.ep}, etp = {x.etp}`" for x in spec.spread.meshes(layout, model)]
         yield (
-            f"{both} = {layout.ep * layout.etp} does not divide the {layout.stage_devices} devices of a stage (tp x "
-            "cp x dp)"
+            f"`{spec.name}` cannot have experts in ep = {layout.ep}, etp = {layout.etp} of tp = {layout.tp}, dp = "
+            f"{layout.dp}{': it can in ' * bool(can)}{_or(can)}"
         )
 
 
@@ -81,6 +84,10 @@ def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
         for size, name in sizes
         if size % tp
     ]
+
+
+def _or(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else ""
 
 
 def _and(words: list[str]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..sharding.layout import Layout, shard
-from . import experts, peaks, prefixes, transformer
+from . import experts, peaks, prefixes, spread, transformer
 from .context import Context
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
@@ -73,6 +73,7 @@ SPEC = EngineSpec(
     zero=(0, 1, 2, 3),
     divided_from=2,
     families=("llama", "qwen2", "qwen3", "qwen3_moe"),
+    spread=spread.WHOLE,
     lints=_lints,
     calls=_calls,
     shares_beginnings=True,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..ir.stepping import Optimizer
 from ..model.architecture import HEAD
 from ..sharding.layout import shard
-from . import megatron_cpu, megatron_model, prefixes, transformer, vocabulary
+from . import megatron_cpu, megatron_model, prefixes, spread, transformer, vocabulary
 from .context import Context
 from .spec import Asked, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
 from .steps import Steps
@@ -50,6 +50,7 @@ SPEC = EngineSpec(
     build="msrl_graph.backends.megatron:Engine",
     options=("micro_batch", "recompute", "dtype", "offload"),
     zero=(0, 1),
+    spread=spread.MEGATRON,
     vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     planned=("offload", "deepseek_v3"),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ..hardware.device_kinds import DeviceKind, Where
 from ..sharding.layout import Box, Layout, Side
+from .spread import NONE, Spread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +84,7 @@ class EngineSpec:
       for one tp and pp, whatever the models.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
-      whole vocabulary, where it `pads_whole`.
+      whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them.
     - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
       beside weights and optimizer states at rest. Without it general formulas stand in, in which a gradient takes
       `gradient_bytes` (0: as much as a weight), and tp divides what norms see too where it `divides_sequence` (sequence
@@ -105,6 +106,7 @@ class EngineSpec:
     vocabulary_multiple: int = 1
     pads_whole: bool = False
     replicates_kv_heads: bool = False
+    spread: Spread = NONE
     families: tuple[str, ...] = ("llama", "qwen2")
     planned: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch", "transformers")

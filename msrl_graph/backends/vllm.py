@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..ir.work import Work, kv_elements
 from ..sharding.layout import shard
+from . import spread
 from .devices import release, take, trim
 from .spec import BYTES, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
 from .stops import looks_for
@@ -61,12 +62,13 @@ def _peaks(verb: str, work: Work) -> Moments:
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
-    axes=("tp", "pp", "dp", "ep"),
+    axes=("tp", "pp", "dp", "ep", "etp"),
     build="msrl_graph.backends.vllm:Engine",
     options=("micro_batch", "dtype", "memory"),
     vocabulary_multiple=64,
     pads_whole=True,
     replicates_kv_heads=True,
+    spread=spread.VLLM,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     # Of ep: the kernel for the CPU does not know whose experts are whose, and ends the process.
     planned=("ep", "deepseek_v3"),

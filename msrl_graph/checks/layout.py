@@ -71,9 +71,7 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
     if graph_node.verb != "generate" and (update := _update(plan.graph, graph_node.worker)) not in (None, node):
         # It has its update's layout already, whose faults are told there.
         theirs = plan.placement(update).layout
-        if stated is not None and any(
-            getattr(stated, a) != getattr(theirs, a) for a in AXES if not (a == "dp" and stated.dp == 0)
-        ):
+        if stated is not None and any(getattr(stated, a) not in (getattr(theirs, a), 0) for a in AXES):
             yield Diagnostic(
                 "bad-layout",
                 f"`{node}` computes with the weights of `{update}`, so it has that layout: {theirs}",
@@ -113,9 +111,11 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
         sizes = " x ".join(
             f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp")
         )
-        help = (
-            f"dp = {devices // width} takes all {devices}" if devices % width == 0 else _nearest(plan, placement, spec)
-        )
+        whole, rows = replace(layout, dp=devices // width), rows_in_step(plan.graph, graph_node)
+        if devices % width or any(misfits(plan.model(node), spec, whole)) or (rows or 0) % whole.dp:
+            help = _nearest(plan, placement, spec)
+        else:
+            help = f"dp = {whole.dp} takes all {devices}"
         where = _cluster(plan) if pool.name == "devices" else f"its pool has {devices}, {pool.reason}"
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     for message in misfits(plan.model(node), spec, layout):
@@ -139,19 +139,29 @@ def _others(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineS
 
 
 def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    """The layout with the nearest tp that the engine and the devices allow, all else as stated."""
+    """The layout with the nearest tp and experts that the engine and the devices allow, all else as stated."""
     devices, layout, model = plan.pool(placement.pool).devices, placement.layout, plan.model(placement.node)
-    rest = layout.cp * layout.pp
-    works = [
-        found
-        for t in range(1, devices + 1)
-        if devices % (t * rest) == 0
-        and not any(misfits(model, spec, found := replace(layout, tp=t, dp=devices // (t * rest))))
-    ]
+    stated, rest = plan.deploy.layouts.get(placement.node, layout), layout.cp * layout.pp
+    rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
+    works = []
+    for tp in [t for t in range(1, devices + 1) if devices % (t * rest) == 0]:
+        sized = replace(layout, tp=tp, dp=devices // (tp * rest))
+        if rows is None or rows % sized.dp == 0:
+            same = spec.spread.settled(replace(sized, etp=stated.etp), model)
+            works += [x for x in (same, *spec.spread.meshes(sized, model)) if not any(misfits(model, spec, x))]
     if not works:
         return ""
-    best = min(works, key=lambda w: (abs(math.log(w.tp / layout.tp)), w.tp))
-    sizes = [(a, getattr(best, a)) for a in ("cp", "pp") if getattr(best, a) > 1]
+
+    def far(found: Layout) -> tuple[float, ...]:
+        one, other = ([x.tp, x.ep, x.etp] for x in (found, layout))
+        if stated.etp == 0 and found.etp == spec.spread.settled(replace(found, etp=0), model).etp:
+            one[2] = other[2] = 1  # the engine's own is near to what does not state it
+        return (sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True)), found.tp, found.ep)
+
+    best = min(works, key=far)
+    sizes = [(a, getattr(best, a)) for a in ("cp", "pp", "ep") if getattr(best, a) > 1 or getattr(stated, a) > 1]
+    if stated.etp or best.etp != spec.spread.settled(replace(best, etp=0), model).etp:
+        sizes.append(("etp", best.etp))
     return f"the nearest that works: tp = {best.tp}, dp = {best.dp}" + "".join(f", {a} = {n}" for a, n in sizes)
 
 

@@ -6,6 +6,7 @@ Invariant: all of it is refused by name before a run starts anything, and a plan
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from .. import algorithms
@@ -16,6 +17,7 @@ from ..ir.attributes import Generate, ReshardingEdge, Update
 from ..ir.declared import Declared
 from ..ir.options import STATEMENTS
 from ..ir.plan import Note, Placement, Plan
+from ..model.architecture import Model
 from ..sharding.layout import AXES
 
 # Attributes of edges that the runtime does not know, and what to do meanwhile.
@@ -71,14 +73,17 @@ def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
     return spec.honours is None or key in spec.honours
 
 
-def _planned(spec: EngineSpec, placement: Placement, family: str) -> Iterator[tuple[str, Span, str]]:
+def _planned(spec: EngineSpec, placement: Placement, model: Model) -> Iterator[tuple[str, Span, str]]:
     """What a placement asks of its engine that can be planned for only: what it is, where it stands, what to do."""
-    layout, options = placement.layout, placement.engine.options
+    layout, options, family = placement.layout, placement.engine.options, model.family
     if family in spec.planned:
         able = [f for f in spec.families if f not in spec.planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
+    if "ep" not in spec.planned and model.experts and not spec.spread.runs(layout):
+        yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
+    own = spec.spread.settled(replace(layout, etp=0), model).etp  # which nobody states
     for name in spec.planned:
-        if name in AXES and getattr(layout, name) > 1:
+        if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
         elif options.get(name) not in (None, "none"):
             yield f"`{name} = {options[name]}`", placement.engine.span, f"leave `{name}` out"
@@ -110,7 +115,7 @@ def _refused(plan: Plan) -> list[_Refusal]:
             )
         elif placement.engine.name in ENGINES:
             node, spec = plan.graph.node(placement.node), ENGINES[placement.engine.name]
-            for name, span, help in _planned(spec, placement, plan.model(node.name).family):
+            for name, span, help in _planned(spec, placement, plan.model(node.name)):
                 tell(f"{name} by the engine `{spec.name}`", span, help, follows=lacking)
             for key in [k for k in node.attributes if not _honours(spec, node.verb, k)]:
                 others = [n for n, e in ENGINES.items() if runs(n, backend) and node.verb in e.verbs]

@@ -124,15 +124,16 @@ class Collectives:
         return self.seconds("all_to_all", "cp", layers * passes * received * self._item, layers * passes * 4)
 
     def experts(self, tokens: float, passes: int) -> Figure:
-        """Of the tokens of a context-parallel rank: each goes to its experts and back, in every layer that has some."""
+        """Of the tokens of a context-parallel rank: each goes to its experts and back, in every layer that has some;
+        each rank's own over ep, and what arrives to all of etp."""
         layout, found = self.placement.layout, self.model.experts
-        if found is None or layout.ep * layout.etp == 1:
+        if found is None or not self.spec.spread.sends(layout):
             return Figure(0.0, "derived", "experts are where their tokens are")
         layers = (self.model.layers - found.first) / layout.pp
         each = tokens / layout.tp * found.active * self.model.hidden * self._item
         parts = [Figure(0.0, "derived", "one expert-parallel rank")]
         if layout.ep > 1:
-            received = 2 * each * layout.etp * (layout.ep - 1) / layout.ep
+            received = 2 * each * (layout.ep - 1) / layout.ep
             parts.append(self.seconds("all_to_all", "ep", layers * passes * received, layers * passes * 2))
         if layout.etp > 1:
             parts.append(

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnostics.shown import shown
+from ..model.architecture import Experts
+from ..sharding.layout import Layout
 
 WIDTH = 100
 
@@ -40,6 +42,13 @@ def duration(seconds: float) -> str:
 def many(number: int, noun: str) -> str:
     """So many of a thing, in words: `1 host`, `2 hosts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def spread(experts: Experts, layout: Layout) -> str:
+    """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
+    part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
+    number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
+    return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
 class Sheet(Protocol):

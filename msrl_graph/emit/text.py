@@ -7,12 +7,13 @@ its reason. At 100 columns no table is cut off; without a terminal there is no c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..hardware.cluster import Figure
 from ..ir.graph import Graph
 from ..ir.plan import EngineChoice, Plan, Way
 from ..sharding.layout import Layout
-from .page import WIDTH, Page, Sheet, duration, many, size
+from .page import WIDTH, Page, Sheet, duration, many, size, spread
 from .placed import placed
 
 
@@ -207,7 +208,7 @@ def _pools(page: Sheet, plan: Plan) -> None:
                 time = seconds.get(p.node)
                 cells = (
                     p.node,
-                    _layout(p.layout),
+                    _layout(replace(p.layout, etp=1)),  # which is told below, with the experts
                     p.engine.name,
                     str(p.layout.devices),
                     size(p.weight_bytes),
@@ -224,6 +225,8 @@ def _pools(page: Sheet, plan: Plan) -> None:
             for p in listed:
                 stated = plan.deploy.engines.get(p.node)
                 page.line(f"engine of {p.node}: {_engine(p.engine, stated)}")
+                if experts := plan.model(p.node).experts:
+                    page.line(f"experts of {p.node}: {spread(experts, p.layout)}")
         else:
             page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in listed], (1,))
 

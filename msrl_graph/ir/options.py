@@ -63,14 +63,16 @@ class ModelOptions(Declared):
 
 @dataclass(frozen=True)
 class LayoutOptions(Declared):
-    """`layout NODES { … }`. A `dp` of 0 is left to the placement."""
+    """`layout NODES { … }`. A `dp` of 0 is left to the placement, an `etp` of 0 to the engine."""
 
     tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: divides matrices and heads.")
     cp: int = attr(COUNT, Layout.cp, "Context parallelism: divides sequences.")
     pp: int = attr(Number(1, 10_000, whole=True), Layout.pp, "Pipeline parallelism: divides layers into stages.")
     dp: int = attr(COUNT, 0, "Data parallelism: divides rows.", "what the pool leaves")
-    ep: int = attr(COUNT, Layout.ep, "Expert parallelism: divides experts; ep · etp divides tp · cp · dp.")
-    etp: int = attr(COUNT, Layout.etp, "Tensor parallelism of each expert.")
+    ep: int = attr(COUNT, Layout.ep, "Expert parallelism: whole experts over the ranks of a stage (tp · cp · dp).")
+    etp: int = attr(
+        COUNT, 0, "Tensor parallelism of each expert, over the same ranks.", "as the engine has it: see below"
+    )
     vpp: int = attr(
         Number(1, 100, whole=True),
         Layout.vpp,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+NOTHING_FITS = "nothing fits"
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -36,6 +38,11 @@ class Searched:
     ended: str  # what ended it before all was known
     best: Candidate
     runners: tuple[Candidate, ...] = ()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it went through all there is, and nothing fits."""
+        return not self.seconds and self.ended == NOTHING_FITS
 
     @property
     def gap(self) -> float:

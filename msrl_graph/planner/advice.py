@@ -10,10 +10,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..backends.dividing import misfits
 from ..backends.spec import EngineSpec
+from ..ir.graph import Node
 from ..ir.plan import Deploy, EngineChoice, Memory, Plan
 from ..passes.spec import Passes
-from ..sharding.layout import AXES, Layout
+from ..sharding.layout import Layout
+
+# Layouts near the stated one that are tried before the search is asked.
+TRIED = 40
 
 
 @dataclass(frozen=True)
@@ -26,23 +31,44 @@ class Advice:
     misplaced: Callable[[Plan], bool]
 
     def nearest(self, plan: Plan, worst: Memory) -> str:
-        """The nearest layout that fits, for the nodes whose phase needs most."""
+        """The nearest layout that fits, for the nodes whose phase needs most; "" where none was found, and none was
+        ruled out."""
         verb = "generate" if worst.phase == "generate" else "update"
-        nodes = [n.name for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
-        if not nodes:
+        first = [n for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
+        if not first:
             return ""
+        stated = plan.deploy.layouts
+        # Nodes that are stated to have the layout of an update go with it.
+        nodes = [n.name for n in plan.graph.nodes if n in first or (n.name in stated and _follows(plan, n, first))]
+        nodes.sort(key=lambda n: n != first[0].name)
+        ruled_out = plan.search is not None and plan.search.hopeless
+        if plan.search is None or plan.search.seconds or stated.keys() & {*nodes}:
+            if found := self._offloaded(plan, worst.pool) or self._other(plan, nodes, worst):
+                return found
+            found, ruled_out = self._searched(plan, nodes)
+            if found:
+                return found
+        if stated.keys() - {*nodes}:
+            found, ruled_out = self._searched(plan, [*nodes, *(n for n in stated if n not in nodes)])
+            if found:
+                return found
         named = ", ".join(nodes)
-        nothing = f"no other layout of {named} fits either: it takes more devices, or a smaller model"
-        if plan.search is not None and not plan.search.seconds and not plan.deploy.layouts.keys() & {*nodes}:
-            return nothing  # the search has tried; what is stated of these states it left alone
-        if found := self._offloaded(plan, worst.pool):
-            return found
-        engine = plan.placement(nodes[0]).engine
+        return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
+
+    def _other(self, plan: Plan, nodes: Sequence[str], worst: Memory) -> str:
+        """Another layout of the same devices, or recomputation."""
+        engine, model = plan.placement(nodes[0]).engine, plan.model(nodes[0])
+        updates = [plan.graph.node(n) for n in nodes]
+        # What is open of the others stays as the search left it: a search for each would take minutes.
+        placed = [p for p in plan.placements if p.pool in {x.name for x in plan.pools}] if plan.search else []
+        layouts = {p.node: p.layout for p in placed if p.node not in plan.deploy.layouts} | plan.deploy.layouts
+        chosen = {p.node: EngineChoice(p.engine.name) for p in placed} | plan.deploy.engines
+        pinned = replace(plan.deploy, engines=chosen, pools=plan.pools if plan.search else plan.deploy.pools)
         for choice in self._near(plan, nodes[0], worst):
-            layouts = {**plan.deploy.layouts, **dict.fromkeys(nodes, choice)}
-            if self._fitting(replace(plan.deploy, layouts=layouts), plan, worst.pool):
-                zero = f", zero = {choice.zero}" if choice.zero != 1 else ""
-                return f"the nearest layout that fits: `layout {named} {{ tp = {choice.tp}, dp = {choice.dp}{zero} }}`"
+            follow = {n: choice for n in layouts if n in nodes or _follows(plan, plan.graph.node(n), updates)}
+            if self._fitting(replace(pinned, layouts={**layouts, **follow}), plan, worst.pool):
+                sizes = self.engines[engine.name].spread.written(choice, model)
+                return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ {sizes} }}`"
         if worst.phase == "update" and engine.options.get("recompute") != "full":
             # The passes choose the micro-batch again, for what recomputation leaves.
             stated = plan.deploy.engines.get(nodes[0], EngineChoice(engine.name))
@@ -50,29 +76,60 @@ class Advice:
             engines = {**plan.deploy.engines, nodes[0]: full}
             if self._fitting(replace(plan.deploy, engines=engines), plan, worst.pool):
                 return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
-        return self._searched(plan, nodes) or nothing
+        return ""
 
     def _near(self, plan: Plan, node: str, worst: Memory) -> list[Layout]:
-        """Layouts of all devices of a node's pool with another tp or ZeRO stage, the nearest first."""
-        now, devices = plan.placement(node).layout, plan.pool(worst.pool).devices
-        stages = self.engines[plan.placement(node).engine.name].zero
-        stages = (now.zero,) if worst.phase == "generate" else tuple(z for z in stages if z >= now.zero)
-        widths = [t for t in range(1, min(devices, plan.model(node).heads) + 1) if devices % t == 0]
-        tried = [replace(now, tp=t, dp=devices // t, zero=z, inner=1) for t in widths for z in stages]
-        return sorted(tried, key=lambda c: (abs(math.log2(c.tp / now.tp)) + c.zero - now.zero, c.tp, c.zero))
+        """Layouts of all devices of a node's pool with another tp, division of experts or ZeRO stage, the nearest
+        first."""
+        placement, model = plan.placement(node), plan.model(node)
+        now, devices, spec = placement.layout, plan.pool(worst.pool).devices, self.engines[placement.engine.name]
+        stages = (now.zero,) if worst.phase == "generate" else tuple(z for z in spec.zero if z >= now.zero)
+        rest = now.cp * now.pp
+        tried = []
+        for tp in [t for t in range(1, min(devices, model.heads) + 1) if devices % (t * rest) == 0]:
+            sized = replace(now, tp=tp, dp=devices // (tp * rest), inner=1)
+            meshes = dict.fromkeys(
+                (spec.spread.settled(replace(sized, etp=0), model), *spec.spread.meshes(sized, model))
+            )
+            tried += [replace(x, zero=z) for x in meshes for z in stages if not any(misfits(model, spec, x))]
 
-    def _searched(self, plan: Plan, nodes: Sequence[str]) -> str:
-        """What the search finds where nothing is stated of the layout of some nodes, and all else stays."""
+        def far(found: Layout) -> float:
+            return (
+                sum(abs(math.log2(getattr(found, a) / getattr(now, a))) for a in ("tp", "ep")) + found.zero - now.zero
+            )
+
+        return sorted(tried, key=lambda x: (far(x), x.tp, x.ep, x.etp, x.zero))[:TRIED]
+
+    def _searched(self, plan: Plan, nodes: Sequence[str]) -> tuple[str, bool]:
+        """What the search finds where nothing is stated of the layout of some nodes, and all else stays; and whether it
+        has ruled out that anything fits."""
         open_ = replace(plan.deploy, layouts={n: x for n, x in plan.deploy.layouts.items() if n not in nodes})
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, open_))
-        parted = [p.nodes for p in other.pools] != [p.nodes for p in plan.pools]
-        if other.search is None or not other.search.seconds or parted:
-            return ""
-        found, named = other.placement(nodes[0]), ", ".join(nodes)
-        sizes = ", ".join(f"{a} = {getattr(found.layout, a)}" for a in (*AXES, "zero") if getattr(found.layout, a) > 1)
-        same = found.engine.name == plan.placement(nodes[0]).engine.name
-        engine = "" if same else f" and `engine {named} = {found.engine.name}`"
-        return f"this fits: `layout {named} {{ {sizes or 'dp = 1'} }}`{engine}"
+        if other.search is None or not other.search.seconds:
+            return "", other.search is not None and other.search.hopeless
+        found: dict[str, list[str]] = {}
+        layouts = dict(open_.layouts)
+        engines = dict(open_.engines)
+        for node in nodes:
+            there = other.placement(node)
+            sizes = self.engines[there.engine.name].spread.written(there.layout, plan.model(node))
+            found.setdefault(sizes, []).append(node)
+            layouts[node] = replace(there.layout, inner=1)
+        changed = []
+        for node in nodes:
+            name = other.placement(node).engine.name
+            if (
+                name != plan.placement(node).engine.name
+                and plan.graph.sharing(plan.graph.node(node).worker)[0].name == node
+            ):
+                changed.append(f"`engine {node} = {name}`")
+                engines[node] = EngineChoice(name)
+        # As it would be stated: the division into pools may be the search's.
+        stated = replace(open_, layouts=layouts, engines=engines)
+        if self._fitting(stated, plan) is None:
+            return "", False
+        parts = [f"`layout {', '.join(names)} {{ {sizes} }}`" for sizes, names in found.items()]
+        return f"this fits: {' and '.join([*parts, *changed])}", False
 
     def _offloaded(self, plan: Plan, pool: str) -> str:
         """What the passes offload where the file does not say `none`, or less than it takes."""
@@ -92,11 +149,16 @@ class Advice:
                 found.append(f"`engine {p.node} = {p.engine.name} {{ offload = {p.engine.options['offload']} }}`")
         return f"this fits: {' and '.join(found)}"
 
-    def _fitting(self, deploy: Deploy, plan: Plan, pool: str) -> Plan | None:
-        """The plan with another deploy, if a pool and the hosts have the memory then."""
+    def _fitting(self, deploy: Deploy, plan: Plan, pool: str = "") -> Plan | None:
+        """The plan with another deploy, if a pool, or all, and the hosts have the memory then."""
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, deploy))
         if self.misplaced(other):
             return None
         other = self.passes.after("place").until("memory").apply(other)
-        concerned = [m for m in other.memory if m.pool == pool or m.place == "host"]
+        concerned = [m for m in other.memory if pool in ("", m.pool) or m.place == "host"]
         return other if all(m.total <= m.capacity.value for m in concerned) else None
+
+
+def _follows(plan: Plan, node: Node, updates: Sequence[Node]) -> bool:
+    """Whether a node has the weights of an update."""
+    return node.verb != "generate" and any(node.worker == n.worker for n in updates if n.verb == "update")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ..backends import runs
 from ..backends.dividing import misfits, rows_in_step
 from ..backends.spec import EngineSpec
 from ..cost import holdings
@@ -19,7 +20,7 @@ from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory
 from ..sharding.layout import Layout
 from .owners import Owner, engines, has_open_layout
-from .place import Place, resolve
+from .place import Place
 from .pools import Division
 
 
@@ -44,37 +45,45 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """`place` completes what is tried."""
+    """`place` completes what is tried. `wide`: also layouts that tie hosts together, where others fit alone."""
 
     place: Place
+    wide: bool = False
 
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """The choices of an owner in its pool, the quickest first; `skeleton` is any placing of the division. Where
         none fits, those that miss least come first, each with what it misses."""
-        found = [self._choice(skeleton, owner, p) for p in self._tried(skeleton, division, owner)]
-        fitting = [c for c in found if c.over <= 0]
+        found: list[Choice] = []
+        fitting: list[Choice] = []
+        tried: set[tuple[Layout, str]] = set()
+        for wide in (False, True):
+            for placement in self._tried(skeleton, division, owner, wide):
+                if (placement.layout, placement.engine.name) not in tried:
+                    tried.add((placement.layout, placement.engine.name))
+                    found.append(self._choice(skeleton, owner, placement))
+            fitting = [c for c in found if c.over <= 0]
+            if fitting and not self.wide:
+                break
         if fitting:
             return sorted(fitting, key=lambda c: sum(c.seconds.values()))
+        if not found:  # the engines allow none, as the checks tell of any
+            found.append(self._choice(skeleton, owner, skeleton.placement(owner.node)))
         return sorted(found, key=lambda c: c.over)[:1]
 
-    def _tried(self, plan: Plan, division: Division, owner: Owner) -> Iterator[Placement]:
+    def _tried(self, plan: Plan, division: Division, owner: Owner, wide: bool) -> Iterator[Placement]:
         node, pool = plan.graph.node(owner.node), division.pool_of(owner.node)
         now = plan.placement(owner.node)
         specs = engines(plan, owner, self.place.engines)
         if not has_open_layout(plan, owner):
-            layout = resolve(plan.deploy.layouts[owner.node], pool.devices)[0]
-            yield from (replace(now, layout=layout, engine=self._engine(plan, node, s)) for s in specs)
+            stated = plan.deploy.layouts[owner.node]
+            for spec in specs:
+                layout = self.place.resolve(plan, owner.node, stated, spec.name, pool.devices)[0]
+                yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
             return
-        some = False
-        for spec, wide in ((s, w) for w in (False, True) for s in specs):
-            if wide and some:
-                return
+        for spec in specs:
             for layout in layouts(plan, node, spec, pool, wide):
                 if self._allowed(plan, owner, spec, layout):
-                    some = True
                     yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
-        if not some:
-            yield now
 
     def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
         return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
@@ -161,21 +170,23 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
     """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context
-    parallelism and divided experts: for what cannot be divided otherwise."""
+    parallelism and other divisions of experts: for what does not fit otherwise."""
     model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
-    experts = model.experts.number if model.experts else 1
+    here = runs(spec.name, plan.cluster.device.backend)
+    axes = [a for a in spec.axes if not (here and a in spec.planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
                 dp = devices // (tp * cp * pp)
-                for etp in sorted({1, tp}) if wide and experts > 1 and "etp" in spec.axes else (1,):
-                    stage = tp * cp * dp
-                    for ep in _divisors(experts, spec, "ep", stage // etp):
-                        for z in zero if dp > 1 else zero[:1]:
-                            if stage % (ep * etp) == 0:
-                                yield Layout(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp, zero=z)
+                last = 0  # the ep of the mesh before: of those with another etp the narrow search looks at the first
+                for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
+                    if all(a in axes for a in ("ep", "etp") if getattr(mesh, a) > 1) and (wide or mesh.ep > last):
+                        last = mesh.ep
+                        # What an engine runs on such devices, and not all that can be planned for it.
+                        if spec.spread.runs(mesh) or not here:
+                            yield from (replace(mesh, zero=z) for z in (zero if dp > 1 else zero[:1]))
 
 
 def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[int]:

@@ -107,7 +107,8 @@ def _does(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
 
 def _lacks(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     """What keeps an engine from the model, or from dividing it as is stated; "" where nothing does."""
-    model, layout = plan.model(owner.node), plan.deploy.layouts.get(owner.node)
+    model, stated = plan.model(owner.node), plan.deploy.layouts.get(owner.node)
+    layout = None if stated is None else spec.spread.settled(stated, model)
     lacking = [f"no {model.family} models"] * (model.family not in spec.families)
     if layout is not None:
         lacking += [f"no {a}" for a in AXES if getattr(layout, a) > 1 and a not in spec.axes]

@@ -116,10 +116,16 @@ class Place(Placing):
                 found[owner].layout,
                 f"has the weights of {owner}" if shares else f"as {owner}, which has the same model",
             )
+            if not shares and owner in plan.deploy.layouts and engine.name != found[owner].engine.name:
+                open_ = plan.deploy.layouts[owner]  # what it leaves to an engine is another's here
+                layout = self.resolve(plan, node.name, open_, engine.name, pool.devices)[0]
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
-            layout, reason = resolve(plan.deploy.layouts[owner], pool.devices)[0], f"has the weights of {owner}"
+            layout, reason = (
+                self.resolve(plan, node.name, plan.deploy.layouts[owner], engine.name, pool.devices)[0],
+                f"has the weights of {owner}",
+            )
         elif stated is not None:
-            layout, reason = resolve(stated, pool.devices)
+            layout, reason = self.resolve(plan, node.name, stated, engine.name, pool.devices)
         else:
             layout, reason = (
                 decision.layouts.get(owner, Layout(dp=pool.devices)),
@@ -128,6 +134,15 @@ class Place(Placing):
         if node.verb == "generate" and numbered:
             layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
+
+    def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
+        """A stated layout with its dp, where 0 stands for one that the file leaves to the placement, and the etp of
+        its engine; and why it is that."""
+        layout, reason = stated, "stated"
+        if not stated.dp:
+            layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
+            reason = f"stated; dp {layout.dp} from {devices} devices"
+        return self.engines[engine].spread.settled(layout, plan.model(node)), reason
 
     def _engine(
         self, plan: Plan, node: Node, owned: Owner, decision: Decision, found: Mapping[str, Placement]
@@ -263,11 +278,3 @@ class Place(Placing):
 
 def _with(placement: Placement, **options: Value) -> Placement:
     return holdings.with_options(placement, options)
-
-
-def resolve(stated: Layout, devices: int) -> tuple[Layout, str]:
-    """A stated layout with its dp: 0 stands for one that the file leaves to the placement."""
-    if stated.dp:
-        return stated, "stated"
-    layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
-    return layout, f"stated; dp {layout.dp} from {devices} devices"

@@ -21,7 +21,7 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.between import function
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.searched import Candidate, Searched
+from ..ir.searched import NOTHING_FITS, Candidate, Searched
 from ..passes.estimate import EstimateTime, critical
 from ..passes.memory import CountMemory, over
 from ..passes.order import passes
@@ -169,6 +169,7 @@ class _Run:
     place: Place
     plan: Plan
     passes: Passes
+    wide: bool = False  # whether it looks at layouts that tie hosts together, too
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -200,6 +201,9 @@ class _Run:
         bound = 0.0 if left else heap[0].bound if heap else math.inf
         self._more(heap, ended)
         candidates = sum(s.size for s in spaces)
+        if not self.found and self.wrong and not ended and not self.wide:
+            # Each fits alone, and not beside the others: what ties hosts together holds less.
+            return _Run(self.search, self.place, self.plan, self.passes, wide=True, began=self.began).best()
         if not self.found:
             return self._nothing(spaces, candidates, ended)
         seconds, space, at = self.found[0][:3]
@@ -255,7 +259,7 @@ class _Run:
         pool = division.pool_of(owner.node)
         key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
         if key not in self.lists:
-            found = Choices(self.place)(skeleton, division, owner)
+            found = Choices(self.place, self.wide)(skeleton, division, owner)
             moved = {n for e in self.plan.graph.reshards() for n in (e.src, e.dst)}
             self.lists[key] = found if moved & set(owner.nodes) else _undominated(found)
         return self.lists[key]
@@ -333,9 +337,9 @@ class _Run:
         at = tuple(
             min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
         )
-        best = self._candidate(_Found(0.0, space, at, None, ended or "nothing fits"))
+        best = self._candidate(_Found(0.0, space, at, None, ended or NOTHING_FITS))
         record = Searched(
-            candidates, len(self.evaluated), 0.0, 0.0, False, ended or "nothing fits", best, self._runners([])
+            candidates, len(self.evaluated), 0.0, 0.0, False, ended or NOTHING_FITS, best, self._runners([])
         )
         return replace(self.place.apply(self.plan, self._decision(space, at, why)), search=record)
 

@@ -271,6 +271,10 @@ def _engines() -> str:
         [
             *lines,
             "",
+            "Of a layer's experts, `ep` and `etp` divide:",
+            "",
+            *(f"- `{name}`: {e.spread.words}." for name, e in ENGINES.items()),
+            "",
             (
                 f"Where the file names no engine, the plan chooses among those that can: on CPUs {host}, on other "
                 f"devices {other}; where none of these has the model's family, or divides it as the layout says, among "
