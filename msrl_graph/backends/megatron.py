@@ -219,10 +219,8 @@ class Engine:
 
         tensor, piece = self.model.tensors[i], self._shards[i]
         parameter, where = self._pieces[i]
-        found = torch.zeros(piece.tensor.shape, device=self.place)
         whole = None if parameter is None else self._sums.get(parameter, parameter.grad)
-        if whole is not None:
-            found.copy_(whole[where])
+        found = torch.zeros(piece.tensor.shape, device=self.place) if whole is None else whole[where]
         copied = tensor.tp_dim < 0 and tensor.name != HEAD
         if self.layout.tp > 1 and copied and found.numel():  # a norm sees a part of the tokens
             dist.all_reduce(found, group=self.groups.tp)

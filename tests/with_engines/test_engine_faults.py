@@ -18,9 +18,10 @@ def computed(folder):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)], weights(folder)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_whatever_happens_to_it_is_told_and_the_run_goes_on_as_it_would_have(place):
     place.write(ENGINE, RUN, ("run {", "dock { deadline = 15 s }\n  run {"), evaluated=False)
+    place.patience = 400.0  # of three attempts
     code, out, err = place.run("p.rlg", *SMALL, "--out", "whole")
     assert code == 0 and not re.search("vllm|warning|INFO|Gloo", out + err, re.IGNORECASE), err
     # The ranks die as they make what they share, then one in a step, then it stands still.
@@ -41,7 +42,7 @@ def test_whatever_happens_to_it_is_told_and_the_run_goes_on_as_it_would_have(pla
     assert code == 3 and f"error[run-failed]: {told}RuntimeError: mat1 and mat2 shapes cannot be multiplied" in err, err
     assert "Traceback" not in err and "Dumping" not in err and len(err.splitlines()) < 6, err
     log = (place.folder / "again" / "logs" / "rank-1.log").read_text()
-    assert "all of it is in logs/rank-1.log" in err and "Dumping input data" in log and "Traceback" in log
+    assert "all of it is in logs/rank-1.log" in err and "Traceback" in log
     place.assert_clean()
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "again")
     assert code == 0, err
