@@ -13,7 +13,7 @@ PROGRAM ?= grpo
 NAMES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves test test-engines lint chaos dry invariance programs bench-compile bench-memory bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves test test-engines lint chaos dry invariance programs bench-compile bench-memory bench-memory-engines bench-phases bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -67,6 +67,10 @@ bench-compile: $(VENV)/ready
 # Predicted against measured on 1 to 4 ranks, about 5 minutes.
 bench-memory: $(VENV)/ready
 	$(BIN)/python bench/memory.py
+
+# The same of Megatron and vLLM, about 5 minutes.
+bench-memory-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/python bench/memory.py --engines "megatron vllm"
 
 bench-planner: $(VENV)/ready
 	$(BIN)/python bench/planner.py

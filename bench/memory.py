@@ -24,11 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="names of cases; all where none is named")
     parser.add_argument("--moments", action="store_true", help="what a device held at its peak, and the plan's items")
+    parser.add_argument("--engines", default="fsdp hf", help="of which cases are measured")
     options = parser.parse_args()
     worst, count = ("", 1.0), 0
     print(f"{'':<40}{'phase':<10}{'place':<8}{'predicted':>14}{'measured':>14}{'ratio':>8}")
     for case in CASES:
-        if options.cases and case.name not in options.cases:
+        if (options.cases and case.name not in options.cases) or not {*case.engines} <= {*options.engines.split()}:
             continue
         with tempfile.TemporaryDirectory() as folder:
             plan = case.write(Path(folder))

@@ -111,6 +111,19 @@ time.sleep(300)
     assert not left and process.returncode == -signal.SIGKILL
 
 
+def test_shared_memory_that_is_named_after_the_folder_is_gone():
+    """Ranks that are killed before all have it open leave it: what one makes for others, no tracker knows of."""
+    kept = Temporary()
+    mine, other = (Path("/dev/shm") / name for name in (f"{kept.folder.name}-1", f"{kept.folder.name}x-1"))
+    for file in (mine, other):
+        file.write_bytes(b"x")
+    kept.close()
+    left = [file for file in (mine, other) if file.exists()]
+    for file in left:
+        file.unlink()
+    assert left == [other]
+
+
 def test_what_terminals_send_does_not_reach_the_keeper():
     with closing(Temporary()) as kept:
         assert os.getsid(kept.keeper.pid) == kept.keeper.pid != os.getsid(0)

@@ -221,11 +221,14 @@ class Engine:
 
         tensor, piece = self.model.tensors[i], self._shards[i]
         parameters, where = self._pieces[i]
-        found = torch.zeros(piece.tensor.shape, device=self.place)
-        for own, parameter in zip(found if tensor.experts else (found,), parameters, strict=bool(parameters)):
-            whole = self._sums.get(parameter, parameter.grad)
-            if whole is not None:
-                own.copy_(whole[where])
+        made = [self._sums.get(p, p.grad) for p in parameters]
+        if not tensor.experts and made and made[0] is not None:
+            found: torch.Tensor = made[0][where]  # where it lies
+        else:
+            found = torch.zeros(piece.tensor.shape, device=self.place)
+            for expert, whole in enumerate(made):
+                if whole is not None:
+                    found[expert].copy_(whole[where])
         copied = tensor.tp_dim < 0 and tensor.name != HEAD
         if self.layout.tp > 1 and copied and found.numel():  # a norm sees a part of the tokens
             dist.all_reduce(found, group=self.groups.tp)

@@ -18,7 +18,7 @@ from . import spread
 from .devices import release, take, trim
 from .spec import BYTES, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
 from .stops import looks_for
-from .vllm_core import BLOCK, DRAWN, STEP, Drawing, cached, core, replica, settle, views
+from .vllm_core import BLOCK, DRAWN, STEP, Drawing, cached, core, fed, replica, settle, views
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,9 +47,11 @@ def _peaks(verb: str, work: Work) -> Moments:
     exponentials, the sums of these, and what is sorted."""
     model, layout = work.model, work.layout
     sequences, blocks = cached(work)
-    tokens = min(max(STEP, sequences), work.rows * work.prompt + sequences)
+    tokens = min(max(STEP, sequences), max(fed(work), sequences))
     heads = -(-model.heads // layout.tp) * model.head_dim
-    inside = 3 * model.hidden + max(heads + 2 * model.kv_elements, 3 * -(-model.intermediate // layout.tp))
+    # The residual, before and after, the states in and out; of the other half both products, as one, what becomes of
+    # the first, and their product.
+    inside = 4 * model.hidden + max(heads + 2 * model.kv_elements, 4 * -(-model.intermediate // layout.tp))
     logits, item = sequences * model.vocabulary, BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
     cache = {"KV cache": blocks * BLOCK * kv_elements(model, layout) * item}
@@ -97,6 +99,9 @@ class Engine:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 runner.max_num_tokens, runner.model_config.dtype, runner.device
             )
+        # Of prompts that come as embeddings, which none does: as large as a step's hidden states.
+        for unread in {id(t): t for t in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
+            release(unread)
         side = SPEC.side(placement.layout)
         boxes = {t.name: shard(t, side, devices.rank) for t in weights.model.tensors}
         named = dict(runner.model.named_parameters())
@@ -104,7 +109,8 @@ class Engine:
             parameter.requires_grad_(False)
         self._shards = list(views(boxes, named, getattr(runner.model, "packed_modules_mapping", {})))
         self._parameters = list(dict.fromkeys(named.values()))
-        self._caches = list({c.data_ptr(): c for c in runner.kv_caches}.values())
+        passed = runner.intermediate_tensors.tensors.values() if runner.intermediate_tensors is not None else ()
+        self._caches = list({c.data_ptr(): c for c in (*runner.kv_caches, *passed)}.values())
         self._sizes = {id(t): t.untyped_storage().nbytes() for t in (*self._parameters, *self._caches)}
         # What pads the vocabulary, or a rank's part of experts: nothing fills it.
         padded = [t.name for t in weights.model.tensors if t.padded and t.name in named]

@@ -7,8 +7,10 @@ scheduler, alike, since all are handed the same requests in the same order and d
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,13 +40,20 @@ SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "CRITICAL",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
 # Names of process groups are numbers that all ranks count alike; those of vLLM are made by some, and count apart.
 _apart = itertools.count(1 << 20, 1 << 20)
+
+
+def fed(work: Work) -> int:
+    """Tokens of the prompts of all sequences at once: those that run share whole blocks of a prompt, but for the one
+    that its last token is in."""
+    shared = max(0, work.prompt - 1) // BLOCK * BLOCK
+    return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
 def cached(work: Work) -> tuple[int, int]:
@@ -156,7 +165,9 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    name = [uuid4().hex]  # of the memory that the ranks of the replica share on a host
+    # Of the memory that the ranks of the replica share on a host: after the folder of temporary files, with which it is
+    # cleared where a rank is killed before all have it open.
+    name = [f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}"]
     dist.broadcast_object_list(name, group=group, group_src=0)
 
     class Executor(ExecutorWithExternalLauncher):  # type: ignore[misc]
@@ -187,6 +198,7 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         disable_log_stats=True,
     )
     made = EngineCore(arguments.create_engine_config(), Executor, log_stats=False)
+    gc.unfreeze()  # it took all that this process holds for its own, to be there as long as it is
     # All of the replica have it open by now; without a name it goes with the last of them, however that ends.
     for left in Path("/dev/shm").glob(f"{name[0]}*"):
         left.unlink(missing_ok=True)

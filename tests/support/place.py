@@ -22,6 +22,8 @@ SMALL = ["--set", "prompts=8", "--set", "group=4"]
 class Place:
     """A folder with the example in it, and a temporary folder of its own, to see what is left behind."""
 
+    patience = 200.0  # seconds for a run
+
     def __init__(self, folder):
         self.folder = folder
         for item in ("train.jsonl", "test.jsonl", "model"):
@@ -64,7 +66,7 @@ class Place:
 
     def run(self, *arguments, **environment):
         process = self.start(*arguments, **environment)
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=self.patience)
         return process.returncode, out, err
 
     def wait_for_lines(self, out, count):

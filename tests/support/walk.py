@@ -30,6 +30,7 @@ from msrl_graph.runtime.rank.training import Training
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+LIGHT = ("fsdp", "hf")
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -49,6 +50,7 @@ class Case:
     rows: tuple[int, int, int] = (4, 4, 16)
     tokens: tuple[int, int] = (24, 40)
     changes: tuple[tuple[str, str], ...] = field(default=())
+    engines: tuple[str, str] = LIGHT  # of update and generation
 
     def write(self, folder):
         """The model, with random weights, and the program of the example with this case's figures: its plan."""
@@ -131,7 +133,7 @@ class Walk(Rank):
         self.columns = {}
         with memory.Peak() as peak:
             self.build()
-        self.loaded = peak.peak["device"]
+        self.loaded = peak
         self.ends = dict.fromkeys(self.ends, ())
 
     # Stands in for the dock's client.
@@ -221,7 +223,7 @@ def _walk(rank, _, plan, out, moments):
         report = walk.iteration(1, True)
     finally:
         memory.Peak.__init__ = told
-    found = {"device load": (walk.loaded, "")}
+    found = {"device load": (walk.loaded.peak["device"], _largest(walk.loaded) if moments else "")}
     keys = [key for key in report.bytes if key.startswith("peak of ") and key.endswith(", device")]
     for key, peak in zip(keys, peaks, strict=True):
         op, node = key.removeprefix("peak of ").removesuffix(", device").split(" ")
@@ -243,11 +245,17 @@ def _largest(peak):
 
 
 def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, engine="", **more):
+    trainer, generator = more.get("engines", LIGHT)
     deploy = f"""layout actor.update {{ {update} }}
   layout actor.generate {{ {generate} }}
-  engine actor.update = fsdp {{ micro_batch = {micro}{engine} }}
-  engine actor.generate = hf {{ micro_batch = {prompts} }}"""
+  engine actor.update = {trainer} {{ micro_batch = {micro}{engine} }}
+  engine actor.generate = {generator} {{ micro_batch = {prompts} }}"""
     return Case(name, family, shape, deploy, **more)
+
+
+def heavy(name, *arguments, **more):
+    """A case of the engines that need packages of their own."""
+    return case(f"{name}, megatron and vllm", *arguments, engines=("megatron", "vllm"), **more)
 
 
 # Hidden size, layers, heads, key-value heads, intermediate size, vocabulary.
@@ -348,6 +356,17 @@ CASES = (
         dtype="bf16",
     ),
     case("llama, dp 4, zero 3", "llama", DEEP, "dp = 4, zero = 3", "tp = 2", 4, 2, ranks=4),
+    heavy("llama", "llama", WIDE, "dp = 1"),
+    heavy("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),
+    heavy("qwen2, tied, deep", "qwen2", DEEP, "dp = 1", micro=16, tied=True),
+    heavy("llama, recompute", "llama", WIDE, "dp = 1", engine=", recompute = full"),
+    heavy("llama, sgd, short", "llama", FLAT, "dp = 1", changes=by("sgd(lr = 2e-4, momentum = 0.9)"), **SHORT),
+    heavy("llama, dp 2, zero 0", "llama", WIDE, "dp = 2, zero = 0", "dp = 2", 4, 2, ranks=2),
+    heavy("llama, dp 2, zero 1", "llama", WIDE, "dp = 2, zero = 1", "dp = 2", 4, 2, ranks=2),
+    heavy("llama, tp 2", "llama", WIDE, "tp = 2", "tp = 2", ranks=2),
+    heavy("qwen2, bf16, tp 2", "qwen2", EVEN, "tp = 2", "tp = 2", ranks=2, dtype="bf16"),
+    heavy("qwen2, tied, pp 2", "qwen2", DEEP, "pp = 2", "pp = 2", 4, ranks=2, tied=True),
+    heavy("llama, dp 2 x tp 2", "llama", WIDE, "dp = 2, tp = 2, zero = 1", "dp = 2, tp = 2", 4, 2, ranks=4),
 )
 
 __all__ = ["CASES", "Case", "Walk", "case", "measured", "predicted"]

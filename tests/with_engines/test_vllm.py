@@ -11,6 +11,7 @@ import psutil
 import pytest
 import ranks
 import torch
+from injected import shared
 from mixture import mixture
 from place import THRICE, TRAINED, assert_alike
 
@@ -184,8 +185,3 @@ def test_a_program_trains_alike(axis, reference, place):
     assert_alike(place.folder / "out", reference)
     place.assert_clean()
     assert shared() <= before
-
-
-def shared():
-    """What vLLM's ranks share memory by."""
-    return set(Path("/dev/shm").glob("*cpushm*"))

@@ -30,7 +30,7 @@ from ..metrics.display import Display, Screen, Tail, comparison
 from ..metrics.record import Recorder
 from ..metrics.symptoms import Symptoms
 from ..process import points
-from ..process.report import Loaded, Report, RunError
+from ..process.report import Loaded, RankFailed, Report, RunError
 from ..process.task import Task
 from ..weights import checkpoint
 from .carried import Carried
@@ -95,15 +95,19 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         cause = getattr(error, "cause", None)
         if isinstance(cause, Fault):
             return Result("fault", diagnostics=list(cause.diagnostics))
-        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout):
+        # An engine that raised in a collective may have lost its partner; whatever else raised is the reason itself.
+        joint = isinstance(cause, RankFailed) and cause.joint
+        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout) and not joint:
             return Result("failed", str(cause))
         words = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
             return Result("failed", f"{cause}{words}")
         # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
-        dead = pool.dead(20.0 if isinstance(cause, RuntimeError) else 2.0)
+        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{words}")
+        if joint:
+            return Result("failed", str(cause))
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{words}")
     except Fault as fault:

@@ -23,6 +23,7 @@ import psutil
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
+SHARED = Path("/dev/shm")
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
 # Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their
 # pipe, and then end.
@@ -100,7 +101,7 @@ def sweep() -> None:
 def end(folder: str, session: int = 0) -> None:
     """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in
     their environment (Ray's processes change their titles, which may write over it). Those that tidy up after others
-    end by themselves, or last. Then removes its folder."""
+    end by themselves, or last. Then removes its folder, and what they shared memory by under the folder's name."""
     begin = time.monotonic()
     until = begin + MOST
     while time.monotonic() < until:
@@ -125,6 +126,9 @@ def end(folder: str, session: int = 0) -> None:
         wait = time.monotonic() + 2
         while time.monotonic() < min(wait, until) and any(alive(process.pid) for process in left):
             time.sleep(0.02)
+    for file in SHARED.glob(f"{Path(folder).name}-*"):
+        with suppress(OSError):
+            file.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 

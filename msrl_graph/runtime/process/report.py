@@ -21,6 +21,17 @@ class RunError(Exception):
     """Something went wrong in a process of the run; the message is for the user."""
 
 
+class RankFailed(RunError):
+    """An engine raised. `joint`: in a collective, and so it may be because another process has died."""
+
+    def __init__(self, message: str, joint: bool = False) -> None:
+        super().__init__(message, joint)
+        self.message, self.joint = message, joint
+
+    def __str__(self) -> str:
+        return self.message
+
+
 @dataclass
 class NextValues:
     """The next values of a state that functions have computed: of which units (rows, groups or, where there is one

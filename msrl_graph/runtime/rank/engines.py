@@ -33,6 +33,7 @@ from ..weights import checkpoint, saved
 from ..weights.reshard import Resharder, Swap
 from ..weights.routes import Block
 from ..weights.send import Sender
+from .failed import telling
 
 T = TypeVar("T")
 
@@ -63,7 +64,9 @@ class Engines:
                 self._mesh(placement)
         for placement in plan.placements:
             if self.pool and placement.pool == self.pool.name:
-                self._build(plan.graph.node(placement.node))
+                node = plan.graph.node(placement.node)
+                with telling(plan, node, self.rank, "being built"):
+                    self._build(node)
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
 

@@ -34,6 +34,7 @@ from ..process.joining import speak
 from ..process.report import Report
 from ..process.task import Task
 from ..weights.reshard import Swap
+from .failed import telling
 from .generation import Generation
 from .training import Training
 
@@ -57,7 +58,7 @@ class Doing(Walker):
             for name in found.states:
                 if name in self.task.states:  # of the run: each row has the same; others came with the rows
                     batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
-            with self.report.phase(node):
+            with self.report.phase(node), telling(rank.plan, found, rank.rank, self.task.key, batch.rows):
                 columns = rank.compute(found, self.task, batch, told)
             if columns and rank._first(found):
                 rank.client.put(node, self.task, columns)
@@ -69,9 +70,10 @@ class Doing(Walker):
                 rank.swaps[worker].wait()
             # A rank of the pool that sends has nothing to fill.
             generator = rank.generators.get(dst)
-            edge.run(generator.allocate if generator else list)
-            if generator:
-                generator.filled()
+            with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"{edge.name} in {self.task.key}"):
+                edge.run(generator.allocate if generator else list)
+                if generator:
+                    generator.filled()
         for step, seconds in edge.seconds.items():
             self.report.more(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved

@@ -1,0 +1,80 @@
+"""vLLM that raises, hangs, dies or finds no memory: the run says which node, rank and rows, or goes on as if nothing
+had happened; nothing is left, and the next one starts."""
+
+import json
+import re
+
+import pytest
+from injected import BROKEN, KILLED, STOPPED, faults, kill_as_they_share, left, limited
+from place import EXAMPLE, ONE_RANK, SMALL, metrics, weights
+
+from msrl_graph.runtime.metrics.record import TIMES
+
+ENGINE = ("layout actor.generate { tp = 2 }", "layout actor.generate { tp = 2 }\n  engine actor.generate = vllm")
+RUN = ("iterations = 320, seed = 0", "iterations = 4, seed = 0, save = 2")
+
+
+def computed(folder):
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)], weights(folder)
+
+
+@pytest.mark.timeout(900)
+def test_whatever_happens_to_it_is_told_and_the_run_goes_on_as_it_would_have(place):
+    place.write(ENGINE, RUN, ("run {", "dock { deadline = 15 s }\n  run {"), evaluated=False)
+    place.patience = 400.0  # of three attempts
+    code, out, err = place.run("p.rlg", *SMALL, "--out", "whole")
+    assert code == 0 and not re.search("vllm|warning|INFO|Gloo", out + err, re.IGNORECASE), err
+    # The ranks die as they make what they share, then one in a step, then it stands still.
+    made = kill_as_they_share(place)
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "again", **faults(place, (1, 13, KILLED), (1, 7, STOPPED)))
+    assert code == 3 and made and not left(place), err
+    assert "died, after the start; starting anew from the beginning" in err
+    assert "rank 1 died in RUN actor.generate in train/2; starting anew from the checkpoint after 2 iterations" in err
+    assert "has waited 15 s in train/3 for `response` from `actor.generate` (32 of 32 rows missing" in err
+    assert re.search(r"\n  rank 1 has been in RUN actor.generate in train/3 for \d+ s", err)
+    place.assert_clean()
+    assert not any(file.exists() for file in made)
+    # An operator fails.
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "again", **faults(place, (1, 7, BROKEN)))
+    told = (
+        "`actor.generate` (line 23 of p.rlg), engine vllm, failed on rank 1 in train/3 on 8 rows (0, 1, 2, 3, 4, ...): "
+    )
+    assert code == 3 and f"error[run-failed]: {told}RuntimeError: mat1 and mat2 shapes cannot be multiplied" in err, err
+    assert "Traceback" not in err and "Dumping" not in err and len(err.splitlines()) < 6, err
+    log = (place.folder / "again" / "logs" / "rank-1.log").read_text()
+    assert "all of it is in logs/rank-1.log" in err and "Traceback" in log
+    place.assert_clean()
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "again")
+    assert code == 0, err
+    whole, first = computed(place.folder / "whole")
+    again, second = computed(place.folder / "again")
+    assert again == whole and all((first[t] == second[t]).all() for t in first)  # bit for bit
+    place.assert_clean()
+    assert not any(file.exists() for file in made)
+
+
+def test_memory_that_is_not_there_is_told_with_what_needs_less(place):
+    """Keys and values of 8 prompts at their bound take 656 MB, those of one 82 MB."""
+    (place.folder / "model").unlink()
+    (place.folder / "model").mkdir()
+    for file in (EXAMPLE / "model").iterdir():
+        (place.folder / "model" / file.name).symlink_to(file)
+    (config := place.folder / "model" / "config.json").unlink()
+    stated = json.loads((EXAMPLE / "model" / "config.json").read_text())
+    config.write_text(json.dumps(stated | {"max_position_embeddings": 20000}))
+    engine = f"{ENGINE[1]} {{ micro_batch = 8 }}".replace("tp = 2", "dp = 1")
+    text = place.write(*ONE_RANK[:2], (ENGINE[0], engine), RUN, ("i32[<= 5]", "i32[<= 10000]"), evaluated=False)
+    less = faults(place, (0, 1, limited(400 << 20)))
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "out", **less)
+    assert code == 3 and not left(place), err
+    assert (
+        "(line 23 of p.rlg), engine vllm, failed on rank 0 in train/1 on 8 rows (0, 1, 2, 3, 4, ...): no memory" in err
+    )
+    assert "no memory for 656 MB more" in err and "KV cache 656 MB" in err and "smaller `micro_batch` (now 8)" in err
+    place.assert_clean()
+    (place.folder / "p.rlg").write_text(text.replace("micro_batch = 8", "micro_batch = 1"))
+    code, _, err = place.run(
+        "p.rlg", *SMALL, "--out", "out", "--overwrite", **faults(place, (0, 1, limited(400 << 20)))
+    )
+    assert code == 0 and not left(place) and len(metrics(place.folder / "out")) == 4, err
+    place.assert_clean()
