@@ -17,9 +17,12 @@ from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import transformer
 from msrl_graph.backends.spec import Sampling
+from msrl_graph.compiler.pipeline import translate
+from msrl_graph.compiler.sources import read
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.work import Work
 from msrl_graph.model import models
+from msrl_graph.runtime.driver import supervisor
 from msrl_graph.sharding.layout import Layout
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "arithmetic"
@@ -174,6 +177,13 @@ def test_a_mixture_draws_alike(layout, tmp_path):
     """Each expert divided, and the layers; Qwen3's norms of heads."""
     ranks.end()
     ranks.run(layout.devices, _divided, layout, models.load(mixture(tmp_path), Path("/"), None, NOWHERE))
+
+
+@pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm"])
+def test_an_example_could_be_run(name, tmp_path):
+    result = translate(read(str(EXAMPLE / f"{name}.rlg")))
+    made = supervisor.prepare(result.plan, tmp_path / "out")
+    assert made.rows and not result.warnings and not made.warnings
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp"])

@@ -19,7 +19,7 @@ from ...ir.plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side, Tensor
 from ..process import memory
-from .routes import Block, Route
+from .routes import Block, Room, Route
 
 
 class Swap:
@@ -85,6 +85,8 @@ class Resharder:
         for tensor in model.tensors:
             tensors[plan.way(tensor).of].append(tensor)
         self.routes = [Route(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
+        # Elements of the temporary buffer.
+        self.room = max(sum(route.needs(bucket) for route in self.routes) for bucket in plan.buckets)
         self.seconds: dict[str, float] = {}
 
     @property
@@ -111,19 +113,21 @@ class Resharder:
             timed("swap out", start)
         start = time.perf_counter()
         goal = {s.name: s.tensor for s in allocate()}
+        room = Room(self.room, next(iter(source.values())).dtype, place)
         timed("buffer", start)
         with torch.no_grad():
             for bucket in self.plan.buckets:
                 start = time.perf_counter()
-                parts = [route.fetch(bucket, source, place) for route in self.routes]
+                room.clear()
+                parts = [route.fetch(bucket, source, room) for route in self.routes]
                 timed("all-gather", start)
                 start = time.perf_counter()
                 for route, found in zip(self.routes, parts, strict=True):
                     route.lay(bucket, found, source, goal)
                 timed("select", start)
-                start = time.perf_counter()
-                del parts, found
-                timed("release", start)
+        start = time.perf_counter()
+        del parts, found, room
+        timed("release", start)
         if self.plan.mode == "swap" and not staged:
             start = time.perf_counter()
             self._swap_out()

@@ -37,6 +37,20 @@ class Block(NamedTuple):
     group: Any = None
 
 
+class Room:
+    """The temporary buffer of an edge: taken once, of so many elements, and laid out anew for every bucket."""
+
+    def __init__(self, size: int, dtype: torch.dtype, place: torch.device) -> None:
+        self.buffer, self.used = torch.empty(size, dtype=dtype, device=place), 0
+
+    def clear(self) -> None:
+        self.used = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        self.used += size
+        return self.buffer[self.used - size : self.used]
+
+
 class Route:
     """One way on one rank. `boxes` are those that the rank holds of the update's weights, and `target` those that it
     generates with, by name."""
@@ -78,40 +92,61 @@ class Route:
             ]
         self.moved = 0  # bytes received from neighbours
 
-    def fetch(self, names: Iterable[str], source: Tensors, place: torch.device) -> list[torch.Tensor]:
-        """What each neighbour puts in, or sends to this rank, of some tensors: flat, one tensor a neighbour, on a
-        device."""
+    def sizes(self, names: Iterable[str]) -> tuple[list[int], tuple[list[int], list[int]]]:
+        """Elements that `fetch` moves of some tensors: what of each neighbour is gathered; what is sent to each, and
+        received from each."""
+        if len(self.ranks) == 1:
+            return [], ([], [])
+        return self._lengths([n for n in names if n in self.given]), self._counts([n for n in names if n in self.moves])
+
+    def needs(self, names: Iterable[str]) -> int:
+        """Elements of the room that `fetch` takes."""
+        gathered, (out, into) = self.sizes(names)
+        return sum(gathered) + sum(out) + sum(into)
+
+    def fetch(self, names: Iterable[str], source: Tensors, room: Room) -> list[torch.Tensor]:
+        """What each neighbour puts in, or sends to this rank, of some tensors: flat, one tensor a neighbour."""
         own = [n for n in names if n in (self.given if self.gathers else self.moves)]
         if not own or len(self.ranks) == 1:
             return []
-        return self._gather(own, source, place) if self.gathers else self._exchange(own, source, place)
+        return self._gather(own, source, room) if self.gathers else self._exchange(own, source, room)
 
     def lay(self, names: Iterable[str], parts: list[torch.Tensor], source: Tensors, goal: Tensors) -> None:
         """Copies what arrived, and what this rank had itself, to its generation boxes."""
         self._select([n for n in names if n in self.given], parts, goal)
         self._place([n for n in names if n in self.moves], parts, source, goal)
 
-    def _gather(self, names: list[str], source: Tensors, place: torch.device) -> list[torch.Tensor]:
+    def _given(self, names: list[str]) -> list[int]:
+        """Elements that each neighbour puts in."""
         counts = [0] * len(self.ranks)
         for index, box in (pair for n in names for pair in self.given[n]):
             counts[index] += elements(box)
-        dtype, most = source[names[0]].dtype, max(counts)
-        padded = most * len(counts) <= PADDING * sum(counts)
-        buffer = torch.empty(most * len(counts) if padded else sum(counts), dtype=dtype, device=place)
-        rows = list(torch.split(buffer, [most] * len(counts) if padded else counts))
+        return counts
+
+    def _lengths(self, names: list[str]) -> list[int]:
+        """What each neighbour takes of the buffer: as much as the one with the most, or where that is too much more,
+        its own."""
+        counts = self._given(names)
+        most = max(counts, default=0)
+        return [most] * len(counts) if most * len(counts) <= PADDING * sum(counts) else counts
+
+    def _gather(self, names: list[str], source: Tensors, room: Room) -> list[torch.Tensor]:
+        counts, lengths = self._given(names), self._lengths(names)
+        buffer = room.take(sum(lengths))
+        rows = torch.split(buffer, lengths)
         # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
         at = 0
         for name, index, box in ((n, *pair) for n in names for pair in self.given[n]):
             if index == self.index:
                 rows[index][at : at + elements(box)].view(source[name].shape).copy_(source[name])
                 at += elements(box)
-        if padded:
+        if len(set(lengths)) == 1:
             dist.all_gather_into_tensor(buffer, rows[self.index], group=self.group)
         else:
             for index, row in enumerate(rows):
                 if len(row):
                     dist.broadcast(row, group=self.group, group_src=index)
-        self.moved += (sum(map(len, rows)) - len(rows[self.index])) * buffer.element_size()
+        self.moved += (sum(lengths) - lengths[self.index]) * buffer.element_size()
         return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     def _select(self, names: list[str], parts: list[torch.Tensor], goal: Tensors) -> None:
@@ -125,24 +160,26 @@ class Route:
                 if common is not None:
                     goal[name][slices(within(common, wanted))].copy_(piece[slices(within(common, box))])
 
-    def _exchange(self, names: list[str], source: Tensors, place: torch.device) -> list[torch.Tensor]:
-        moves = [m for n in names for m in self.moves[n] if m.giver != m.taker]
+    def _counts(self, names: list[str]) -> tuple[list[int], list[int]]:
+        """Elements that this rank sends to each neighbour, and receives from each."""
         out, into = [0] * len(self.ranks), [0] * len(self.ranks)
-        for giver, taker, _, box in moves:
+        for giver, taker, _, box in (m for n in names for m in self.moves[n] if m.giver != m.taker):
             if giver == self.index:
                 out[taker] += elements(box)
             if taker == self.index:
                 into[giver] += elements(box)
-        dtype = source[names[0]].dtype
-        sent = torch.empty(sum(out), dtype=dtype, device=place)
+        return out, into
+
+    def _exchange(self, names: list[str], source: Tensors, room: Room) -> list[torch.Tensor]:
+        out, into = self._counts(names)
+        sent, received = room.take(sum(out)), room.take(sum(into))
         rooms = torch.split(sent, out)
         laid = [0] * len(self.ranks)
-        for giver, taker, name, box in moves:
-            if giver == self.index:
+        for giver, taker, name, box in (m for n in names for m in self.moves[n]):
+            if giver == self.index != taker:
                 piece = source[name][slices(within(box, self.boxes[name]))]
                 rooms[taker][laid[taker] : laid[taker] + elements(box)].view(piece.shape).copy_(piece)
                 laid[taker] += elements(box)
-        received = torch.empty(sum(into), dtype=dtype, device=place)
         dist.all_to_all_single(received, sent, into, out, group=self.group)
         self.moved += received.nbytes
         return list(torch.split(received, into))

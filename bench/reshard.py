@@ -1,0 +1,241 @@
+"""Resharding on two ranks over gloo: what it takes beside a bare collective and a bare copy of the same bytes, in the
+same ranks, one after the other; and what it holds at its peak beside what the plan says, and beside naive resharding.
+
+Each case is an edge of a plan: a model of random weights, from the layout of its update to that of its generation. The
+bare collective fills one buffer bucket by bucket, by calls of the same sizes, and the bare copy writes the same weights
+from one place to another. Prints a table and, last, one line of JSON: the worst case of each figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed as dist
+
+from msrl_graph import compile
+from msrl_graph.backends import ENGINES
+from msrl_graph.backends.devices import release, take
+from msrl_graph.backends.spec import Shard
+from msrl_graph.cost import holdings
+from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.process.memory import Peak
+from msrl_graph.runtime.weights.reshard import Resharder, Swap
+from msrl_graph.runtime.weights.routes import Block
+from msrl_graph.sharding.layout import elements, shard
+from msrl_graph.sharding.redistribute import gatherers
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+RANKS = 2
+DENSE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 8192}
+CASES = {  # layouts and engines of update and generation
+    "ZeRO 3 to whole": ("dp = 2, zero = 3", "fsdp", "dp = 2", "hf"),
+    "tp 2 to whole": ("tp = 2", "fsdp", "dp = 2", "hf"),
+    "ZeRO 3 to tp 2": ("dp = 2, zero = 3", "fsdp", "tp = 2", "hf"),
+    "pp 2 to whole": ("pp = 2", "megatron", "dp = 2", "vllm"),
+    "pp 2 to tp 2": ("pp = 2", "megatron", "tp = 2", "vllm"),
+    "experts: ep 2 to whole": ("dp = 2, ep = 2", "fsdp", "dp = 2", "hf"),
+}
+
+
+def plan_of(folder: Path, case: str) -> Plan:
+    """The plan of the example's program for a model of the bench's size."""
+    update, trainer, generate, generator = CASES[case]
+    (folder / "model").mkdir()
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text()) | DENSE
+    config |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "layer_types": None}
+    if "experts" in case:
+        config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8}
+        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 512, "norm_topk_prob": True}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    for file in (*(EXAMPLE / "model").glob("tokenizer*"), EXAMPLE / "train.jsonl", EXAMPLE / "test.jsonl"):
+        shutil.copy(file, folder / "model" if file.name.startswith("tokenizer") else folder)
+    text = (EXAMPLE / "grpo.rlg").read_text()
+    engines = f"engine actor.update = {trainer}\n  engine actor.generate = {generator}"
+    for old, new in (
+        ("layout actor.update   { dp = 2, zero = 3 }", f"layout actor.update {{ {update} }}\n  {engines}"),
+        ("layout actor.generate { tp = 2 }", f"layout actor.generate {{ {generate} }}"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    return compile(folder / "p.rlg", text=text)
+
+
+def timed(action: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
+    """Medians of a rank."""
+    (edge,) = plan.reshards
+    model = plan.model(edge.src)
+    source, target = (holdings.side(plan, ENGINES, n) for n in (edge.src, edge.dst))
+    draw = torch.Generator().manual_seed(0)
+    boxes = [(t.name, shard(t, source, rank)) for t in model.tensors]
+    given = [Shard(n, b, torch.randn([stop - start for start, stop in b], generator=draw)) for n, b in boxes]
+    wanted = [
+        Shard(t.name, b := shard(t, target, rank), torch.empty([stop - start for start, stop in b]))
+        for t in model.tensors
+    ]
+    blocks: dict[str, Block] = {}
+    for way in edge.ways:
+        for ranks in gatherers(source, way.across, way.block):
+            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            if rank in ranks:
+                blocks[way.of] = Block(ranks, group)
+
+    def allocate() -> list[Shard]:
+        for piece in wanted:
+            take(piece.tensor)
+        return wanted
+
+    def forget() -> None:
+        for piece in wanted:
+            release(piece.tensor)
+
+    swap = Swap(given)
+    ours, naive = (
+        Resharder(e, model, rank, (source, target), blocks, swap)
+        for e in (edge, replace(edge, mode="naive", buckets=(tuple(t.name for t in model.tensors),)))
+    )
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    for turn in range(rounds + 1):
+        forget()
+        whole = timed(lambda: ours.run(allocate))
+        seconds = dict(ours.seconds)
+        swap.start_in()
+        back = timed(swap.wait)
+        bare = timed(lambda: collectives(ours, given))
+        copies = timed(lambda: copy(wanted))
+        out = timed(lambda: copy(given))
+        if turn:  # the first takes memory from the system
+            note("gather", seconds["buffer"] + seconds["all-gather"] + seconds["select"])
+            note("bare gather", bare + copies)
+            note("swap", seconds["swap out"])
+            note("bare swap", out)
+            note("whole", whole)
+            note("back", back)
+    peaks = []
+    for mover in (ours, naive):
+        forget()
+        with Peak() as peak:
+            mover.run(allocate)
+        peaks.append(peak.peak["device"])
+        swap.wait()
+    result = {name: statistics.median(values) for name, values in found.items()}
+    size = 4 * sum(elements(p.box) for p in given)
+    return result | {"peak": peaks[0], "naive": peaks[1], "update": size, "moved": ours.moved}
+
+
+def collectives(mover: Resharder, given: list[Shard]) -> None:
+    """The calls that a resharding makes, and nothing else."""
+    room = torch.empty(mover.room, dtype=given[0].tensor.dtype)
+    for bucket in mover.plan.buckets:
+        at = 0
+        for route in mover.routes:
+            lengths, (out, into) = route.sizes(bucket)
+            if len(set(lengths)) == 1 and sum(lengths):
+                buffer = room[at : at + sum(lengths)]
+                dist.all_gather_into_tensor(buffer, buffer.view(len(lengths), -1)[route.index], group=route.group)
+            elif sum(lengths):
+                for index, row in enumerate(torch.split(room[at : at + sum(lengths)], lengths)):
+                    if len(row):
+                        dist.broadcast(row, group=route.group, group_src=index)
+            elif not route.gathers and len(route.ranks) > 1:
+                sent, received = torch.split(room[at : at + sum(out) + sum(into)], [sum(out), sum(into)])
+                dist.all_to_all_single(received, sent, into, out, group=route.group)
+            at += sum(lengths) + sum(out) + sum(into)
+
+
+def copy(shards: list[Shard]) -> None:
+    """The same bytes, from where they lie to memory that is taken for all of them."""
+    kept = [torch.empty_like(piece.tensor).copy_(piece.tensor) for piece in shards]
+    del kept
+
+
+def rank_of(rank: int, store: str, plan: Plan, rounds: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    pipe.send(measured(rank, plan, rounds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(case: str, rounds: int) -> tuple[Plan, list[dict[str, float]]]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        plan = plan_of(Path(folder), case)
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        ranks = [
+            context.Process(target=rank_of, args=(rank, f"{folder}/store", plan, rounds, pipe))
+            for rank, (_, pipe) in enumerate(pipes)
+        ]
+        for process in ranks:
+            process.start()
+        found = [ours.recv() for ours, _ in pipes]
+        for process in ranks:
+            process.join()
+    return plan, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    columns = ("case", "ways", "moved", "gather", "bare", "of bare", "swap", "of bare", "peak / plan", "naive / ours")
+    table = Table(title="resharding on two ranks, medians", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("case", "ways") else "right")
+    worst: dict[str, list[float]] = {}
+    for case in CASES:
+        plan, ranks = run(case, options.rounds)
+        (edge,) = plan.reshards
+        slow = {name: max(r[name] for r in ranks) for name in ranks[0]}
+        update = max(r["update"] for r in ranks)
+        figures = {
+            "gather_fraction_of_bare": slow["bare gather"] / slow["gather"],
+            "swap_fraction_of_bare": slow["bare swap"] / slow["swap"],
+            "peak_over_bound": slow["peak"] / edge.peak_bytes_per_device,
+            "naive_peak_over_ours": slow["naive"] / slow["peak"],
+        }
+        assert update == edge.update_bytes_per_device, "the plan counts other weights"
+        for name, value in figures.items():
+            worst.setdefault(name, []).append(value)
+        table.add_row(
+            case,
+            ", ".join(f"{w.of} {w.how}" for w in edge.ways),
+            f"{slow['moved'] / 1e6:.0f} MB",
+            f"{slow['gather'] * 1e3:.0f} ms",
+            f"{slow['bare gather'] * 1e3:.0f} ms",
+            f"{figures['gather_fraction_of_bare']:.2f}",
+            f"{slow['swap'] * 1e3:.0f} ms",
+            f"{figures['swap_fraction_of_bare']:.2f}",
+            f"{figures['peak_over_bound']:.3f}",
+            f"{figures['naive_peak_over_ours']:.2f}",
+        )
+    Console(width=160).print(table)
+    print(json.dumps({name: round((max if "over_bound" in name else min)(v), 3) for name, v in worst.items()}))
+
+
+if __name__ == "__main__":
+    main()
