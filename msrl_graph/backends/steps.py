@@ -121,9 +121,10 @@ class Steps:
         for gradient, tensor in zip(gradients, self.tensors, strict=True):
             if tensor.tied and later:
                 continue  # the first stage has it too
-            own = sums.setdefault(self._holders(tensor), torch.zeros((), dtype=torch.float64, device=place))
+            if (holders := self._holders(tensor)) not in sums:
+                sums[holders] = torch.zeros((), dtype=torch.float64, device=place)
             for part in torch.split(gradient.reshape(-1), CHUNK):
-                own.add_(part.double().square().sum())
+                sums[holders].add_(part.double().square().sum())
         total = torch.full((), 0.0 if sound else math.nan, dtype=torch.float64, device=place)
         for holders, own in sums.items():
             total += own / holders

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..model.architecture import HEAD, Model
 from ..model.config import fields
-from ..sharding.layout import elements, slices
+from ..sharding.layout import Tensor, elements, slices
 from .spec import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -68,7 +68,9 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
 
     by_name = {t.name: t for t in model.tensors}
     parts = (
-        (name, s.tensor[i] if i else s.tensor, box) for s in shards for name, i, box in by_name[s.name].in_files(s.box)
+        (name, s.tensor[i] if i else s.tensor, box)
+        for s in shards
+        for name, i, box in by_name.get(s.name, Tensor(s.name, ())).in_files(s.box)
     )
     missing = {name: (tensor, box) for name, tensor, box in parts}
     with torch.no_grad():

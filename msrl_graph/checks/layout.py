@@ -144,7 +144,7 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     stated, rest = plan.deploy.layouts.get(placement.node, layout), layout.cp * layout.pp
     rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
     works = []
-    for tp in [t for t in range(1, devices + 1) if devices % (t * rest) == 0]:
+    for tp in [t for t in range(1, min(devices, model.heads) + 1) if devices % (t * rest) == 0]:
         sized = replace(layout, tp=tp, dp=devices // (tp * rest))
         if rows is None or rows % sized.dp == 0:
             same = spec.spread.settled(replace(sized, etp=stated.etp), model)

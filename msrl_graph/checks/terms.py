@@ -142,6 +142,8 @@ def _named(expr: Expr) -> set[str]:
 def _without(graph: Graph, node: Node, column: str) -> str:
     """How to do without a column, and without what computes it for this node alone."""
     help = "leave it out of what it reads"
+    if column not in graph.writers:  # which another check tells
+        return help
     writer = graph.writer(column)
     if writer.verb == "source" or any(column in n.reads for n in graph.nodes if n != node):
         return help
