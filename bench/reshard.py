@@ -33,9 +33,8 @@ from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.memory import Peak
 from msrl_graph.runtime.weights.reshard import Resharder, Swap
-from msrl_graph.runtime.weights.routes import Block
+from msrl_graph.runtime.weights.routes import blocks
 from msrl_graph.sharding.layout import elements, shard
-from msrl_graph.sharding.redistribute import gatherers
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 RANKS = 2
@@ -93,12 +92,7 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
         Shard(t.name, b := shard(t, target, rank), torch.empty([stop - start for start, stop in b]))
         for t in model.tensors
     ]
-    blocks: dict[str, Block] = {}
-    for way in edge.ways:
-        for ranks in gatherers(source, way.across, way.block):
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if rank in ranks:
-                blocks[way.of] = Block(ranks, group)
+    neighbours = blocks(edge.ways, source, RANKS, rank)
 
     def allocate() -> list[Shard]:
         for piece in wanted:
@@ -111,7 +105,7 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
 
     swap = Swap(given)
     ours, naive = (
-        Resharder(e, model, rank, (source, target), blocks, swap)
+        Resharder(e, model, rank, (source, target), neighbours, swap)
         for e in (edge, replace(edge, mode="naive", buckets=(tuple(t.name for t in model.tensors),)))
     )
     found: dict[str, list[float]] = {}
@@ -149,22 +143,10 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
 
 def collectives(mover: Resharder, given: list[Shard]) -> None:
     """The calls that a resharding makes, and nothing else."""
-    room = torch.empty(mover.room, dtype=given[0].tensor.dtype)
-    for bucket in mover.plan.buckets:
-        at = 0
-        for route in mover.routes:
-            lengths, (out, into) = route.sizes(bucket)
-            if len(set(lengths)) == 1 and sum(lengths):
-                buffer = room[at : at + sum(lengths)]
-                dist.all_gather_into_tensor(buffer, buffer.view(len(lengths), -1)[route.index], group=route.group)
-            elif sum(lengths):
-                for index, row in enumerate(torch.split(room[at : at + sum(lengths)], lengths)):
-                    if len(row):
-                        dist.broadcast(row, group=route.group, group_src=index)
-            elif not route.gathers and len(route.ranks) > 1:
-                sent, received = torch.split(room[at : at + sum(out) + sum(into)], [sum(out), sum(into)])
-                dist.all_to_all_single(received, sent, into, out, group=route.group)
-            at += sum(lengths) + sum(out) + sum(into)
+    buffer = torch.empty(mover.room, dtype=given[0].tensor.dtype)
+    for loads in mover.loads:
+        for load in loads:
+            load.exchange(buffer)
 
 
 def copy(shards: list[Shard]) -> None:

@@ -70,7 +70,7 @@ def moving(rank):
             assert not swap.host
             for piece in given:
                 assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)]), piece.name
-        return {way.of: route.moved for way, route in zip(ways, mover.routes, strict=True)}
+        return mover.received
 
     return move
 

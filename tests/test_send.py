@@ -13,8 +13,9 @@ from test_ranks import model
 
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import Pool
+from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.weights.send import Sender
-from msrl_graph.sharding.layout import Layout, Side, elements, shard
+from msrl_graph.sharding.layout import Layout, Side, elements, full, shard
 
 
 def planned(source, target, first, hosts, bucket):
@@ -113,3 +114,23 @@ def half(rank, folder):
 
 def test_bytes_go_in_the_updates_type():
     ranks.run(2, half)
+
+
+def strided(rank, _):
+    """What lies in strides, as an engine's experts may, is laid into the message and nowhere else."""
+    plan = planned(Layout(), Layout(), "update", 1, 0)
+    (edge,) = plan.reshards
+    m, sides = model(), tuple(Side(Layout(), False, 1, first) for first in (0, 1))
+    shards = []
+    for t in m.tensors:
+        wide = torch.zeros([*t.shape[:-1], 2 * t.shape[-1]])
+        shards.append(Shard(t.name, full(t.shape), wide[..., : t.shape[-1]]))
+    sender = Sender(plan, edge, m, rank, sides, shards if rank == 0 else [])
+    before = memory.held()["device"]
+    with memory.Peak() as peak:
+        sender.run(lambda: shards if rank else [])
+    assert peak.peak["device"] - before == edge.bucket_bytes
+
+
+def test_a_message_takes_its_bucket_and_no_more():
+    ranks.run(2, strided)

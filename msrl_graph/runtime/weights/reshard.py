@@ -18,8 +18,7 @@ from ...backends.spec import Shard
 from ...ir.plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side, Tensor
-from ..process import memory
-from .routes import Block, Room, Route
+from .routes import Block, Load, Route
 
 
 class Swap:
@@ -35,12 +34,13 @@ class Swap:
 
     def copy_out(self) -> None:
         """Device to host. The weights stay on the device until `free`."""
-        self.host = [memory.host_copy(s.tensor) for s in self.shards]
+        self.host = [devices.host_copy(s.tensor) for s in self.shards]
 
     def free(self) -> None:
         """Releases the device's storages."""
         for piece in self.shards:
             devices.release(piece.tensor)
+        devices.trim()
 
     def start_in(self) -> None:
         """Begins host to device, beside whatever runs."""
@@ -57,9 +57,8 @@ class Swap:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            for buffer in self.host:
-                memory.forget(buffer)
             self.host = []
+            devices.trim()
 
     def _copy_in(self) -> None:
         start = time.perf_counter()
@@ -84,21 +83,22 @@ class Resharder:
         tensors: dict[str, list[Tensor]] = {way.of: [] for way in plan.ways}
         for tensor in model.tensors:
             tensors[plan.way(tensor).of].append(tensor)
-        self.routes = [Route(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
-        # Elements of the temporary buffer.
-        self.room = max(sum(route.needs(bucket) for route in self.routes) for bucket in plan.buckets)
+        routes = [Route(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
+        self.loads: list[list[Load]] = []  # by bucket, of each way
+        for bucket in plan.buckets:
+            self.loads.append([])
+            for route in routes:
+                self.loads[-1].append(route.load(bucket, self.loads[-1][-1].stretch.stop if self.loads[-1] else 0))
+        self.room = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
+        item = swap.shards[0].tensor.element_size()
+        # By way, bytes that a run receives from neighbours.
+        self.received = {w.of: item * sum(loads[i].moved for loads in self.loads) for i, w in enumerate(plan.ways)}
+        self.moved = sum(self.received.values())
         self.seconds: dict[str, float] = {}
-
-    @property
-    def moved(self) -> int:
-        """Bytes received from neighbours in the last run."""
-        return sum(route.moved for route in self.routes)
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
         """The five steps."""
         self.seconds = {}
-        for route in self.routes:
-            route.moved = 0
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
 
         def timed(name: str, since: float) -> None:
@@ -113,25 +113,27 @@ class Resharder:
             timed("swap out", start)
         start = time.perf_counter()
         goal = {s.name: s.tensor for s in allocate()}
-        room = Room(self.room, next(iter(source.values())).dtype, place)
+        buffer = torch.empty(self.room, dtype=next(iter(source.values())).dtype, device=place)
         timed("buffer", start)
         with torch.no_grad():
-            for bucket in self.plan.buckets:
+            for loads in self.loads:
                 start = time.perf_counter()
-                room.clear()
-                parts = [route.fetch(bucket, source, room) for route in self.routes]
+                for load in loads:
+                    load.fetch(source, buffer)
                 timed("all-gather", start)
                 start = time.perf_counter()
-                for route, found in zip(self.routes, parts, strict=True):
-                    route.lay(bucket, found, source, goal)
+                for load in loads:
+                    load.lay(source, buffer, goal)
                 timed("select", start)
         start = time.perf_counter()
-        del parts, found, room
+        del buffer
         timed("release", start)
         if self.plan.mode == "swap" and not staged:
             start = time.perf_counter()
             self._swap_out()
             timed("swap out", start)
+        else:
+            devices.trim()
 
     def _swap_out(self) -> None:
         self.swap.copy_out()

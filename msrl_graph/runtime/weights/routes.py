@@ -2,12 +2,15 @@
 
 Invariant: all ranks of a block make the same calls in the same order. Of those that hold the same box one gives it, so
 that all give about as much. Where an all-gather would bring a rank more than twice what it wants, the plan says
-all-to-all, and just that is sent; what each rank of a block has already, nobody sends.
+all-to-all, and just that is sent; what each rank of a block has already, nobody sends. What goes where is worked out
+once: a run only copies and calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +18,33 @@ from torch import distributed as dist
 
 from ...ir.plan import Way
 from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
+from ...sharding.redistribute import gatherers
 
 # Where what neighbours give differs, an all-gather pads it to the largest: up to so much more is taken for one call.
 PADDING = 1.02
 Tensors = Mapping[str, torch.Tensor]  # by name
+Index = tuple[slice, ...]
+
+
+class Block(NamedTuple):
+    """The `ranks` of a layout that gather or exchange among themselves, and their process group."""
+
+    ranks: tuple[int, ...]
+    group: Any = None
+
+
+def blocks(ways: Sequence[Way], source: Side, per_host: int, rank: int) -> dict[str, Block]:
+    """Those that a rank of all is of, by way; a collective of all ranks, since it makes process groups."""
+    found: dict[str, Block] = {}
+    made: dict[tuple[int, ...], Any] = {}
+    for way in ways:
+        for ranks in gatherers(source, way.across, way.block):
+            members = [source.device(r, per_host) for r in ranks]
+            if ranks not in made:
+                made[ranks] = dist.new_group(members) if len(members) > 1 else None
+            if rank in members:
+                found[way.of] = Block(ranks, made[ranks])
+    return found
 
 
 class Move(NamedTuple):
@@ -30,25 +56,82 @@ class Move(NamedTuple):
     box: Box
 
 
-class Block(NamedTuple):
-    """The `ranks` of a layout that gather or exchange among themselves, and their process group."""
+class Laid(NamedTuple):
+    """What this rank gives: where it is in what the rank holds of a tensor, and where in the buffer."""
 
-    ranks: tuple[int, ...]
-    group: Any = None
+    name: str
+    inside: Index
+    place: slice
 
 
-class Room:
-    """The temporary buffer of an edge: taken once, of so many elements, and laid out anew for every bucket."""
+class Taken(NamedTuple):
+    """A box, of some `shape`, that a neighbour gives: where it is in the buffer, which part of it this rank wants, and
+    where in its generation box that is."""
 
-    def __init__(self, size: int, dtype: torch.dtype, place: torch.device) -> None:
-        self.buffer, self.used = torch.empty(size, dtype=dtype, device=place), 0
+    name: str
+    place: slice
+    shape: tuple[int, ...]
+    part: Index
+    inside: Index
 
-    def clear(self) -> None:
-        self.used = 0
 
-    def take(self, size: int) -> torch.Tensor:
-        self.used += size
-        return self.buffer[self.used - size : self.used]
+class Own(NamedTuple):
+    """What this rank has itself: where in its update box, and where in its generation box."""
+
+    name: str
+    inside: Index
+    target: Index
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a way brings this rank, the `index`-th of a group, of one bucket, by the elements of a `stretch` of the
+    temporary buffer. `gathered`: how many each neighbour puts there, in an all-gather; `sent` and `received`: how many
+    go to each and come from each, in an all-to-all."""
+
+    group: Any
+    index: int
+    stretch: slice
+    gathered: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    laid: list[Laid] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    own: list[Own] = field(default_factory=list)
+
+    @property
+    def moved(self) -> int:
+        """Elements that come from neighbours."""
+        return sum(self.received) + sum(n for i, n in enumerate(self.gathered) if i != self.index)
+
+    def fetch(self, source: Tensors, buffer: torch.Tensor) -> None:
+        """Fills the stretch, with what this rank gives, and with what neighbours do."""
+        for name, inside, place in self.laid:
+            piece = source[name][inside]
+            buffer[place].view(piece.shape).copy_(piece)
+        self.exchange(buffer)
+
+    def exchange(self, buffer: torch.Tensor) -> None:
+        """The collective alone."""
+        room = buffer[self.stretch]
+        if self.sent:
+            sent, received = torch.split(room, [sum(self.sent), sum(self.received)])
+            dist.all_to_all_single(received, sent, self.received, self.sent, group=self.group)
+        elif self.gathered:
+            rows = torch.split(room, self.gathered)
+            if len(set(self.gathered)) == 1:
+                dist.all_gather_into_tensor(room, rows[self.index], group=self.group)
+                return
+            for index, row in enumerate(rows):
+                if len(row):
+                    dist.broadcast(row, group=self.group, group_src=index)
+
+    def lay(self, source: Tensors, buffer: torch.Tensor, goal: Tensors) -> None:
+        """Copies what arrived, and what this rank had itself, to its generation boxes."""
+        for name, place, shape, part, inside in self.taken:
+            goal[name][inside].copy_(buffer[place].view(shape)[part])
+        for name, inside, target in self.own:
+            goal[name][target].copy_(source[name][inside])
 
 
 class Route:
@@ -64,7 +147,7 @@ class Route:
         sides: tuple[Side, Side],
     ) -> None:
         self.ranks, self.group = block
-        self.index, self.gathers = self.ranks.index(rank), way.how == "all-gather" and len(block.ranks) > 1
+        self.index, gathers = self.ranks.index(rank), way.how == "all-gather" and len(block.ranks) > 1
         source, target = sides
         self.boxes = {t.name: shard(t, source, rank) for t in tensors}
         self.target = {t.name: shard(t, target, rank) for t in tensors}
@@ -78,7 +161,7 @@ class Route:
                 if elements(box := shard(tensor, source, one)):
                     holders.setdefault(box, []).append(index)
             wants = [shard(tensor, target, one) for one in self.ranks]
-            if self.gathers and not _have(holders, wants):
+            if gathers and not _have(holders, wants):
                 for box, owners in holders.items():
                     giver = min(owners, key=lambda index: (amounts[index], index))
                     amounts[giver] += elements(box)
@@ -90,111 +173,64 @@ class Route:
                 for box, owners in holders.items()
                 if (common := overlap(want, box)) is not None
             ]
-        self.moved = 0  # bytes received from neighbours
 
-    def sizes(self, names: Iterable[str]) -> tuple[list[int], tuple[list[int], list[int]]]:
-        """Elements that `fetch` moves of some tensors: what of each neighbour is gathered; what is sent to each, and
-        received from each."""
-        if len(self.ranks) == 1:
-            return [], ([], [])
-        return self._lengths([n for n in names if n in self.given]), self._counts([n for n in names if n in self.moves])
+    def load(self, bucket: Iterable[str], start: int) -> Load:
+        """What it brings of some tensors, from an element of the buffer on."""
+        names = list(bucket)
+        given = [(n, *pair) for n in names for pair in self.given.get(n, ())]
+        moves = [m for n in names for m in self.moves.get(n, ())]
+        across = [m for m in moves if m.giver != m.taker]
+        # An all-gather's way exchanges nothing: what is no part of it, each rank has.
+        load = self._gathered(given, start) if given else self._exchanged(across, start)
+        for _, _, name, box in (m for m in moves if m.giver == m.taker == self.index):
+            load.own.append(Own(name, slices(within(box, self.boxes[name])), slices(within(box, self.target[name]))))
+        return load
 
-    def needs(self, names: Iterable[str]) -> int:
-        """Elements of the room that `fetch` takes."""
-        gathered, (out, into) = self.sizes(names)
-        return sum(gathered) + sum(out) + sum(into)
-
-    def fetch(self, names: Iterable[str], source: Tensors, room: Room) -> list[torch.Tensor]:
-        """What each neighbour puts in, or sends to this rank, of some tensors: flat, one tensor a neighbour."""
-        own = [n for n in names if n in (self.given if self.gathers else self.moves)]
-        if not own or len(self.ranks) == 1:
-            return []
-        return self._gather(own, source, room) if self.gathers else self._exchange(own, source, room)
-
-    def lay(self, names: Iterable[str], parts: list[torch.Tensor], source: Tensors, goal: Tensors) -> None:
-        """Copies what arrived, and what this rank had itself, to its generation boxes."""
-        self._select([n for n in names if n in self.given], parts, goal)
-        self._place([n for n in names if n in self.moves], parts, source, goal)
-
-    def _given(self, names: list[str]) -> list[int]:
-        """Elements that each neighbour puts in."""
+    def _gathered(self, given: list[tuple[str, int, Box]], start: int) -> Load:
         counts = [0] * len(self.ranks)
-        for index, box in (pair for n in names for pair in self.given[n]):
+        for _, index, box in given:
             counts[index] += elements(box)
-        return counts
-
-    def _lengths(self, names: list[str]) -> list[int]:
-        """What each neighbour takes of the buffer: as much as the one with the most, or where that is too much more,
-        its own."""
-        counts = self._given(names)
-        most = max(counts, default=0)
-        return [most] * len(counts) if most * len(counts) <= PADDING * sum(counts) else counts
-
-    def _gather(self, names: list[str], source: Tensors, room: Room) -> list[torch.Tensor]:
-        counts, lengths = self._given(names), self._lengths(names)
-        buffer = room.take(sum(lengths))
-        rows = torch.split(buffer, lengths)
-        # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
-        at = 0
-        for name, index, box in ((n, *pair) for n in names for pair in self.given[n]):
+        most = max(counts)
+        if most * len(counts) <= PADDING * sum(counts):
+            counts = [most] * len(counts)
+        load = Load(self.group, self.index, slice(start, start + sum(counts)), gathered=counts)
+        at = list(accumulate(counts[:-1], initial=start))
+        for name, index, box in given:
+            place, wanted = slice(at[index], at[index] + elements(box)), self.target[name]
+            at[index] = place.stop
+            # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
             if index == self.index:
-                rows[index][at : at + elements(box)].view(source[name].shape).copy_(source[name])
-                at += elements(box)
-        if len(set(lengths)) == 1:
-            dist.all_gather_into_tensor(buffer, rows[self.index], group=self.group)
-        else:
-            for index, row in enumerate(rows):
-                if len(row):
-                    dist.broadcast(row, group=self.group, group_src=index)
-        self.moved += (sum(lengths) - lengths[self.index]) * buffer.element_size()
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+                load.laid.append(Laid(name, slices(within(box, box)), place))
+            if (common := overlap(box, wanted)) is not None:
+                part, inside = slices(within(common, box)), slices(within(common, wanted))
+                load.taken.append(Taken(name, place, _shape(box), part, inside))
+        return load
 
-    def _select(self, names: list[str], parts: list[torch.Tensor], goal: Tensors) -> None:
-        start = [0] * len(parts)
-        for name in names:
-            wanted = self.target[name]
-            for index, box in self.given[name]:
-                piece = parts[index][start[index] : start[index] + elements(box)].view([b - a for a, b in box])
-                start[index] += elements(box)
-                common = overlap(box, wanted)
-                if common is not None:
-                    goal[name][slices(within(common, wanted))].copy_(piece[slices(within(common, box))])
-
-    def _counts(self, names: list[str]) -> tuple[list[int], list[int]]:
-        """Elements that this rank sends to each neighbour, and receives from each."""
+    def _exchanged(self, moves: list[Move], start: int) -> Load:
         out, into = [0] * len(self.ranks), [0] * len(self.ranks)
-        for giver, taker, _, box in (m for n in names for m in self.moves[n] if m.giver != m.taker):
+        for giver, taker, _, box in moves:
+            out[taker] += elements(box) * (giver == self.index)
+            into[giver] += elements(box) * (taker == self.index)
+        if not moves:
+            return Load(self.group, self.index, slice(start, start))
+        middle = start + sum(out)
+        load = Load(self.group, self.index, slice(start, middle + sum(into)), sent=out, received=into)
+        leaving, arriving = list(accumulate(out[:-1], initial=start)), list(accumulate(into[:-1], initial=middle))
+        for giver, taker, name, box in moves:
             if giver == self.index:
-                out[taker] += elements(box)
+                place = slice(leaving[taker], leaving[taker] + elements(box))
+                leaving[taker] = place.stop
+                load.laid.append(Laid(name, slices(within(box, self.boxes[name])), place))
             if taker == self.index:
-                into[giver] += elements(box)
-        return out, into
+                place = slice(arriving[giver], arriving[giver] + elements(box))
+                arriving[giver] = place.stop
+                inside = slices(within(box, self.target[name]))
+                load.taken.append(Taken(name, place, _shape(box), slices(within(box, box)), inside))
+        return load
 
-    def _exchange(self, names: list[str], source: Tensors, room: Room) -> list[torch.Tensor]:
-        out, into = self._counts(names)
-        sent, received = room.take(sum(out)), room.take(sum(into))
-        rooms = torch.split(sent, out)
-        laid = [0] * len(self.ranks)
-        for giver, taker, name, box in (m for n in names for m in self.moves[n]):
-            if giver == self.index != taker:
-                piece = source[name][slices(within(box, self.boxes[name]))]
-                rooms[taker][laid[taker] : laid[taker] + elements(box)].view(piece.shape).copy_(piece)
-                laid[taker] += elements(box)
-        dist.all_to_all_single(received, sent, into, out, group=self.group)
-        self.moved += received.nbytes
-        return list(torch.split(received, into))
 
-    def _place(self, names: list[str], parts: list[torch.Tensor], source: Tensors, goal: Tensors) -> None:
-        start = [0] * len(self.ranks)
-        for giver, taker, name, box in (m for n in names for m in self.moves[n]):
-            if taker != self.index:
-                continue
-            room = goal[name][slices(within(box, self.target[name]))]
-            if giver == taker:
-                room.copy_(source[name][slices(within(box, self.boxes[name]))])
-                continue
-            room.copy_(parts[giver][start[giver] : start[giver] + elements(box)].view(room.shape))
-            start[giver] += elements(box)
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
 
 
 def _have(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:

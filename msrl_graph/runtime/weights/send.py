@@ -78,21 +78,20 @@ class Sender:
         held = {s.name: s for s in (*self.shards, *allocate())}
         with torch.no_grad():
             for message in self.messages:
-                parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in message.boxes]
-                if self.rank == message.giver:
-                    self._send(message, parts, timed)
-                else:
-                    self._receive(message, parts, timed)
+                self._take_part(message, held, timed)
 
-    def _send(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
-        buffer = torch.cat([part.reshape(-1) for part in parts])
-        timed("buffer")
-        dist.send(buffer, message.takers[0])
-        timed("send")
-
-    def _receive(self, message: Message, parts: list[torch.Tensor], timed: Callable[[str], None]) -> None:
+    def _take_part(self, message: Message, held: dict[str, Shard], timed: Callable[[str], None]) -> None:
+        parts = [held[name].tensor[slices(within(box, held[name].box))] for name, box in message.boxes]
         sizes = [part.numel() for part in parts]
-        buffer = torch.empty(sum(sizes), dtype=self.dtype)
+        buffer = torch.empty(sum(sizes), dtype=self.dtype, device=parts[0].device)
+        # Laid down one by one: parts that lie in strides would be copied twice where they were joined.
+        rooms = [room.view(p.shape) for p, room in zip(parts, torch.split(buffer, sizes), strict=True)]
+        if self.rank == message.giver:
+            _copy(parts, rooms)
+            timed("buffer")
+            dist.send(buffer, message.takers[0])
+            timed("send")
+            return
         timed("buffer")
         if self.rank == message.takers[0]:
             dist.recv(buffer, message.giver)
@@ -100,6 +99,10 @@ class Sender:
             dist.broadcast(buffer, group=message.group, group_src=0)
         self.moved += buffer.nbytes
         timed("send")
-        for part, values in zip(parts, torch.split(buffer, sizes), strict=True):
-            part.copy_(values.view(part.shape))
+        _copy(rooms, parts)
         timed("select")
+
+
+def _copy(given: Sequence[torch.Tensor], goal: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(given, goal, strict=True):
+        other.copy_(one)

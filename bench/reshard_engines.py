@@ -1,0 +1,61 @@
+"""Resharding between real engines on 1 to 8 ranks, as tests/with_engines/test_resharded.py has it, of more layouts that
+are drawn at random: how many were tried, between which engines, and the peak beside the plan's. Ends at the first that
+is wrong, with its program's statements."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+import ranks
+import resharded
+
+from msrl_graph.diagnostics import NOWHERE
+
+CORE = 4  # draws into one vLLM, which takes seconds to make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=100)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--generators", nargs="+", default=["hf", "vllm"])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    ranks.Team.PATIENCE = 900.0  # eight ranks may share two cores
+    draw, begin, done = Random(options.seed), time.monotonic(), 0
+    peaks: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as made:
+        folder = resharded.written(Path(made))
+        names = [n for n in resharded.MODELS if n != resharded.LARGE]
+        while done < options.draws:
+            world, model, generator = (draw.choice(x) for x in (options.ranks, names, options.generators))
+
+            def one(wanted: object = None, given: tuple[object, ...] = (world, generator, model)) -> tuple[object, ...]:
+                world, generator, model = given
+                return resharded.drawn(draw, folder, world, draw.choice(("fsdp", "megatron")), generator, model, wanted)
+
+            cases = [one()]
+            plan = cases[0][1]
+            if generator == "vllm" and plan.reshards[0].mode != "send":
+                wanted = replace(plan.placement("actor.generate").layout, span=NOWHERE)
+                cases += [one(wanted) for _ in range(CORE - 1)]
+            for (pair, _), peak in zip(cases, resharded.tried(cases, done), strict=True):
+                peaks[pair.trainer, pair.generator, pair.ranks].append(peak)
+                done += 1
+                print(f"{time.monotonic() - begin:6.0f} s {peak:.3f} {pair}", flush=True)
+    for (trainer, generator, world), found in sorted(peaks.items()):
+        print(f"{trainer} -> {generator} on {world}: {len(found)}, peak / plan {min(found):.3f} to {max(found):.3f}")
+    print(f"{done} pairs of layouts, all bit for bit, in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
