@@ -11,7 +11,7 @@ from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import Source
-from msrl_graph.compiler.unready import unready
+from msrl_graph.compiler.unready import unready, untried
 from msrl_graph.ir.graph import Expr, Worker
 from msrl_graph.ir.signatures import Option, signatures
 
@@ -137,18 +137,20 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("body", "note"),
+    ("body", "device", "note"),
     [
-        ("", []),
+        ("", "cpu", []),
+        ("", "h100", ["nothing has run on devices of kind cuda yet"]),
         (
             'node actor.generate { stop = ["END"] }\n actor.update => actor.generate { every = 2 }',
+            "cpu",
             ["this version plans for and does not run: `every` of `actor.update => actor.generate`"],
         ),
     ],
 )
-def test_a_plan_notes_what_a_run_would_refuse(body: str, note: list[str]) -> None:
+def test_a_plan_notes_what_a_run_would_refuse_or_warn_of(body: str, device: str, note: list[str]) -> None:
     head = (
-        f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "cpu", '
+        f'import grpo\nalgorithm mine extends grpo {{\n {body}\n}}\ncluster one {{ device = "{device}", '
         "devices_per_node = 2 }\n"
     )
     deploy = 'deploy mine on one { model policy = "./model"\n data source = "train.jsonl"\n SETS }'
@@ -159,4 +161,6 @@ def test_a_plan_notes_what_a_run_would_refuse(body: str, note: list[str]) -> Non
     plan = translate(source).plan
     assert plan is not None
     assert [n.text for n in plan.notes if n.about == "run"] == note
-    assert [d.message.split(" can be")[0] in "".join(note) for d in unready(plan)] == [True] * len(note)
+    told = [d.message.split(" can be")[0] for d in (*unready(plan), *untried(plan))]
+    assert [what in "".join(note) for what in told] == [True] * len(note)
+    assert [d.severity for d in untried(plan)] == ["warning"] * (device == "h100")

@@ -11,6 +11,7 @@ import ranks
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mixture import latent
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
@@ -206,6 +207,26 @@ def test_so_it_does_where_layers_are_computed_again(four):
 def test_so_does_a_model_that_scores(four):
     check(four, Layout(cp=2), model(scores=True))
     check(four, Layout(cp=2, dp=2, zero=3, cp_kind="ulysses"), model(scores=True))
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory):
+    return models.load(latent(tmp_path_factory.mktemp("latent")), Path("/"), None, NOWHERE)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(cp=2, tp=2, cp_kind="ulysses"),
+        Layout(cp=2, dp=2, ep=2, zero=3),
+        Layout(tp=2, dp=2, ep=4),
+        Layout(tp=2, dp=2, zero=2),
+    ],
+    ids=str,
+)
+def test_so_does_latent_attention(four, layout, latents):
+    """Whose keys and values differ in size; with a layer without experts, and shared ones."""
+    check(four, layout, latents)
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])

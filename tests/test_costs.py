@@ -8,6 +8,7 @@ import page
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
@@ -165,3 +166,25 @@ def test_no_second_counts_a_peak_whole(name: str) -> None:
             twice = replace(device, **{name: replace(getattr(device, name), value=2 * getattr(device, name).value)})
         assert seconds(twice) == pytest.approx(before)
         assert seconds(replace(device)) != pytest.approx(before) or name == "fabric"
+
+
+def _on_this_host(**engines: str) -> dict[str, Costs]:
+    """The example's states on one rank of a host, by these engines."""
+    chosen = "".join(f"\n  engine actor.{node} = {name}" for node, name in engines.items())
+    text = (EXAMPLE / "one_rank.rlg").read_text().replace("  drop layout", f"{chosen}\n  drop layout")
+    plan = compile(EXAMPLE / "one_rank.rlg", text=text)
+    return {n: Costs(plan, ENGINES, f"actor.{n}") for n in ("generate", "infer", "update")}
+
+
+def test_operators_of_megatron_and_vllm_count_on_a_host() -> None:
+    """By operators a large engine takes about as much as a light one, or more; rows that are alike less than others."""
+    light, large = _on_this_host(update="fsdp", generate="hf"), _on_this_host(update="megatron", generate="vllm")
+    rows = Rows.alike(512, 6, 5, samples=8)
+    twins = replace(rows, alike_response=1000, twins=200)
+    for node in ("infer", "update"):
+        assert large[node].micro_batch(rows).value > 0.95 * light[node].micro_batch(rows).value
+        assert large[node].micro_batch(twins).value < large[node].micro_batch(rows).value
+    generate = large["generate"]
+    assert generate.decode_step(100, 1000).value < generate.decode_step(100, 1000, 10, 6).value
+    assert generate.decode_step(100, 1000, 10, 32).value < generate.decode_step(100, 1000, 10, 31).value  # whole blocks
+    assert light["generate"].decode_step(100, 1000) == light["generate"].decode_step(100, 1000, 10, 6)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from msrl_graph.backends import RUNS, devices
+from msrl_graph.backends import RUNS, devices, packages
 from msrl_graph.backends.devices import Device
 from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
@@ -18,12 +18,13 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 
 def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
-    names = "name torch resource collectives asked_as interfaces visible plugin"
+    names = "name torch resource collectives asked_as interfaces visible files plugin"
     facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
-    cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "")
-    ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES", "torch_npu")
+    cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*", "")
+    seen = ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
+    ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), *seen, "torch_npu")
     table = [
-        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", ""), (True, True, False, True)),
+        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", "", ""), (True, True, False, True)),
         (cuda, (False, False, True, True)),
         (ascend, (False, False, True, False)),
     ]
@@ -47,6 +48,15 @@ def test_presets_are_of_these_kinds():
     assert set(RUNS) <= set(DEVICE_KINDS)
 
 
+def test_what_a_process_may_not_see_is_not_here(monkeypatch):
+    assert HOST.here() == os.cpu_count()
+    for kind in (CUDA, ASCEND):
+        monkeypatch.delenv(kind.visible, raising=False)
+        there = kind.here()
+        monkeypatch.setenv(kind.visible, "")
+        assert kind.here() == 0 <= there
+
+
 @pytest.mark.parametrize(
     ("names", "preset"),
     [
@@ -63,6 +73,12 @@ def test_presets_are_of_these_kinds():
 )
 def test_a_preset_has_the_names_that_people_write(names, preset):
     assert {named(name) for name in names} == {preset}
+
+
+def test_an_engine_is_installed_for_the_devices_of_the_plan():
+    found = [packages.installing(*asked) for asked in (("vllm", ["vllm"], "ascend"), ("vllm", ["vllm"], "cpu"))]
+    found.append(packages.installing("mine", ["a", "b"], "cpu"))
+    assert found == ["pip install 'msrl-graph[ascend]'", "pip install 'msrl-graph[vllm]'", "pip install a b"]
 
 
 def test_one_name_is_one_presets():

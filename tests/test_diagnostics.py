@@ -21,8 +21,8 @@ from msrl_graph.diagnostics import render
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
-# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_joining.py and
-# test_run.py.
+# Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_folders.py,
+# test_joining.py and test_run.py.
 ELSEWHERE = {
     "no-resources",
     "host-differs",
@@ -33,6 +33,7 @@ ELSEWHERE = {
     "changed-program",
     "calibration",
     "unguarded-run",
+    "unused-weight",
 }
 
 

@@ -2,8 +2,10 @@
 pages say so."""
 
 import json
+import math
 import re
 import runpy
+import statistics
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,21 @@ def test_an_example_learns_with_each_of_three_seeds(path):
 
 
 def test_the_tables_are_those_of_the_curves():
-    for page, table in CURVES["tables"]().items():
-        assert table in page.read_text(encoding="utf-8"), "python examples/curves.py --tables"
+    for page, tables in CURVES["tables"]().items():
+        text = page.read_text(encoding="utf-8")
+        assert [t for t in tables if t not in text] == [], "python examples/curves.py --tables"
+
+
+def test_other_engines_learn_as_the_light_ones_do():
+    """Within what seeds leave open: three standard errors of a difference of means."""
+    runs = json.loads((EXAMPLES / "arithmetic" / "engines.json").read_text(encoding="utf-8"))["runs"]
+    light = json.loads((EXAMPLES / "arithmetic" / "curve.json").read_text(encoding="utf-8"))["seeds"].values()
+    for name in CURVES["by_engines"]():
+        found = [run for key, run in runs.items() if key.split()[0] == name]
+        last = found[0]["points"][-1][0]
+        own, others = [r["last"] for r in found], [dict(r["points"])[last] for r in light]
+        open_by = 3 * math.sqrt((statistics.variance(own) + statistics.variance(others)) / 3)
+        assert len(found) == 3 and abs(statistics.mean(own) - statistics.mean(others)) <= open_by
 
 
 def test_the_lines_of_each_algorithm_are_as_the_page_counts_them():

@@ -214,6 +214,55 @@ def test_a_wrong_folder_is_told_at_its_line(folder: Path, case: str, capsys: pyt
         assert message in told and 'model policy = "./model"' in told and "Traceback" not in told
 
 
+def more(*names: str) -> Callable[[Path], None]:
+    """Weights beside the model's own."""
+
+    def change(model: Path) -> None:
+        header, rest = parts(model)
+        for name in names:
+            header[name] = {"dtype": "F32", "shape": [1], "data_offsets": [len(rest), len(rest) + 4]}
+            rest += bytes(4)
+        stored(model, header, rest)
+
+    return change
+
+
+UNUSED: dict[str, tuple[tuple[Callable[[Path], None], ...], str]] = {
+    "one": ((more("v_head.summary.weight"),), "`v_head.summary.weight`"),
+    "layers that the config lacks": (
+        (config("num_hidden_layers", 2), config("layer_types", None)),
+        "`model.layers.2.input_layernorm.weight` and 23 more",
+    ),
+    "a bias": (
+        (more("model.layers.0.self_attn.o_proj.bias", "model.layers.0.mlp.up_proj.bias"),),
+        "`model.layers.0.mlp.up_proj.bias` and 1 more",
+    ),
+    "angles, which are computed": ((more("model.layers.0.self_attn.rotary_emb.inv_freq"),), ""),
+    "a tied head": ((config("tie_word_embeddings", True),), ""),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED)
+def test_a_weight_that_the_config_says_nothing_of_is_told(
+    folder: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, name = UNUSED[case]
+    for change in changes:
+        change(folder / "model")
+    assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    program, file = folder / "p.rlg", folder / "model" / "model.safetensors"
+    line = program.read_text(encoding="utf-8").split("\n").index('  model policy = "./model"') + 1
+    what = f"{file} holds {name}, which nothing computes with: the config.json beside it has no such"
+    told = f"""warning[unused-weight]: {what}
+  --> {program}:{line}:18
+   |
+{line} |   model policy = "./model"
+   |                  ^^^^^^^^^
+   = help: a config.json is its weights' own: copy both anew, or take out what is not the model's
+"""
+    assert capsys.readouterr().err == (told if name else "")
+
+
 def test_a_plan_whose_folder_has_changed_since_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "plan.json").write_text(compile(folder / "p.rlg").to_json(), encoding="utf-8")
     assert run_main([str(folder / "plan.json"), "--dry-run"]) == 0

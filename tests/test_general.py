@@ -6,7 +6,7 @@ import pytest
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import general
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.work import Work, in_flight
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
@@ -42,10 +42,10 @@ def test_stages_keep_the_micro_batches_that_are_under_way():
     assert [k / kept[-1] for k in kept] == [4, 3, 2, 1]
     assert [bool(m["logits"]) for m in stages.values()] == [False, False, False, True]
     # As many chunks as Megatron warms up with, and one: 2 (4 - 0 - 1) + (2 - 1) 4 + 1 = 11 of half the layers.
-    assert general.in_flight(work("llama3-8b", Layout(pp=4, vpp=2)), 0) == 11 / 2
+    assert in_flight(work("llama3-8b", Layout(pp=4, vpp=2)), 0) == 11 / 2
     # No more than there are.
-    assert general.in_flight(work("llama3-8b", Layout(pp=4), batches=2), 0) == 2
-    assert general.in_flight(work("llama3-8b", Layout(pp=4, vpp=2), batches=2), 0) == 2
+    assert in_flight(work("llama3-8b", Layout(pp=4), batches=2), 0) == 2
+    assert in_flight(work("llama3-8b", Layout(pp=4, vpp=2), batches=2), 0) == 2
 
 
 def test_context_parallelism_divides_tokens():

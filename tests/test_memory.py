@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 import walk
+from held import EXPERTS, assert_close, small
+from held import peaks as peaks_of
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import peaks
+from msrl_graph.backends import devices, peaks
 from msrl_graph.backends.spec import Asked
 from msrl_graph.ir.work import Work
 from msrl_graph.model import models
@@ -63,11 +65,12 @@ def test_host_buffers_count_apart():
     x = torch.zeros(300, 200)
     before = memory.held()
     with memory.Peak() as peak:
-        buffer = memory.host_copy(x)
+        buffer = devices.host_copy(x)
     assert over(peak, before["device"]) == 0
     assert peak.peak["host"] - before["host"] == N
-    memory.forget(buffer)
-    assert memory.held()["device"] - before["device"] == N
+    assert memory.held()["host"] - before["host"] == N
+    del buffer
+    assert memory.held() == before
 
 
 def test_operations_made_of_others_are_looked_into():
@@ -153,3 +156,9 @@ def test_so_it_does_of_long_rows_that_go_round_a_ring(tmp_path):
     for key, (wanted, items) in walk.predicted(plan).items():
         if key[1] in ("infer", "update"):
             assert wanted == pytest.approx(found[key][0], rel=0.05), (key, items)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2)], ids=str)
+def test_what_experts_take(layout, tmp_path):
+    assert_close(peaks_of("fsdp", small(tmp_path, **EXPERTS), layout))

@@ -1,16 +1,26 @@
 """A mixture of experts from end to end: the example's program trains a small one."""
 
+import engines
+import numpy as np
 import pytest
-from mixture import mixture
+import torch
+from mixture import latent, mixture
 from place import MINE, ONE_RANK, THRICE, TRAINED, Place, assert_alike, weights
+from safetensors.numpy import load_file
+
+from msrl_graph.backends.spec import Asked
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.model import models
+from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.rank.micro_batches import pack
 
 
-def run(folder, *changes):
+def run(folder, *changes, made=mixture):
     """The folder of a run of three iterations, whose rewards have something to learn from."""
     folder.mkdir()
     place = Place(folder)
     (folder / "model").unlink()
-    mixture(folder / "model")
+    made(folder / "model")
     place.function("return float(sum(map(ord, response)) % 3)")
     place.write(MINE, *changes, *TRAINED, evaluated=False)
     code, _, err = place.run("p.rlg", *THRICE, "--out", "out")
@@ -43,3 +53,32 @@ def test_what_it_saves_is_read_by_transformers(alone):
     first = model.model.layers[0].mlp.experts.gate_up_proj[3].detach().numpy()
     assert (first[:32] == saved["model.layers.0.mlp.experts.3.gate_proj.weight"]).all()
     assert (first[32:] == saved["model.layers.0.mlp.experts.3.up_proj.weight"]).all()
+
+
+@pytest.mark.slow
+def test_latent_attention_trains_alike_and_its_corrections_stay(tmp_path):
+    """And what is saved is read by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    alone = run(tmp_path / "alone", *ONE_RANK, made=latent)
+    found = run(tmp_path / "run", ("dp = 2, zero = 3", "tp = 2, ep = 2"), made=latent)
+    assert_alike(alone, found)
+    begun, saved = load_file(tmp_path / "run" / "model" / "model.safetensors"), weights(found)
+    corrections = [name for name in begun if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 2 and all((saved[name] == begun[name]).all() for name in corrections)
+    module = AutoModelForCausalLM.from_pretrained(found / "weights" / "actor")
+    held = module.model.layers[2].mlp.gate.e_score_correction_bias.numpy()
+    assert (held == begun["model.layers.2.mlp.gate.e_score_correction_bias"]).all() and held.any()
+
+
+def test_a_correction_is_read_in_float32_whatever_the_weights_are(tmp_path):
+    """To which bf16 would round it, and another expert be chosen."""
+    of = models.load(latent(tmp_path), tmp_path, "bf16", NOWHERE)
+    engine = engines.trainer(of, rank=0)
+    held = {n: v for n, v in engine.module.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert held.keys() == {t.name for t in of.fixed} and len(held) == 2
+    begun = load_file(tmp_path / "model.safetensors")
+    assert all(v.dtype == torch.float32 and (v.numpy() == begun[n]).all() for n, v in held.items())
+    prompts, responses = (ragged([np.arange(3, 9)] * 2, np.int32), ragged([np.arange(4, 8)] * 2, np.int32))
+    made = engine.score([pack([prompts], [responses], np.arange(2))], Asked(1.0))
+    assert torch.isfinite(made[0].logp).all()

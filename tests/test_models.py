@@ -9,6 +9,7 @@ import pytest
 
 from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
+from msrl_graph.model.config import fields, judged
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS, tokenizer
 from msrl_graph.runtime.driver import needs
@@ -195,6 +196,9 @@ FAMILIES = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 1,
             "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
             **MOE,
             **LATENT,
         },
@@ -218,13 +222,40 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
         if "rotary" not in n and "inv_freq" not in n
     }
     model = load("./", tmp_path)
-    ours = {t.name: t.shape for t in model.tensors if not t.experts}
+    ours = {t.name: t.shape for t in (*model.tensors, *model.fixed) if not t.experts}
     for layer in {t.layer for t in model.tensors if t.experts}:
         stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
         number, width, hidden = stacked["gate_proj"]
         ours[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (number, 2 * width, hidden)
         ours[f"model.layers.{layer}.mlp.experts.down_proj"] = stacked["down_proj"]
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("q_lora_rank", ..., "has no `q_lora_rank`"),
+        ("n_group", None, "has no `n_group`"),
+        ("n_group", 3, "has 8 experts in 3 groups: a group has 2 or more, all as many"),
+        ("n_group", 8, "has 8 experts in 8 groups"),
+        ("topk_group", 3, "chooses 3 of 2 groups of experts"),
+        ("num_experts_per_tok", 5, "has 5 experts a token, and 4 to choose from"),
+        ("first_k_dense_replace", 2, "has 2 layers without experts, and 2 layers"),
+        ("num_key_value_heads", 2, "has 2 key-value heads: latent attention has one a head, 4"),
+        ("qk_rope_head_dim", 3, "turns 3 elements of a head: rotary positions take pairs"),
+        ("scoring_func", "softmax", "has 'softmax' for `scoring_func`: only `sigmoid` is supported yet"),
+        ("topk_method", "greedy", "has 'greedy' for `topk_method`: only `noaux_tc` is supported yet"),
+        ("moe_layer_freq", 2, "has 2 for `moe_layer_freq`: only `1` is supported yet"),
+    ],
+)
+def test_what_no_engine_could_make_of_latent_attention_or_groups(field: str, value: object, told: str) -> None:
+    config = {**SMALL, **FAMILIES["DeepseekV3ForCausalLM"][1]}
+    assert judged(config, "deepseek_v3") is None
+    assert judged({**config, "q_lora_rank": None}, "deepseek_v3") is None
+    assert fields({**config, "q_lora_rank": None})["q_lora_rank"] is None, "null says that there is none"
+    changed = {k: v for k, v in config.items() if k != field} if value is ... else {**config, field: value}
+    wrong = judged(changed, "deepseek_v3")
+    assert wrong is not None and told in wrong.message
 
 
 def test_a_folder_is_relative_to_the_program() -> None:

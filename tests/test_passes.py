@@ -74,7 +74,7 @@ def test_what_nobody_decides_is_data_parallel() -> None:
 def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
     rows = {}
     for memory in (128e9, 100e9):
-        engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})}
+        engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "offload": "none"})}
         start = page.start(layouts={"actor.update": Layout(tp=8, dp=2)}, engines=engines)
         graph = replace(
             start.graph,
@@ -207,7 +207,8 @@ def test_buckets_hold_every_tensor_once_in_order() -> None:
 
 def test_staged_where_direct_does_not_fit() -> None:
     # 32.8 GB of others' and 25.6 GB for resharding.
-    plan = page.plan(on(devices(2, 8, 55e9), engines=page.LIGHT))
+    engines = {**page.LIGHT, "actor.update": EngineChoice("fsdp", {"offload": "none"})}
+    plan = page.plan(on(devices(2, 8, 55e9), engines=engines))
     (r,) = plan.reshards
     assert r.order == "staged"
     assert "leave first" in r.reason
@@ -498,7 +499,8 @@ def test_recomputation_is_planned_where_nothing_else_fits() -> None:
 
 
 def test_no_room_for_one_sequence_is_too_little() -> None:
-    plan = page.plan(on(devices(2, 8, 50e9), engines={"actor.update": EngineChoice("fsdp", {"recompute": "full"})}))
+    engines = {"actor.update": EngineChoice("fsdp", {"recompute": "full", "offload": "none"})}
+    plan = page.plan(on(devices(2, 8, 50e9), engines=engines))
     assert plan.placement("actor.generate").engine.options["micro_batch"] == 1
     assert holdings.waves(plan, "actor.generate") == (1, 64)
     assert any("needs" in d.message for d in memory_check.check(plan))

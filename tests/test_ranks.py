@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import engines
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from mixture import mixture
+from mixture import latent, mixture
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
-from msrl_graph.algorithms.optimizers import adamw
+from msrl_graph.algorithms.optimizers import adamw, sgd
+from msrl_graph.backends import transformer
 from msrl_graph.backends.spec import Asked, Sampling
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
@@ -44,13 +46,20 @@ def weighted(own, whole):
     return lambda made: (made.logp * own).sum() / whole
 
 
-def train(rank, folder, weights, out, cases):
+# By name: the engine's rule, torch's own, and a rate. Of AdamW a weight's change is no smooth function of its gradient.
+RULES = {
+    "adamw": (adamw(lr=0.0, weight_decay=0.01), partial(torch.optim.AdamW, weight_decay=0.01), 1e-3),
+    "sgd": (sgd(lr=0.0, momentum=0.9), partial(torch.optim.SGD, momentum=0.9), 0.3),
+}
+
+
+def train(rank, folder, weights, out, cases, by="adamw"):
     """For each layout two optimizer steps on a fixed batch, its rows shared over dp unevenly: the second has all rows
     on dp rank 0."""
     for number, layout in enumerate(cases):
         m = model(weights)
         recompute = "full" if layout.zero == 2 else "none"
-        engine = engines.trainer(m, layout, rank, engines.mesh(layout), adamw(lr=0.0, weight_decay=0.01), recompute)
+        engine = engines.trainer(m, layout, rank, engines.mesh(layout), RULES[by][0], recompute)
         prompts, responses, weight = batch()
         dp = layout.coordinates(rank).dp
         rows = np.arange(12)
@@ -60,18 +69,19 @@ def train(rank, folder, weights, out, cases):
             own = weight[np.concatenate(spans or [np.zeros(0, int)])]
             packed = pack([prompts], [responses], mine)
             engines.train(engine, packed, weighted(own, len(weight)), Asked(0.7))
-            norms.append(engine.step(1e-3, 0.5))
+            norms.append(engine.step(RULES[by][2], 0.5))
         logp = engine.score([pack([prompts], [responses], rows)], Asked(1.0))[0].logp
+        held = {s.name: s.tensor for s in engine.shards()} if dist.get_world_size() == 1 else {}
         if rank == 0:
-            torch.save((norms, logp), Path(out) / f"{dist.get_world_size()}-{number}")
+            torch.save((norms, logp, held), Path(out) / f"{dist.get_world_size()}-{number}")
 
 
-def reference(weights):
+def reference(weights, by="adamw"):
     """The same two steps by transformers and torch alone."""
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
+    optimizer = RULES[by][1](net.parameters(), lr=RULES[by][2])
     prompts, responses, weight = batch()
 
     def logp(temperature):
@@ -83,14 +93,25 @@ def reference(weights):
             found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
         return torch.cat(found)
 
-    norms = []
+    begun, norms = _by_our_names(net), []
     for _ in range(2):
         optimizer.zero_grad()
         ((logp(0.7) * weight).sum() / len(weight)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
         optimizer.step()
     with torch.no_grad():
-        return norms, logp(1.0)
+        return norms, logp(1.0), {name: (begun[name], value) for name, value in _by_our_names(net).items()}
+
+
+def _by_our_names(net):
+    """Of experts, gate and up are one parameter of a layer."""
+    found = {}
+    for name, value in net.named_parameters():
+        owner, experts, leaf = name.partition(".experts.")
+        parts = value.detach().clone().chunk(2, 1) if leaf == "gate_up_proj" else [value.detach().clone()]
+        names = ["gate_proj", "up_proj"] if len(parts) == 2 else [leaf]
+        found |= {f"{owner}.experts.*.{n}.weight" if experts else name: p for n, p in zip(names, parts, strict=True)}
+    return found
 
 
 def tied(folder):
@@ -118,14 +139,15 @@ MIXED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "tied", "mixture"])
+@pytest.mark.parametrize("kind", ["untied", "tied", "mixture", "latent"])
 def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
-    made = {"tied": tied, "mixture": mixture}
+    made = {"tied": tied, "mixture": mixture, "latent": latent}
     weights = made[kind](tmp_path / kind) if kind in made else str(FOLDER / "model")
-    expected = reference(weights)
+    by = "sgd" if kind == "latent" else "adamw"
+    expected = reference(weights, by)
     cases = (
         MIXED
-        if kind == "mixture"
+        if kind in ("mixture", "latent")
         else {
             1: [Layout()],
             2: [Layout(dp=2, zero=z) for z in range(4)] + [Layout(tp=2)],
@@ -133,11 +155,15 @@ def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
         }
     )
     for world, some in cases.items():
-        ranks.run(world, train, weights, str(tmp_path), some)
+        ranks.run(world, train, weights, str(tmp_path), some, by)
         for i, layout in enumerate(some):
-            norms, logp = torch.load(tmp_path / f"{world}-{i}")
+            norms, logp, held = torch.load(tmp_path / f"{world}-{i}")
             assert norms == pytest.approx(expected[0], rel=2e-5), layout
             assert torch.allclose(logp, expected[1], rtol=1e-4, atol=1e-5), layout
+            for name, value in held.items() if by == "sgd" else ():  # on one rank
+                begun, wanted = expected[2].pop(name)
+                assert (value - wanted).abs().max() < 1e-4 * (wanted - begun).abs().max() + 3e-7, name
+            assert by == "adamw" or world > 1 or not expected[2]
 
 
 def generate(rank, folder, weights, out, cases):
@@ -146,9 +172,8 @@ def generate(rank, folder, weights, out, cases):
     sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0, seed=5, iteration=2)
     for i, (layout, wave) in enumerate(cases):
         engine = engines.generator(m, layout, rank, engines.mesh(layout), wave)
-        weights = load_file(Path(m.path) / "model.safetensors")
-        for piece in engine.allocate():
-            piece.tensor.copy_(weights[piece.name][tuple(slice(a, b) for a, b in piece.box)])
+        transformer.fill(m, engine.allocate())
+        engine.filled()
         dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
@@ -181,9 +206,10 @@ def biased(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["example", "biased"])
+@pytest.mark.parametrize("kind", ["example", "biased", "latent"])
 def test_no_layout_changes_what_is_drawn(kind, tmp_path):
-    weights = biased(tmp_path / "biased") if kind == "biased" else str(FOLDER / "model")
+    made = {"biased": biased, "latent": latent}
+    weights = made[kind](tmp_path / kind) if kind in made else str(FOLDER / "model")
     cases = {
         1: [(Layout(), 0), (Layout(), 5)],
         2: [(Layout(tp=2), 0), (Layout(dp=2), 3)],

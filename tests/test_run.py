@@ -139,6 +139,7 @@ def test_the_script_of_a_plan_runs(place, monkeypatch):
     place.assert_clean()
 
 
+LIGHT = "engine actor.generate = hf\n  engine actor.update = fsdp\n  "
 BAD = {
     "a misspelt column": (
         [("actor.infer(prompt, response) -> old_logp", "actor.infer(prompt, response) -> old_logb")],
@@ -187,7 +188,18 @@ BAD = {
         "data source",
     ),
     "a preset without weights": ([('"./model"', '"tiny"')], 1, "error[unknown-model]", "model policy"),
-    "devices that are not here": ([('device = "cpu"', 'device = "h100"')], 1, "error[not-yet]", "cluster laptop"),
+    "devices that are not here": (
+        [('device = "cpu"', 'device = "h100"'), ("layout actor.update ", f"{LIGHT}layout actor.update ")],
+        3,
+        "error[no-resources]: the plan asks for 1 host of 2 GPU; this machine is 1 host of",
+        "cluster laptop",
+    ),
+    "devices that nothing runs on": (
+        [('device = "cpu"', 'device = "ascend-910b"')],
+        1,
+        "error[not-yet]",
+        "cluster laptop",
+    ),
     "more hosts than there are": (
         [("nodes = 1", "nodes = 2"), ("{ dp = 2, zero = 3 }", "{ dp = 4, zero = 3 }")],
         3,

@@ -346,7 +346,7 @@ def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: s
 
 def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msrl_graph.planner.search.EFFORT", 1.0)
-    plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=6))
+    plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=3))
     short, long = passed(plan).search, passed(plan, budget=300.0).search
     assert short is not None and short.ended == "the search's limit" and not short.optimal
     assert long is not None and not long.ended and long.optimal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_what_an_engine_makes_of_a_layout(engine: str, layout: Layout, etp: int,
     assert spread.settled(open_, load("qwen2.5-7b", Path())).etp == 1, "a dense model has nothing to divide"
 
 
+def test_a_replica_of_vllm_counts_ranks_and_experts_alike_whoever_its_neighbours_are() -> None:
+    """vLLM counts a replica's ranks in their order, tp fastest, and gives each its experts, or its part of all, by its
+    tp."""
+    for tp, pp, dp, inner in product((1, 2, 4), (1, 2), (1, 2, 4), (1, 2, 4)):
+        for ep in {1, tp} if dp % inner == 0 else ():
+            layout = Layout(tp=tp, pp=pp, dp=dp, inner=inner, ep=ep, etp=tp // ep)
+            assert ENGINES["vllm"].spread.has(layout)
+            for replica in range(dp):
+                ranks = [at for at in map(layout.coordinates, range(layout.devices)) if at.dp == replica]
+                assert [(at.pp, at.tp) for at in ranks] == [*product(range(pp), range(tp))]
+                assert all((at.ep, at.etp) == ((at.tp, 0) if ep > 1 else (0, at.tp)) for at in ranks)
+
+
 def test_experts_are_held_as_the_engines_hold_them() -> None:
     """Qwen3-30B-A3B at tp 2: vLLM has halves of all experts, Megatron's etp is tp."""
     both = "engine actor.update = megatron", "engine actor.generate = vllm"
@@ -79,7 +93,7 @@ ADVISED = [
     (QWEN, "h100", 2, "layout actor.update { tp = 4, dp = 4, etp = 1 }", "engine actor.update = megatron"),
     (
         *(QWEN, "h100", 1, "layout actor.generate { dp = 8 }", "layout actor.update { dp = 8, ep = 8, zero = 1 }"),
-        "engine actor.update = fsdp",
+        "engine actor.update = fsdp { offload = none }",
     ),
     ("qwen2.5-32b", "h100", 1, "layout actor.generate { tp = 8 }", "layout actor.update { dp = 8 }"),
 ]

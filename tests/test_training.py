@@ -13,7 +13,7 @@ from tiny import PAIRS, ROLLOUT, built, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
 from msrl_graph import compile
-from msrl_graph.checks.weights import lacking
+from msrl_graph.checks import weights
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.attributes import Update
 from msrl_graph.runtime.data.columns import Column, ragged, texts
@@ -380,6 +380,7 @@ LACKING = {
         "AutoModelForSequenceClassification",
     ),
     "no bias": (lambda t: t.update({"score.bias": torch.zeros(1)}), "", ""),
+    "a policy's head too": (lambda t: t.update({"lm_head.weight": torch.zeros(16, 128)}), "", ""),
     "no layer": (
         lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
         "hold no `model.layers.1.mlp.up_proj.weight`, which the reward_model `judge`",
@@ -407,9 +408,9 @@ def test_what_a_folder_lacks_is_told_before_anything_is_started(tmp_path, case):
 def test_weights_that_cannot_be_read_are_told(tmp_path):
     folder = scoring(tmp_path / "judge", architecture="Qwen2ForTokenClassification")
     plan = planned(ROLLOUT, judge=str(folder))
-    assert not lacking(plan)
+    assert not weights.check(plan)
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    (found,) = lacking(plan)
+    (found,) = weights.check(plan)
     assert "model.safetensors cannot be read" in found.message
 
 

@@ -229,6 +229,17 @@ def test_pools_that_have_a_device_in_common() -> None:
     assert [*verify.placements(beyond)] == [f"the cluster does not have the devices of its pool `{other.name}`"]
 
 
+def test_only_a_generation_numbers_its_replicas_as_neighbours() -> None:
+    plan = compile(ROOT / "tests" / "programs" / "grpo_page.rlg")
+    assert plan.placement("actor.generate").layout.inner == 2 and not [*verify.placements(plan)]
+    for node, inner, faults in (("actor.update", 2, 1), ("actor.generate", 4, 0), ("actor.generate", 3, 1)):
+        one = plan.placement(node)
+        changed = replace(one, layout=replace(one.layout, inner=inner))
+        placed = tuple(changed if p is one else p for p in plan.placements)
+        found = [*verify.placements(replace(plan, placements=placed))]
+        assert found == [f"the replicas of `{node}` cannot lie next to each other in {inner}s"] * faults
+
+
 def test_a_controller_hears_of_what_its_node_reads() -> None:
     plan = compile(ROOT / "tests" / "programs" / "small.rlg")
     first, *others = plan.docks.controllers

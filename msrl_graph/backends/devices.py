@@ -10,6 +10,7 @@ and of torch_npu, which says the same names; torch knows an NPU once torch_npu i
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from ..sharding.layout import Layout
 
 PROCESS = Path("/proc/self")
+
+# Where host buffers lie: on a host's cores nothing else tells them from what the device holds.
+_buffers: set[int] = set()
+_making = False  # a host buffer, which is not among them yet
 
 
 class Memory(NamedTuple):
@@ -92,11 +97,18 @@ class Device:
     def host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room in host memory for what a tensor of this device holds, from and to which it copies without the host's
         help."""
+        global _making
         import torch
 
-        pinned = not self.kind.shares_host_memory
-        # On its host a tensor's buffer lies in memory as the tensor does; elsewhere like it too, but for the place.
-        return torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
+        pinned, _making = not self.kind.shares_host_memory, True
+        try:
+            # On its host a tensor's buffer lies in memory as the tensor does; elsewhere like it too, but for the place.
+            buffer = torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
+        finally:
+            _making = False
+        _buffers.add(at := buffer.untyped_storage().data_ptr())
+        weakref.finalize(buffer.untyped_storage(), _buffers.discard, at).atexit = False
+        return buffer
 
     # Streams.
 
@@ -112,6 +124,34 @@ class Device:
             yield
             done.record(stream)
         done.synchronize()
+
+
+class Lane:
+    """A stream of a device beside the one that its process computes on."""
+
+    def __init__(self, device: Device) -> None:
+        self.module = device._module
+        self.stream = self.module.Stream()
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """What is begun within comes after all that the caller's stream has begun so far, and runs beside what it
+        begins from then on."""
+        self.stream.wait_stream(self.module.current_stream())
+        with self.module.stream(self.stream):
+            yield
+
+    def mark(self) -> Any:
+        """What has been begun so far, for `join`."""
+        event = self.module.Event()
+        event.record(self.stream)
+        return event
+
+    def join(self, mark: Any = None) -> None:
+        """The caller's stream goes on when all that was begun here is done, or all before a mark."""
+        if mark is None:
+            mark = self.mark()
+        self.module.current_stream().wait_event(mark)
 
 
 @dataclass(frozen=True)
@@ -133,7 +173,8 @@ class Devices:
 
     def among(self, layout: Layout, *alike: str) -> Any:
         """The process group of the ranks of a layout that stand where this one does on the axes `alike`, in the
-        layout's order; the first call is a collective of them."""
+        layout's order, which is that of experts too (`inner` is 1 where anything trains); the first call is a
+        collective of them."""
         from torch import distributed as dist
 
         assert self.mesh is not None
@@ -150,6 +191,27 @@ def of(tensor: torch.Tensor) -> Device:
     """The device that a tensor lies on."""
     kind = next(k for k in DEVICE_KINDS.values() if k.torch == tensor.device.type)
     return Device(kind, tensor.device.index or 0)
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A host buffer with what a tensor holds."""
+    return of(tensor).host_buffer(tensor).copy_(tensor)
+
+
+def is_host_buffer(storage: torch.UntypedStorage) -> bool:
+    return storage.data_ptr() in _buffers
+
+
+def making_buffer() -> bool:
+    """Whether an operation that runs now makes a host buffer."""
+    return _making
+
+
+def content(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, of which tensors may each have a part."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def release(tensor: torch.Tensor) -> None:

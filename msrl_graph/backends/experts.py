@@ -61,7 +61,7 @@ def module_of(theirs: Any, number: int, tp: Any = None, ep: Any = None) -> Any:
             counts = torch.bincount(chosen.flatten(), minlength=number * (ep.size() if ep else 1))
             rows = states.index_select(0, order // active)
             found = self._products(rows, counts) if ep is None else self._exchanged(rows, counts)
-            found = found * weights.flatten()[order, None]
+            found = (found * weights.flatten()[order, None]).to(states.dtype)
             return torch.zeros_like(states).index_add(0, order // active, found)
 
         def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

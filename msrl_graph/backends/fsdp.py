@@ -9,14 +9,16 @@ weights after forward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..sharding.layout import Layout, shard
 from . import experts, peaks, prefixes, spread, transformer
+from .activations import Activations
 from .context import Context
-from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
-from .steps import Steps
+from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
+from .steps import Steps, calls
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +39,9 @@ def _lints(situation: Situation) -> Iterator[Lint]:
 
 
 def _calls(act: Act, layout: Layout) -> Calls:
-    """Counted by torch's profiler on Qwen2 models (12 tensors a layer; an optimizer step goes by tensors)."""
+    """Counted by torch's profiler on Qwen2 models."""
     if act == "step":
-        if layout.dp * layout.cp == 1:
-            return Calls(108, 35)
-        return (Calls(150, 49), Calls(230, 73), Calls(122, 43), Calls(122, 43))[layout.zero]
+        return calls(layout)
     # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred
     # operators for a forward pass, and as many for each collective of a backward pass; an operator on a DTensor as long
     # as three on tensors.
@@ -62,6 +62,9 @@ def _calls(act: Act, layout: Layout) -> Calls:
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
 # Weights that all ranks of tp have, each for its own heads: their gradients are parts.
 NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
+# What ranks of tp have rows of, and columns of, in a layer's attention and its feed-forward network.
+COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+ROWS = ("o_proj", "down_proj")
 
 
 SPEC = EngineSpec(
@@ -69,16 +72,17 @@ SPEC = EngineSpec(
     verbs=("infer", "update"),
     axes=("tp", "cp", "dp", "ep"),
     build="msrl_graph.backends.fsdp:Engine",
-    options=("micro_batch", "recompute", "dtype"),
+    options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1, 2, 3),
     divided_from=2,
-    families=("llama", "qwen2", "qwen3", "qwen3_moe"),
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     spread=spread.WHOLE,
     lints=_lints,
     calls=_calls,
-    shares_beginnings=True,
+    shares_beginnings=("host", "device"),
     sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
     peaks=peaks.trainer,
+    stored=peaks.stored,
     chosen=("host", "device"),
 )
 
@@ -112,6 +116,8 @@ class Engine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
+        away = optimizer is not None and placement.engine.options.get("activations") == "offload"
+        self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext
         named = transformer.named_weights(module)
         self._shards = [Shard(t.name, shard(t, SPEC.side(layout), rank), _local(named[t.name])) for t in model.tensors]
         transformer.fill(model, self._shards)
@@ -119,7 +125,8 @@ class Engine:
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
-            self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided)
+            away = offloads(placement, "optimizer")
+            self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided, away)
 
     def _tie(self, module: Any) -> None:
         """Makes head and embedding one parameter again, if they were: dividing and taking memory give each its own."""
@@ -148,7 +155,8 @@ class Engine:
         tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch)
         tree, here = tree.to(self.place), known.to(self.place, non_blocking=True)
         heat = here.get("temperature", asked.temperature)
-        found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
+        with self._passing():
+            found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
             # No backward follows that would give the gathered weights back.
             for part in self._wrapped:
@@ -194,8 +202,6 @@ def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices,
     found: list[tuple[Any, Any]] = []
     dense, layers = devices.axis("dp"), module.model.layers
     if model.experts is not None:
-        # FSDP2 counts ranks in their order, and `inner` numbers them otherwise than experts do.
-        assert layout.inner == 1, "experts that are divided over dp take no `inner`"
         group = devices.among(layout, "pp", "ep", "etp")
         mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
         found += [(layer.mlp.experts, mesh) for layer in layers[model.experts.first :]]
@@ -208,17 +214,32 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    attention = {
-        **{f"self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(),
-    }
-    feed = {**{f"mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}, "mlp.down_proj": RowwiseParallel()}
     for block in module.model.layers:
-        parallelize_module(block, mesh, attention if hasattr(block.mlp, "experts") else {**attention, **feed})
+        for part in (block.self_attn, getattr(block.mlp, "shared_experts", block.mlp)):
+            names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
+            if names:  # a mixture of routed experts alone has none
+                plan: dict[str, Any] = {n: ColwiseParallel() if n in COLUMNS else RowwiseParallel() for n in names}
+                parallelize_module(part, mesh, plan)
+        if hasattr(block.self_attn, "kv_a_proj_with_mqa"):
+            _share_key(block.self_attn, mesh)
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     if not scores:  # one number: each rank makes it
         ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(module, mesh, ends)
+
+
+def _share_key(attention: Any, mesh: DeviceMesh) -> None:
+    """The rotary key of latent attention is one for all heads, of which a rank of tp has some: its gradient is the sum
+    of theirs."""
+    import torch
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    def shared(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        latent, key = torch.split(output, [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+        key = DTensor.from_local(key, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return torch.cat([latent, key], dim=-1)
+
+    attention.kv_a_proj_with_mqa.register_forward_hook(shared)
 
 
 def _outputs(

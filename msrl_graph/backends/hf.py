@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
 from . import experts, peaks, transformer
-from .devices import release, take
+from .devices import release, take, trim
 from .draw import draw
 from .spec import Act, Calls, EngineSpec, Sampling, Shard, Weights
 from .stops import looks_for
@@ -35,9 +35,9 @@ SPEC = EngineSpec(
     axes=("tp", "dp"),
     build="msrl_graph.backends.hf:Engine",
     options=("micro_batch", "dtype", "memory"),
-    families=("llama", "qwen2", "qwen3", "qwen3_moe"),
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     calls=_calls,
-    shares_beginnings=True,
+    shares_beginnings=("host", "device"),
     # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
     cache_passes=5,
     peaks=peaks.generator,
@@ -84,6 +84,7 @@ class Engine:
     def release(self) -> None:
         for piece in self._shards:
             release(piece.tensor)
+        trim()
 
     def generate(
         self,
@@ -206,8 +207,9 @@ def _join(module: Any, group: Any, index: int) -> None:
 
     for layer in module.model.layers:
         layer.self_attn.o_proj.register_forward_hook(add_up)
-        if hasattr(layer.mlp, "down_proj"):  # experts are whole on each rank
-            layer.mlp.down_proj.register_forward_hook(add_up)
+        feed = getattr(layer.mlp, "shared_experts", layer.mlp)
+        if hasattr(feed, "down_proj"):  # a router's experts are whole on each rank
+            feed.down_proj.register_forward_hook(add_up)
     table = module.model.embed_tokens
 
     def look_up(ids: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,19 @@ On cuda and npu it has never run: no such device was at hand.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..model.architecture import HEAD
 from ..sharding.layout import shard
-from . import megatron_cpu, megatron_model, prefixes, spread, transformer, vocabulary
+from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, prefixes, spread, transformer, vocabulary
+from .activations import Activations
 from .context import Context
-from .spec import Asked, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights
-from .steps import Steps
+from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
+from .steps import Steps, calls
 
 if TYPE_CHECKING:
     import torch
@@ -43,22 +45,42 @@ def _lints(situation: Situation) -> Iterator[Lint]:
         )
 
 
+# What a pass takes of Python beside its operators, in operators that take as long: of forward passes alone Megatron's
+# modules and schedule, of a backward pass too, whose operators Python does not call, the schedule. By processor time of
+# models of 2 and 6 layers on two tokens, an operator being that of probes.launch.
+PYTHON = {"infer": Calls(28, 23), "update": Calls(0, 51), "step": Calls(0, 0)}
+
+
+def _calls(act: Act, layout: Layout) -> Calls:
+    """Counted by torch's profiler on Qwen2 models of 2 and 6 layers, and what Python takes beside."""
+    if act == "step":
+        return calls(layout)
+    found, python = (Calls(198, 151), PYTHON["update"]) if act == "update" else (Calls(78, 96), PYTHON["infer"])
+    if layout.tp > 1:  # sequence parallelism, and the vocabulary's parts
+        found = Calls(268, 183) if act == "update" else Calls(102, 114)
+    return Calls(found.layer + python.layer, found.rest + python.rest)
+
+
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
     axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
     build="msrl_graph.backends.megatron:Engine",
-    options=("micro_batch", "recompute", "dtype", "offload"),
+    options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1),
     spread=spread.MEGATRON,
-    vocabulary_multiple=128,  # make_vocab_size_divisible_by, of each rank's part
+    vocabulary_multiple=peaks_megatron.PADDED,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    planned=("offload", "deepseek_v3"),
     needs=("megatron-core",),
     lints=_lints,
     gradient_bytes=4,  # gradients of micro-batches are summed in float32
     divides_sequence=True,
+    peaks=peaks_megatron.moments,
+    stored=peaks_megatron.stored,
     chosen=("device",),
+    calls=_calls,
+    fused=("device",),
+    shares_beginnings=("host",),  # on devices, where it has not run, plans count rows as they come
 )
 
 
@@ -75,7 +97,6 @@ class Engine:
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
         whole = transformer.empty(model)
-        rotary = whole.model.rotary_emb
         with self._megatron():
             self.groups = _groups(devices, layout, model.experts is not None)
             _prepare()
@@ -97,9 +118,11 @@ class Engine:
                 config = _config(
                     model, layout, whole.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
-                module = megatron_model.stage(model, config, rotary, layers, first, last, self.groups, self.place)
+                module = megatron_model.stage(model, config, whole, layers, first, last, self.groups, self.place)
                 module.config, module.model_type = self.config, _kind()
                 module.vp_stage = i if layout.vpp > 1 else None
+                away = weights.optimizer is not None and placement.engine.options.get("activations") == "offload"
+                module.passing = Activations(devices.device, module.decoder.layers).kept_away if away else nullcontext
                 self.chunks.append(module)
         boxes = {t.name: shard(t, SPEC.side(layout), devices.rank) for t in model.tensors}
         pairs = list(zip(self.chunks, stretches, strict=True))
@@ -113,7 +136,8 @@ class Engine:
             if weights.optimizer is not None and parameter.dtype != torch.float32:
                 parameter.register_post_accumulate_grad_hook(self._add)
         if weights.optimizer is not None:
-            self._optimizer = Steps(weights.optimizer, model.tensors, self._shards, layout, devices, False)
+            away = offloads(placement, "optimizer")
+            self._optimizer = Steps(weights.optimizer, model.tensors, self._shards, layout, devices, False, away)
 
     @contextmanager
     def _megatron(self) -> Iterator[None]:
@@ -153,7 +177,8 @@ class Engine:
             # As many nodes as tensor-parallel ranks can share evenly.
             tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch, self.layout.tp)
             tree = tree.to(self.place)
-            hidden = module(tree)
+            with module.passing():
+                hidden = module(tree)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
                 made = self.context.gathered(self._outputs(module, hidden, known, asked), tree)
@@ -176,6 +201,7 @@ class Engine:
                 p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if self.layout.pp > 1 else None,
                 pg_collection=self.groups,
             )
+            megatron_model.forget(self.chunks)
         return found if loss is None and self.last else []
 
     def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: Asked) -> Outputs:
@@ -208,8 +234,14 @@ class Engine:
         node: Node | None = None,
     ) -> float:
         assert self._optimizer is not None and self._rules is not None
-        gradients = [self._gradient(i) for i in range(len(self._shards))]
-        self._sums.clear()
+        gradients, left = [], Counter(p for parameters, _ in self._pieces for p in parameters)
+        for i, (parameters, _) in enumerate(self._pieces):
+            gradients.append(self._gradient(i))
+            left.subtract(parameters)
+            for parameter in parameters:
+                if not left[parameter]:  # what was copied of it goes at once
+                    parameter.grad = None
+                    self._sums.pop(parameter, None)
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
@@ -280,8 +312,11 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
 def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: bool = False, **more: Any) -> Any:
     """So many layers, as a model of their own; `stated` is the whole model's config as transformers has it."""
     import torch
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from transformers.activations import ACT2FN
 
+    if model.latent:
+        more |= megatron_latent.sizes(model.latent)
     if found := model.experts:
         more |= {
             "num_moe_experts": found.number,
@@ -292,9 +327,12 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
             "moe_router_load_balancing_type": "none",
             "expert_model_parallel_size": layout.ep,
             "expert_tensor_parallel_size": layout.etp,
+            "moe_shared_expert_intermediate_size": found.shared or None,
         }
+        if found.corrected:
+            more |= megatron_latent.router(found, stated)
     dtype = getattr(torch, transformer.DTYPES[model.dtype])
-    return TransformerConfig(
+    return (MLATransformerConfig if model.latent else TransformerConfig)(
         **more,
         num_layers=layers,
         hidden_size=model.hidden,
@@ -305,11 +343,11 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
         normalization="RMSNorm",
         layernorm_epsilon=stated.rms_norm_eps,
         moe_token_dispatcher_type="alltoall",  # which it asks for where lengths vary, experts or not
-        activation_func=torch.nn.functional.silu,
+        activation_func=ACT2FN[stated.hidden_act],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.family.startswith("qwen3"),
+        qk_layernorm=model.norms_heads,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -334,11 +372,14 @@ def _prepare() -> None:
     """What Megatron's layers find in the process: a buffer for what they gather, and the random states that they enter,
     though nothing is drawn."""
     from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router asks for a name that is not there.
+    # Without Transformer Engine the router asks for a name that is not there, and latent attention asks for its layers.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()

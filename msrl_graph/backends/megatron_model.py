@@ -7,12 +7,12 @@ the nodes of a tree (prefixes.py), [nodes, 1, hidden], so that no padding is com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..model.architecture import HEAD, Model
 from ..sharding.layout import Box, elements
-from . import prefixes
+from . import megatron_latent, prefixes
 from .spec import Shard
 from .transformer import DTYPES
 
@@ -30,6 +30,8 @@ NAMES = {
     "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.linear_fc2": ("mlp.down_proj",),
     "mlp.router": ("mlp.gate",),
+    "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
 }
 # The same of experts, whose parameters become parts of one each.
 EXPERTS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
@@ -46,10 +48,12 @@ class Nodes:
 
 
 def stage(
-    model: Model, config: Any, rotary: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
+    model: Model, config: Any, whole: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
 ) -> Any:
     """The module of some layers, with the embedding where they are the first, with norm and head where they are the
-    last; its parameters have no values yet. `rotary` gives positions their angles."""
+    last; its parameters have no values yet. `whole` is the model as transformers has it, without its weights: it gives
+    positions their angles, scores their scale, routers their corrections, and names the row of the embedding that takes
+    no gradient from there, a padding token's."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import mappings
@@ -59,7 +63,8 @@ def stage(
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     size = model.head_dim
-    scale = size**-0.5
+    theirs = whole.model.layers[0].self_attn
+    scale = theirs.scaling
 
     class Norm(torch.nn.RMSNorm):
         """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (megatron.py)."""
@@ -76,7 +81,8 @@ def stage(
         def forward(self, *states: Any, packed_seq_params: Nodes, **_: Any) -> torch.Tensor:
             tree, (cosines, sines) = packed_seq_params.tree, packed_seq_params.angles
             q, k, v = (x[:, 0].transpose(0, 1)[None] for x in states[:3])  # [1, heads, nodes, size]
-            q, k = apply_rotary_pos_emb(q, k, cosines, sines)
+            if model.latent is None:  # which turns a part of each head
+                q, k = apply_rotary_pos_emb(q, k, cosines, sines)
             out, _none = prefixes.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
             return out[0].flatten(1)[:, None]
 
@@ -95,20 +101,40 @@ def stage(
     class Stage(MegatronModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(config=config)
+            experts = model.experts
+            specs = {e: self._layer(e) for e in (False, True)[: 2 if experts else 1]}
+            parts = [specs[experts is not None and number >= experts.first] for number in layers]
+            block = TransformerBlockSubmodules(layer_specs=parts, layer_norm=Norm)
+            self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
+            for part in self.decoder.modules():
+                if hasattr(part, "token_dispatcher"):
+                    part.register_forward_hook(_unrouted)
+            self.rotary = whole.model.rotary_emb.to(place)
+            for layer, number in zip(self.decoder.layers, layers, strict=True):
+                if experts is not None and experts.corrected and number >= experts.first:
+                    router = layer.mlp.router
+                    router.expert_bias.copy_(whole.model.layers[number].mlp.gate.e_score_correction_bias)
+                    router._apply_expert_bias = lambda *_, **__: None  # counts tokens, for a step that no run takes
+
+        def _layer(self, experts: bool) -> Any:
+            """What Megatron makes of a layer with experts, or of one without."""
             layer = get_gpt_layer_local_spec(
-                num_experts=config.num_moe_experts,
+                num_experts=config.num_moe_experts if experts else None,
                 moe_grouped_gemm=False,
                 qk_layernorm=config.qk_layernorm,
+                multi_latent_attention=model.latent is not None,
                 normalization="RMSNorm",
             )
             parts, attention = layer.submodules, layer.submodules.self_attention
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-            attention.module, attention.submodules.core_attention = Attention, Attend
+            attention.submodules.core_attention = Attend
+            if model.latent is not None:
+                megatron_latent.put(attention, model, model.latent, theirs, Norm, groups, place)
+                return layer
+            attention.module = Attention
             if config.qk_layernorm:
                 attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
-            block = TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=Norm)
-            self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
-            self.rotary = rotary.to(place)
+            return layer
 
         def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
             self.decoder.set_input_tensor(tensors[0])
@@ -131,7 +157,10 @@ def stage(
             local = ids - self.table_first
             outside = (local < 0) | (local >= self.table.shape[0])
             if len(self.table):
-                found = torch.nn.functional.embedding(local.masked_fill(outside, 0), self.table)
+                padding = whole.model.embed_tokens.padding_idx
+                own = padding is not None and 0 <= padding - self.table_first < len(self.table)
+                padding = padding - self.table_first if own else None
+                found = torch.nn.functional.embedding(local.masked_fill(outside, 0), self.table, padding)
                 found = found.masked_fill(outside[:, None], 0.0)
             else:  # a short vocabulary is on the first ranks; the way back is the same for all
                 found = self.table.new_zeros(len(ids), self.table.shape[1]) + self.table.sum()
@@ -140,6 +169,22 @@ def stage(
             return found
 
     return Stage()
+
+
+def forget(chunks: Sequence[Any]) -> None:
+    """Lets go of what stages received last, and of the buffer that layers gathered their input in: while others
+    compute, this memory is theirs."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    get_global_memory_buffer().buffer.clear()
+    for module in chunks:
+        module.set_input_tensor([None])
+
+
+def _unrouted(experts: Any, *_: Any) -> None:
+    """Lets go of a router's weights: by their graph a layer that is computed again would hold its input, and the
+    gradient of that, until its next pass."""
+    experts.token_dispatcher.probs = None
 
 
 def views(
@@ -152,17 +197,18 @@ def views(
     dtype = getattr(torch, DTYPES[model.dtype])
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     found: dict[str, torch.Tensor] = {}
+    names_of = NAMES | (megatron_latent.NAMES if model.latent else {})
     for module, layers in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(layers):
-            for theirs, ours in NAMES.items():
+            for theirs, ours in names_of.items():
                 for kind in ("weight", "bias"):
                     held = named.pop(f"layers.{layer}.{theirs}.{kind}", None)
                     begin = 0
                     for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if held is not None):
                         found[name] = held.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
-            for theirs, ours in EXPERTS.items() if model.experts else ():
+            for theirs, ours in EXPERTS.items() if model.experts and number >= model.experts.first else ():
                 names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
                 stacked = _stacked(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
                 parts = torch.split(stacked, [sizes[name][1] for name in names], 1)

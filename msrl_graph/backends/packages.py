@@ -23,7 +23,9 @@ def version(package: str) -> str:
     return ""
 
 
-def installing(engine: str, missing: Iterable[str]) -> str:
-    """The command that installs what an engine lacks: its extra, where this package has one of its name."""
+def installing(engine: str, missing: Iterable[str], device: str = "") -> str:
+    """The command that installs what an engine lacks on a kind of device: that kind's extra or the engine's own, where
+    this package has one of its name."""
     extras = metadata("msrl-graph").get_all("Provides-Extra") or ()
-    return f"pip install {repr(f'msrl-graph[{engine}]') if engine in extras else ' '.join(missing)}"
+    extra = next((name for name in (device, engine) if name in extras), "")
+    return f"pip install {repr(f'msrl-graph[{extra}]') if extra else ' '.join(missing)}"

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Rule
 from ..sharding.layout import Layout
+from .away import Away
 from .devices import release, take
-from .peaks import CHUNK
+from .sizes import CHUNK
 from .spec import Shard
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ def copies(layout: Layout, devices: Devices, divided: bool, experts: bool) -> Co
 
 
 class Part:
-    """The tensors that step by one rule, element by element. Of ZeRO 1 this rank owns a stretch of all of them."""
+    """Tensors, or rows of them, that step by one rule, element by element. Of ZeRO 1 this rank owns a stretch of all of
+    them. Between `leave` and `arrive` what it keeps lies in host memory."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Part:
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
         self.state = self._prepare(rule)
+        self.away: Away | None = None
         if self.copied:
             release(self.masters[0])
 
@@ -114,6 +117,35 @@ class Part:
             own[where] = tensors[i].reshape(-1)[piece]
         return own
 
+    # In host memory between steps.
+
+    def leave(self) -> None:
+        kept = self._kept()
+        if self.away is None or [*map(id, self.away.tensors)] != [*map(id, kept)]:  # some come with the first step
+            self.away = Away(self.devices.device, kept)
+        self.away.store()
+        self.away.leave()
+
+    def come(self) -> None:
+        """Begins the way back."""
+        if self.away is not None:
+            self.away.come()
+
+    def arrive(self) -> None:
+        if self.away is not None:
+            self.away.arrive()
+
+    def _kept(self) -> list[torch.Tensor]:
+        """All that is held beside the weights: states, and masters that are no weights themselves."""
+        weights = {id(s.tensor) for s in self.shards}
+        masters = [] if self.copied else [m for m in self.masters if id(m) not in weights]
+        states = [self.state[m].get(kind) for m in self.masters if m in self.state for kind in self.keeps]
+        return masters + [s for s in states if s is not None]
+
+    def _seen(self, kept: torch.Tensor) -> torch.Tensor:
+        """What is kept, wherever it lies."""
+        return kept if self.away is None else self.away.stored(kept)
+
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
         """A step; the list of gradients is emptied."""
         if self.flat:
@@ -144,13 +176,14 @@ class Part:
         from torch import distributed as dist
 
         states = [self.state[m] for m in self.masters]
-        kinds = {name: [state[name] for state in states] for name in self.keeps}
+        kinds = {name: [self._seen(state[name]) for state in states] for name in self.keeps}
         if any(s.tensor.dtype != torch.float32 for s in self.shards):
-            kinds["master"] = self.masters
+            kinds["master"] = [*map(self._seen, self.masters)]
         if self.flat:
             for kind, (own,) in kinds.items():
                 flat = torch.empty(self.stretch * self.copies.number, device=self.place)
-                dist.all_gather_into_tensor(flat, own, group=self.copies.group)
+                dist.all_gather_into_tensor(flat, own.to(self.place), group=self.copies.group)
+                flat = flat.to(own.device)
                 kinds[kind] = list(torch.split(flat[: sum(self.sizes)], self.sizes))
         return {
             kind: [Shard(s.name, s.box, t.view(s.tensor.shape)) for s, t in zip(self.shards, tensors, strict=True)]
@@ -177,7 +210,9 @@ class Part:
             if masters is not None and masters[i] is not master:
                 master.copy_(masters[i])
             if steps and len(kinds) == len(self.keeps):  # an optimizer that was another one begins anew
-                self.state[master] = {"step": torch.tensor(float(steps)), **{kind: of[i] for kind, of in kinds.items()}}
+                # What leaves releases its storage, which must be its own.
+                kept = {kind: of[i].to(self.place, copy=self.away is not None) for kind, of in kinds.items()}
+                self.state[master] = {"step": torch.tensor(float(steps)), **kept}
 
     def _write_back(self) -> None:
         """From the masters to the weights."""

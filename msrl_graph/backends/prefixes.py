@@ -123,5 +123,15 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers asks for it: takes [1, heads, nodes, size], gives [1, nodes, heads, size]."""
-    return prefixes.attend(query[0], key[0], value[0], scaling, sliding_window)[None], None
+    """As transformers asks for it: takes [1, heads, nodes, size], gives [1, nodes, heads, size]. Where values have
+    another size than keys, as in latent attention, the smaller are padded with zeros, which add nothing to a score:
+    kernels, and what sends keys and values together, take one size."""
+    import torch
+
+    size = max(query.shape[-1], value.shape[-1])
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+
+    q, k, v = (padded(x[0]) for x in (query, key, value))
+    return prefixes.attend(q, k, v, scaling, sliding_window)[None, ..., : value.shape[-1]], None

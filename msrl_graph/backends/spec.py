@@ -39,10 +39,12 @@ Act = Literal["prefill", "decode", "infer", "update", "step"]
 @dataclass(frozen=True)
 class Calls:
     """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers,
-    `rest` besides."""
+    `rest` besides, and `sequence` for each sequence. What else Python does counts as so many operators as take as
+    long."""
 
     layer: float
     rest: float
+    sequence: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class EngineSpec:
     - How it is made: `build` names a function as `module:name`, which `built` calls with (weights, placement, devices);
       it gives a Trainer, or a Generator where the verb is `generate`. "" where there is none yet: it can be planned.
     - What it can do: `axes`: the mesh axes that may be larger than 1; `families`: the model architectures;
-      `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: what of these three can be planned for
-      only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
+      `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: which axes and families can be planned
+      for only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
       each engine must name), `heeds`: those of these that it names; a run refuses the others; `needs`: the packages;
       `chosen`: what it is meant for, where a plan may choose it if a program names none; `one_mesh`: a process has it
       for one tp and pp, whatever the models.
@@ -88,11 +90,13 @@ class EngineSpec:
     - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
       beside weights and optimizer states at rest. Without it general formulas stand in, in which a gradient takes
       `gradient_bytes` (0: as much as a weight), and tp divides what norms see too where it `divides_sequence` (sequence
-      parallelism, arXiv:2205.05198).
-    - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused;
-      `continuous`: a sequence that ends leaves its place to the next at once; `shares_beginnings`: rows of a batch that
-      begin alike are computed once, and a row's last token, which predicts nothing, not at all; `cache_passes`: how
-      often a step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
+      parallelism, arXiv:2205.05198). `stored`: of a Work, what layers keep for the backward pass, in all.
+    - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused, as
+      they are on devices of the kinds `fused`; `continuous`: a sequence that ends leaves its place to the next at once;
+      `shares_beginnings`: on such devices rows of a batch that begin alike are computed once, and a row's last token,
+      which predicts nothing, not at all; `block`: what parts shares whole blocks of so many tokens of the cache and
+      computes anew what is in none (0: it has all), and that cache is there as a whole; `cache_passes`: how often a
+      step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
       and in a backward pass.
     """
 
@@ -117,12 +121,19 @@ class EngineSpec:
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None
-    shares_beginnings: bool = False
+    fused: tuple[Where, ...] = ()
+    block: int = 0
+    shares_beginnings: tuple[Where, ...] = ()
     cache_passes: int = 1
     sums: tuple[int, int] = (2, 2)
     peaks: Callable[..., Moments] | None = None
+    stored: Callable[..., int] | None = None
     gradient_bytes: int = 0
     divides_sequence: bool = False
+
+    def eager(self, where: Where) -> Callable[[Act, Layout], Calls] | None:
+        """What counts its operators on such devices; None where kernels are fused."""
+        return None if where in self.fused else self.calls
 
     def divided(self, layout: Layout) -> bool:
         """Whether the weights at rest are divided over dp."""
@@ -144,6 +155,12 @@ class EngineSpec:
         """The engine, on this rank."""
         module, _, name = self.build.partition(":")
         return getattr(import_module(module), name)(weights, placement, devices)
+
+
+def offloads(placement: Placement, what: str) -> bool:
+    """Whether a placement's engine has the `optimizer` of an update, or the `weights` of a node without, in host memory
+    while others compute."""
+    return placement.engine.options.get("offload") in (what, "all")
 
 
 @dataclass(frozen=True)

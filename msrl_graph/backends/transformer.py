@@ -10,7 +10,7 @@ from typing import Any
 
 from ..model.architecture import HEAD, Model
 from ..model.config import fields
-from ..sharding.layout import Tensor, elements, slices
+from ..sharding.layout import Tensor, elements, full, slices
 from .spec import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
@@ -34,7 +34,19 @@ def empty(model: Model) -> Any:
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
     # Rotary frequencies are computed, not loaded; on the meta device they were lost.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
+    for name, value in fixed(model).items():
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).register_buffer(leaf, value)
     return module
+
+
+def fixed(model: Model) -> dict[str, Any]:
+    """What no run changes of a model (Model.fixed), from its folder, by name."""
+    import torch
+
+    shards = [Shard(t.name, full(t.shape), torch.empty(t.shape)) for t in model.fixed]
+    fill(model, shards)
+    return {s.name: s.tensor for s in shards}
 
 
 def scoring(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,21 +10,37 @@ On cuda and npu it has never run: no such device was at hand.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from copy import copy
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from ..ir.work import Work, kv_elements
+from ..ir.work import Work
 from ..sharding.layout import shard
-from . import spread
-from .devices import release, take, trim
-from .spec import BYTES, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
+from . import spread, transformer
+from .devices import content, release, take, trim
+from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
 from .stops import looks_for
-from .vllm_core import BLOCK, DRAWN, STEP, Drawing, cached, core, fed, replica, settle, views
+from .vllm_core import (
+    BLOCK,
+    DRAWN,
+    Drawing,
+    Drawn,
+    as_stated,
+    cache_elements,
+    cached,
+    core,
+    replica,
+    settle,
+    stepped,
+    views,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from ..ir.plan import Placement
+    from ..sharding.layout import Layout
     from .devices import Devices
 
 
@@ -47,18 +63,35 @@ def _peaks(verb: str, work: Work) -> Moments:
     exponentials, the sums of these, and what is sorted."""
     model, layout = work.model, work.layout
     sequences, blocks = cached(work)
-    tokens = min(max(STEP, sequences), max(fed(work), sequences))
+    tokens = stepped(work)
     heads = -(-model.heads // layout.tp) * model.head_dim
     # The residual, before and after, the states in and out; of the other half both products, as one, what becomes of
-    # the first, and their product.
-    inside = 4 * model.hidden + max(heads + 2 * model.kv_elements, 4 * -(-model.intermediate // layout.tp))
+    # the first, and their product, or of experts two workspaces (TritonExperts.workspace_shapes; the kernel for the CPU
+    # keeps such to itself).
+    half = 4 * -(-model.intermediate // layout.tp)
+    if found := model.experts:
+        inner = -(-found.intermediate // layout.etp)
+        spaces = found.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + found.number
+        half = max(spaces + 4 * -(-found.shared // layout.tp), half * bool(found.first))
+    met = 4 * heads if model.latent else heads + 2 * model.kv_elements
+    inside = 4 * model.hidden + max(met, half)
     logits, item = sequences * model.vocabulary, BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
-    cache = {"KV cache": blocks * BLOCK * kv_elements(model, layout) * item}
+    cache = {"KV cache": blocks * BLOCK * cache_elements(work) * item}
     return {
         "a step": {**cache, "activations": tokens * inside * item},
         "a token is drawn": {**cache, "logits": logits * (item + 4 * (item < 4)) + drawn * 3 * 8},
     }
+
+
+# What the scheduler takes of Python, in operators that take as long, by processor time: in a step, in a step for each
+# sequence, and for each that begins, its end among it (256 sequences and 4, 9 steps and one, on 2 layers).
+STEPPED, SCHEDULED, BEGUN = 60, 3.3, 13
+
+
+def _calls(act: Act, layout: Layout) -> Calls:
+    """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
+    return Calls(46, 156 + STEPPED + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 
 
 SPEC = EngineSpec(
@@ -73,11 +106,14 @@ SPEC = EngineSpec(
     spread=spread.VLLM,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     # Of ep: the kernel for the CPU does not know whose experts are whose, and ends the process.
-    planned=("ep", "deepseek_v3"),
+    planned=("ep",),
     needs=("vllm",),
     lints=_lints,
     continuous=True,
-    shares_beginnings=True,
+    shares_beginnings=("host", "device"),
+    calls=_calls,
+    fused=("device",),
+    block=BLOCK,
     peaks=_peaks,
     chosen=("device",),
     one_mesh=True,  # its process groups are of the process
@@ -107,10 +143,15 @@ class Engine:
         named = dict(runner.model.named_parameters())
         for parameter in named.values():
             parameter.requires_grad_(False)
+        as_stated(runner.model)
+        for name, value in transformer.fixed(weights.model).items():
+            if name in named:  # of this stage
+                named.pop(name).copy_(value)
         self._shards = list(views(boxes, named, getattr(runner.model, "packed_modules_mapping", {})))
         self._parameters = list(dict.fromkeys(named.values()))
         passed = runner.intermediate_tensors.tensors.values() if runner.intermediate_tensors is not None else ()
-        self._caches = list({c.data_ptr(): c for c in (*runner.kv_caches, *passed)}.values())
+        # Layers may share one memory.
+        self._caches = list({c.untyped_storage().data_ptr(): c for c in (*runner.kv_caches, *passed)}.values())
         self._sizes = {id(t): t.untyped_storage().nbytes() for t in (*self._parameters, *self._caches)}
         # What pads the vocabulary, or a rank's part of experts: nothing fills it.
         padded = [t.name for t in weights.model.tensors if t.padded and t.name in named]
@@ -152,43 +193,57 @@ class Engine:
         if not self._open:
             for cache in self._caches:
                 take(cache, self._sizes[id(cache)])
-                cache.zero_()  # what kernels read beyond a sequence's end must be numbers
+                content(cache.untyped_storage()).zero_()  # what kernels read beyond a sequence's end must be numbers
             self._open = True
         begun = np.zeros(len(rows), np.int64) if begun is None else begun
         each, room = len(rows) // len(prompts), sampling.max_tokens - begun
-        drawn = self.drawing.begin(rows, begun, sampling)
-        running = dict.fromkeys(map(str, range(len(rows))))
+        drawn = self.drawing.call = Drawn(rows, begun, room, sampling)
+        self._prompts = [prompts[i // each] for i in range(len(rows))]
+        self._params: dict[int, Any] = {}
+        self._running: set[str] = set()
+        self._numbers = count()
+        alike: dict[bytes, list[int]] = {}
+        for i, prompt in enumerate(self._prompts):
+            alike.setdefault(prompt.tobytes(), []).append(i)
         with torch.inference_mode():
             try:
-                for i in range(len(rows)):
-                    self._add(i, prompts[i // each], int(room[i]), sampling.ends)
-                while running:
-                    self._step(running, sampling.stop)
+                for some in alike.values():
+                    self._add(np.array(some))
+                while self._running:
+                    self._step()
             finally:
-                self.core.abort_requests(list(running))  # none, unless a step raised
+                self.core.abort_requests(list(self._running))  # none, unless a step raised
         ends = drawn.lengths.tolist()
         return [drawn.tokens[i, :n].copy() for i, n in enumerate(ends)], [
             drawn.logps[i, :n].copy() for i, n in enumerate(ends)
         ]
 
-    def _add(self, place: int, prompt: NDArray[np.int32], room: int, ends: tuple[int, ...]) -> None:
-        from vllm import SamplingParams
+    def _add(self, rows: NDArray[np.int64]) -> None:
+        """A request for rows that have the same tokens so far."""
+        import numpy as np
+        from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        if len(prompt) + room > self.longest:
-            what = f"a prompt of {len(prompt)} tokens and {room} more"
+        drawn, number = self.drawing.call, next(self._numbers)
+        length = int(drawn.lengths[rows[0]])
+        tokens = np.concatenate([self._prompts[rows[0]], drawn.tokens[rows[0], :length]])
+        room = int(drawn.room[rows].max()) - length
+        if len(tokens) + room > self.longest:
+            what = f"a prompt of {len(tokens)} tokens and {room} more"
             raise ValueError(f"{what} are over the {self.longest} that it was built for")
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=room,
-            stop_token_ids=list(ends),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"place": place},
-        )
+        if room not in self._params:
+            self._params[room] = SamplingParams(
+                temperature=0.0,
+                max_tokens=room,
+                stop_token_ids=list(drawn.sampling.ends),
+                ignore_eos=True,
+                detokenize=False,
+            )
+        params = copy(self._params[room])  # which takes less than to make one
+        params.extra_args = {"number": number}
         request = EngineCoreRequest(
-            request_id=str(place),
-            prompt_token_ids=prompt.tolist(),
+            request_id=str(number),
+            prompt_token_ids=tokens.tolist(),
             mm_features=None,
             sampling_params=params,
             pooling_params=None,
@@ -197,30 +252,45 @@ class Engine:
             cache_salt=None,
             data_parallel_rank=None,
         )
+        drawn.alike[number] = rows
+        self._running.add(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
 
-    def _step(self, running: dict[str, None], strings: tuple[str, ...]) -> None:
-        """Computes one more token of the requests that the scheduler chooses, and takes those that end out of
-        `running`."""
+    def _step(self) -> None:
+        """Computes one more token of the requests that the scheduler chooses. Rows of a request that draw another token
+        than the one that it goes on with get a request of their own, whose cache begins with the whole blocks that they
+        share; a request without rows ends."""
         import numpy as np
 
-        drawn, going = self.drawing.call, []
+        drawn = self.drawing.call
         found, ran = self.core.step_fn()
         self.core.post_step(ran)
-        for output in found[0].outputs if found and 0 in found else ():
-            place = int(output.request_id)
-            drawn.lengths[place] += len(output.new_token_ids)
-            if output.finish_reason is not None:
-                del running[output.request_id]
-            elif output.new_token_ids:
-                going.append(place)
-        if not strings:
+        outputs = [o for o in (found[0].outputs if found and 0 in found else ()) if o.new_token_ids]
+        if not outputs:
             return
-        places = np.array(going, np.int64)
-        stops = looks_for(self.model.path, strings)
-        for length in np.unique(drawn.lengths[places]):
-            some = places[drawn.lengths[places] == length]
-            ended = [str(i) for i in some[stops(drawn.tokens[some, :length])]]
-            self.core.abort_requests(ended)
-            for name in ended:
-                del running[name]
+        numbers = [int(o.request_id) for o in outputs]
+        rows, of = drawn.each(numbers)
+        drawn.lengths[rows] += 1
+        tokens = drawn.tokens[rows, drawn.lengths[rows] - 1].astype(np.int64)
+        going = drawn.going(rows, tokens, drawn.lengths[rows])
+        if strings := drawn.sampling.stop:
+            stops = looks_for(self.model.path, strings)
+            for length in np.unique(drawn.lengths[rows[going]]):
+                some = np.flatnonzero(going & (drawn.lengths[rows] == length))
+                going[some] = ~stops(drawn.tokens[rows[some], :length])
+        rows, of, tokens = rows[going], of[going], tokens[going]
+        order = np.lexsort((tokens, of))
+        parts = np.flatnonzero(np.diff(of[order]) | np.diff(tokens[order])) + 1
+        left = set(numbers)
+        for same in np.split(order, parts) if len(order) else ():
+            one = of[same[0]]
+            if tokens[same[0]] == outputs[one].new_token_ids[-1]:
+                drawn.alike[numbers[one]] = rows[same]
+                left.remove(numbers[one])
+            else:
+                self._add(rows[same])
+        ended = {str(number) for number in left}
+        self._running -= ended
+        self.core.abort_requests([o.request_id for o in outputs if o.finish_reason is None and o.request_id in ended])
+        for number in left:
+            del drawn.alike[number]

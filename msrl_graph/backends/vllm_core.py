@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ..ir.work import Work, kv_elements
 from ..model.architecture import Model
+from ..model.config import ROUTER, fields
 from ..sharding.layout import Box, elements
 from .draw import draw
 from .spec import BYTES, Sampling, Shard
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 # Tokens of a block of the cache: vLLM's kernels for the CPU take multiples of 32, and prompts share whole blocks alone.
 BLOCK = 32
 DRAWN = 1 << 24  # logits that are drawn from at once, in float64
+LATENT_EPSILON = 1e-6
 STEP = 8192  # tokens that a step computes at most, unless more sequences run
 # Of vLLM's process: the scheduler runs in it, threads are where the rank has put them, nothing is compiled or sent.
 SURROUNDINGS = {
@@ -56,52 +60,88 @@ def fed(work: Work) -> int:
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
+def stepped(work: Work) -> int:
+    """Tokens that a step computes at most."""
+    sequences = work.rows * work.samples
+    return min(max(STEP, sequences), max(fed(work), sequences))
+
+
 def cached(work: Work) -> tuple[int, int]:
     """Sequences at once, and blocks for all of them at their bound; the first block is vLLM's own."""
     sequences = work.rows * work.samples
     return sequences, 1 + sequences * -(-(work.prompt + work.response) // BLOCK)
 
 
-class Drawn:
-    """What a call of `generate` has drawn: [rows, tokens] each, the first `lengths` of which hold."""
+def cache_elements(work: Work) -> int:
+    """Elements of keys and values that a token leaves on a rank. On a host latents are expanded before they are kept:
+    vLLM's kernel for them there takes published models' sizes alone, and shares no beginnings of prompts."""
+    model = replace(work.model, latent=None) if work.on_host else work.model
+    return kv_elements(model, work.layout)
 
-    def __init__(self, rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling) -> None:
+
+class Drawn:
+    """What a call of `generate` has drawn: [rows, tokens] each, the first `lengths` of which hold; a row gets at most
+    `room`. `alike`: by the number of a request, the rows that it computes, whose tokens are the same so far."""
+
+    def __init__(
+        self, rows: NDArray[np.int64], begun: NDArray[np.int64], room: NDArray[np.int64], sampling: Sampling
+    ) -> None:
         import numpy as np
 
-        self.rows, self.begun, self.sampling = rows, begun, sampling
-        most = int((sampling.max_tokens - begun).max(initial=0))
+        self.rows, self.begun, self.room, self.sampling = rows, begun, room, sampling
+        most = int(room.max(initial=0))
         self.tokens = np.zeros((len(rows), most), np.int32)
         self.logps = np.zeros((len(rows), most), np.float32)
         self.lengths = np.zeros(len(rows), np.int64)
+        self.alike: dict[int, NDArray[np.int64]] = {}
+
+    def each(self, numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of some requests, one request after another, and of each row its request's place among them."""
+        import numpy as np
+
+        rows = [self.alike[number] for number in numbers]
+        return np.concatenate(rows), np.repeat(np.arange(len(rows)), [len(some) for some in rows])
+
+    def going(self, rows: NDArray[np.int64], tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Any:
+        """Whether rows go on, of which these are the last tokens, with which they have these lengths."""
+        import numpy as np
+
+        return ~np.isin(tokens, self.sampling.ends) & (lengths < self.room[rows])
 
 
 class Drawing:
-    """Draws the tokens in vLLM's place: of each row all logits but that of the drawn token become -inf, so that vLLM,
-    which takes the best, takes it. `group`: the ranks that must agree."""
+    """Draws the tokens in vLLM's place: of a request's logits all but that of one drawn token become -inf, so that
+    vLLM, which takes the best, takes it. `group`: the ranks that must agree."""
 
     call: Drawn
 
     def __init__(self) -> None:
         self.group: Any = None
 
-    def begin(self, rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling) -> Drawn:
-        self.call = Drawn(rows, begun, sampling)
-        return self.call
-
-    def draw(self, logits: torch.Tensor, batch: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-        """`batch`: of each row of logits its place in the call, and the tokens that it has drawn so far."""
+    def draw(self, logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+        """`numbers`: of each row of logits its request. Draws for all rows of a request; it goes on with one of those
+        that go on, if any does. What is drawn counts when `lengths` do: of a prompt in parts vLLM asks for logits
+        too."""
         import numpy as np
+        import torch
 
-        call, each = self.call, max(1, DRAWN // logits.shape[-1])
-        for i in range(0, len(batch), each):
-            places = np.array([place for place, _ in batch[i : i + each]], np.int64)
-            steps = np.array([len(tokens) for _, tokens in batch[i : i + each]], np.int64)
-            some, sampling = logits[i : i + each], call.sampling.of(places)
-            token, logp = draw(some.float(), call.rows[places], call.begun[places] + steps, sampling, self.group)
-            call.tokens[places, steps] = token.cpu().numpy()
-            call.logps[places, steps] = logp.cpu().numpy()
-            some.fill_(-float("inf")).scatter_(-1, token[:, None], 0.0)
-        return logits
+        call, most = self.call, max(1, DRAWN // logits.shape[-1])
+        rows, of = call.each(numbers)
+        steps, tokens = call.lengths[rows], np.zeros(len(rows), np.int64)
+        for i in range(0, len(rows), most):
+            part = slice(i, i + most)
+            some, here = rows[part], of[part]
+            alone = len(np.unique(here)) == len(here)
+            found = logits[here[0] : here[-1] + 1] if alone else logits[torch.from_numpy(here).to(logits.device)]
+            token, logp = draw(
+                found.float(), call.rows[some], call.begun[some] + steps[part], call.sampling.of(some), self.group
+            )
+            tokens[part] = token.cpu().numpy()
+            call.logps[some, steps[part]] = logp.cpu().numpy()
+        call.tokens[rows, steps] = tokens
+        first = np.lexsort((~call.going(rows, tokens, steps + 1), of))
+        taken = torch.from_numpy(tokens[first[np.searchsorted(of, np.arange(len(numbers)))]])
+        return logits.fill_(-float("inf")).scatter_(-1, taken.to(logits.device)[:, None], 0.0)
 
 
 def _processor(drawing: Drawing) -> type:
@@ -110,7 +150,7 @@ def _processor(drawing: Drawing) -> type:
 
     class Processor(LogitsProcessor):  # type: ignore[misc]
         def __init__(self, *_: Any) -> None:
-            self.batch: dict[int, tuple[int, Sequence[int]]] = {}  # by row of the logits
+            self.batch: dict[int, int] = {}  # requests, by row of the logits
 
         def is_argmax_invariant(self) -> bool:
             return False
@@ -120,8 +160,8 @@ def _processor(drawing: Drawing) -> type:
                 return
             for i in update.removed:
                 self.batch.pop(i, None)
-            for i, params, _, tokens in update.added:
-                self.batch[i] = (params.extra_args["place"], tokens)
+            for i, params, *_ in update.added:
+                self.batch[i] = params.extra_args["number"]
             for i, j, how in update.moved:
                 here, there = self.batch.pop(i), self.batch.pop(j, None)
                 self.batch[j] = here
@@ -159,8 +199,13 @@ def replica(devices: Devices) -> Iterator[Any]:
 def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawing) -> Any:
     """vLLM's scheduler and model on this rank."""
     os.environ |= {name: value for name, value in SURROUNDINGS.items() if name not in os.environ}
+    if model.latent:
+        _turns(model)
+    if work.on_host:
+        os.environ["VLLM_MLA_DISABLE"] = "1"
     import vllm._custom_ops as operators
     from torch import distributed as dist
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
@@ -174,6 +219,8 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         def _distributed_args(self) -> tuple[str, int, int]:
             return name[0], dist.get_rank(), devices.device.index
 
+    # By its own rule vLLM gives layers that do not come out even to other stages than the plan.
+    envs.VLLM_PP_LAYER_PARTITION = ",".join(map(str, work.layout.chunks(model.layers)))
     operators._supports_onednn = False  # else parameters are packed for its kernels, and what is written there is lost
     sequences, blocks = cached(work)
     arguments = EngineArgs(
@@ -184,16 +231,19 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         dtype=DTYPES[work.dtype],
         max_model_len=work.prompt + work.response,
         max_num_seqs=sequences,
-        max_num_batched_tokens=max(STEP, sequences),
+        max_num_batched_tokens=stepped(work),
         block_size=BLOCK,
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=blocks * BLOCK * kv_elements(model, work.layout) * BYTES[work.dtype],
+        kv_cache_memory_bytes=blocks * BLOCK * cache_elements(work) * BYTES[work.dtype],
+        # So much of a device must be free as it starts, which others may fill then: the plan has counted all of them.
+        gpu_memory_utilization=0.01,
         enforce_eager=True,
         tensor_parallel_size=work.layout.tp,
         pipeline_parallel_size=work.layout.pp,
         distributed_executor_backend="external_launcher",
         logits_processors=[_processor(drawing)],
         seed=0,
+        hf_overrides=ROUTER if model.fixed else {},  # which transformers does not write
         enable_expert_parallel=work.layout.ep > 1,
         disable_log_stats=True,
     )
@@ -203,6 +253,24 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
     for left in Path("/dev/shm").glob(f"{name[0]}*"):
         left.unlink(missing_ok=True)
     return made
+
+
+def _turns(model: Model) -> None:
+    """Raises ValueError: vLLM turns the positions of latent attention otherwise than the model."""
+    stated = fields(json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8")))
+    kind = stated["rope_parameters"]["rope_type"]
+    if not stated.get("rope_interleave", True) or kind not in ("default", "yarn"):
+        raise ValueError(
+            f"vLLM turns positions of latent attention in pairs (`rope_interleave`), plain or stretched by YaRN, and "
+            f"those of `{model.name}` are of another kind: use `hf`"
+        )
+
+
+def as_stated(module: Any) -> None:
+    """Gives the norms of latents the epsilon that transformers has for them: its own, whatever the config's is."""
+    for name, norm in module.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            norm.variance_epsilon = LATENT_EPSILON
 
 
 def settle(module: Any) -> None:
@@ -244,7 +312,7 @@ def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str
             whole, parts = inside[leaf]
             found = f"{owner}.{whole}.{kind}"
             begin = sum(sizes[f"{owner}.{part}.{kind}"][0] for part in parts[: parts.index(leaf)])
-        return parameter(name, found).narrow(0, begin, sizes[name][0])
+        return parameter(name, found)[begin : begin + sizes[name][0]]
 
     def experts(name: str) -> torch.Tensor:
         """Gate and up lie end to end, each padded to what a kernel takes, as down is."""

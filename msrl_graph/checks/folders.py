@@ -21,7 +21,7 @@ def check(plan: Plan) -> list[Diagnostic]:
     folders = {name: model for name, model in plan.deploy.models.items() if model.path}
     beyond = {m.path: told for m in folders.values() if (told := _vocabulary(m))}
     short = [told for name in folders if (told := _short(plan, name))]
-    return [*beyond.values(), *short, *weights.lacking(plan, {m.path for m in folders.values()} - beyond.keys())]
+    return [*beyond.values(), *short, *weights.check(plan, {m.path for m in folders.values()} - beyond.keys())]
 
 
 def changed(plan: Plan) -> list[Diagnostic]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,38 +18,60 @@ from ..ir.plan import Plan
 from ..model.architecture import HEAD, Model
 from ..sharding.layout import full
 
-BIAS = "score.bias"
+BIAS, LOGITS = "score.bias", "lm_head.weight"
+ANGLES = "rotary_emb.inv_freq"  # which old folders hold beside each layer's weights
 # Bytes of an element, by the types that weights may have.
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 SCORING = "AutoModelForSequenceClassification with num_labels = 1"
+Held = dict[str, tuple[Path, dict[str, Any]]]  # by name its file, and what that file's header says of it
 
 
-def lacking(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
-    """What workers need and the folders of their models (some of them, or all) do not hold as they need it; a folder
-    without any weights is left alone."""
+def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
+    """What workers need and the folders of their models (some of them, or all) do not hold as they need it, and where
+    nothing is wrong a warning of what nobody computes with; a folder without any weights is left alone."""
     graph, found = plan.graph, []
+    users: dict[str, list[tuple[Worker, Model]]] = defaultdict(list)
     for worker in graph.workers:
         node = next((n for n in graph.nodes if n.worker == worker.name), None)
         model = plan.model(node.name) if node is not None and worker.kind != "function" else None
-        if model is None or not model.path or (folders is not None and model.path not in folders):
+        if model is not None and model.path and (folders is None or model.path in folders):
+            users[model.path].append((worker, model))
+    updated = {n.worker for n in graph.verb("update")}
+    for path, those in users.items():
+        files, there = sorted(Path(path).glob("*.safetensors")), Held()
+        try:
+            for file in files:
+                there |= {name: (file, entry) for name, entry in _header(file).items()}
+        except (OSError, ValueError, RecursionError) as error:
+            what = f"the weights in {file} cannot be read: {error}"
+            found.append(Diagnostic("missing-file", what, those[0][1].span, "copy the file anew"))
             continue
-        if any(Path(model.path).glob("*.safetensors")):
-            found += _wrong(worker, model, any(n.worker == worker.name for n in graph.verb("update")))
+        if files:
+            wrong = [d for worker, model in those for d in _wrong(worker, model, there, worker.name in updated)]
+            found += wrong or _unread(there, [model for _, model in those])
     return found
 
 
-def _wrong(worker: Worker, model: Model, updated: bool) -> list[Diagnostic]:
-    there: dict[str, tuple[Path, dict[str, Any]]] = {}
-    for file in sorted(Path(model.path).glob("*.safetensors")):
-        try:
-            there |= {name: (file, entry) for name, entry in _header(file).items()}
-        except (OSError, ValueError, RecursionError) as error:
-            return [
-                Diagnostic(
-                    "missing-file", f"the weights in {file} cannot be read: {error}", model.span, "copy the file anew"
-                )
-            ]
-    wanted = [(name, [b for _, b in box]) for t in model.tensors for name, _, box in t.in_files(full(t.shape))]
+def _unread(there: Held, models: list[Model]) -> list[Diagnostic]:
+    """Weights that none of the models of a folder has. As transformers, it tells nothing of what can be computed, of a
+    head that is tied or that a critic leaves, and of the layer of multi-token prediction (Model)."""
+    model = models[0]
+    names = {name for m in models for t in (*m.tensors, *m.fixed) for name, _, _ in t.in_files(full(t.shape))}
+    names |= {BIAS, LOGITS} if any(m.scores for m in models) else {LOGITS} if model.tied else set()
+    ahead = f"model.layers.{model.layers}." if model.family == "deepseek_v3" else ANGLES
+    left = [n for n in there if n not in names and not n.endswith(ANGLES) and not n.startswith(ahead)]
+    if not left:
+        return []
+    more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
+    name = min(left)
+    what = f"{there[name][0]} holds `{name}`{more}, which nothing computes with: the config.json beside it has no such"
+    help = "a config.json is its weights' own: copy both anew, or take out what is not the model's"
+    return [Diagnostic("unused-weight", what, model.span, help, "warning")]
+
+
+def _wrong(worker: Worker, model: Model, there: Held, updated: bool) -> list[Diagnostic]:
+    tensors = (*model.tensors, *model.fixed)
+    wanted = [(name, [b for _, b in box]) for t in tensors for name, _, box in t.in_files(full(t.shape))]
     missing = [name for name, _ in wanted if name not in there and not (name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

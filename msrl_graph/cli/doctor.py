@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..backends.packages import version
 from ..diagnostics import Diagnostic, render
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
+from ..hardware.device_kinds import DEVICE_KINDS
 from .common import guarded
 
 # What each command needs; what engines need, they say.
@@ -26,7 +26,6 @@ NEEDS = {
     "msrl-compile": ("lark", "networkx", "jinja2", "rich", "msgspec"),
     "msrl-run": ("torch", "ray", "transformers", "tokenizers", "safetensors", "psutil", "pyarrow"),
 }
-ACCELERATORS = {"nvidia-smi": "NVIDIA GPUs", "npu-smi": "Ascend NPUs"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +100,10 @@ def _sections(path: Path | None) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             ("system", f"{platform.system()} {platform.release()}"),
             (
                 "accelerators",
-                ", ".join(what for tool, what in ACCELERATORS.items() if shutil.which(tool)) or "none found",
+                ", ".join(
+                    f"{n} {k.resource} ({k.name})" for k in DEVICE_KINDS.values() if not k.is_host and (n := k.here())
+                )
+                or "none found",
             ),
             (
                 "Ray",

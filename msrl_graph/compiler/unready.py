@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .. import algorithms
-from ..backends import ENGINES, RUNS, runs
+from ..backends import ENGINES, RUNS, UNTRIED, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import Generate, ReshardingEdge, Update
@@ -36,13 +36,23 @@ def unready(plan: Plan) -> list[Diagnostic]:
     ]
 
 
+def untried(plan: Plan) -> list[Diagnostic]:
+    """What a run warns of: nobody has done it with this version."""
+    kind, span = plan.cluster.device.backend, plan.cluster.span
+    if kind not in UNTRIED:
+        return []
+    help = "begin with few iterations, and compare them with the same on CPUs: --iterations 2"
+    return [Diagnostic("not-yet", f"nothing has run on devices of kind {kind} yet", span, help, "warning")]
+
+
 def notes(plan: Plan) -> tuple[Note, ...]:
-    """The note on what a run would refuse, if there is such."""
+    """The notes on what a run would refuse, and would warn of, if there is such."""
     refused = list(dict.fromkeys(x.brief for x in _refused(plan)))
     more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     found = (
         [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
     )
+    found += [Note("run", d.message) for d in untried(plan)]
     said: list[tuple[str, Declared]] = [(n.name, Generate.of(n)) for n in plan.graph.verb("generate")]
     said += [(f"{e.src} => {e.dst}", ReshardingEdge.of(e)) for e in plan.graph.reshards()]
     for name, part in said:
@@ -75,7 +85,7 @@ def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
 
 def _planned(spec: EngineSpec, placement: Placement, model: Model) -> Iterator[tuple[str, Span, str]]:
     """What a placement asks of its engine that can be planned for only: what it is, where it stands, what to do."""
-    layout, options, family = placement.layout, placement.engine.options, model.family
+    layout, family = placement.layout, model.family
     if family in spec.planned:
         able = [f for f in spec.families if f not in spec.planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
@@ -85,8 +95,6 @@ def _planned(spec: EngineSpec, placement: Placement, model: Model) -> Iterator[t
     for name in spec.planned:
         if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
-        elif options.get(name) not in (None, "none"):
-            yield f"`{name} = {options[name]}`", placement.engine.span, f"leave `{name}` out"
 
 
 def _refused(plan: Plan) -> list[_Refusal]:

@@ -83,6 +83,10 @@ class Collectives:
         return known.least.value, known.rate.value, figure
 
     @cached_property
+    def _eager(self) -> bool:
+        return self.spec.eager(self.cluster.device.kind.where) is not None
+
+    @cached_property
     def _item(self) -> int:
         return BYTES[self.dtype]
 
@@ -100,14 +104,29 @@ class Collectives:
         tp = layout.tp
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
-        count = 1 + model.layers / layout.pp * (self.spec.sums[0] + backward * self.spec.sums[1])
-        parts = [
-            self.seconds("all_reduce", "tp", count * tokens * model.hidden * self._item * 2 * (tp - 1) / tp, count)
-        ]
+        each, layers = tokens * model.hidden * self._item * (tp - 1) / tp, model.layers / layout.pp
+        if self.spec.divides_sequence and self._eager:
+            # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
+            # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
+            gathers, scatters = 1 + layers * (2 + backward * 4), 1 + layers * (2 + backward * 2)
+            parts = [
+                self.seconds("all_gather", "tp", gathers * each, gathers),
+                self.seconds("reduce_scatter", "tp", scatters * each, scatters),
+            ]
+        else:
+            count = 1 + layers * (self.spec.sums[0] + backward * self.spec.sums[1])
+            parts = [self.seconds("all_reduce", "tp", 2 * count * each, count)]
         parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
         return total(*parts)
+
+    def stages(self, tokens: float, backward: bool) -> Figure:
+        """Hidden states from stage to stage, and gradients back: of each how many there are, then they themselves."""
+        if self.placement.layout.pp == 1 or not self._eager:
+            return Figure(0.0, "derived", "no messages between stages that others do not cover")
+        ways = 1 + backward
+        return self.seconds("send", "pp", ways * tokens * self.model.hidden * self._item, 2 * ways)
 
     def context(self, tokens: float, passes: int) -> Figure:
         """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged
@@ -165,7 +184,7 @@ class Collectives:
         dense, experts = (n * self._item for n in self.held)
         replicas = layout.dp * layout.cp
         parts = [Figure(0.0, "derived", "one data-parallel group")]
-        twice = 1.5 if self.spec.calls is not None and layout.zero == 1 else 1
+        twice = 1.5 if self._eager and layout.zero == 1 else 1
         if replicas > 1:
             parts.append(self.seconds("all_reduce", "dp", 2 * dense * (replicas - 1) / replicas * twice, twice))
         if experts and layout.edp > 1:

@@ -7,8 +7,10 @@ first and last hold the embedding and the head, which are alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..backends.spec import BYTES, EngineSpec, Moments
-from ..ir.work import Work
+from ..ir.work import Work, in_flight
 from ..model.architecture import Model
 from ..sharding.layout import Side, held
 
@@ -86,24 +88,26 @@ def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tup
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
     layers = sum(stop - start for start, stop in stretches)
     largest = max([sizes[0]] * (dense > 0) + [sizes[1]] * (layers > dense), default=0)
+    each = -(-model.hidden // (layout.tp if spec.divides_sequence else 1))
     if verb != "update":
         elements = largest
+    elif work.activations_away:  # two layers at a time have what they keep on the device
+        elements = 2 * each + largest if work.recompute else 2 * largest
     elif work.recompute:
-        kept = -(-model.hidden // (layout.tp if spec.divides_sequence else 1)) * layers
+        kept = each * layers
         elements = round(kept * in_flight(work, stage)) + largest
     else:
         elements = round((dense * sizes[0] + (layers - dense) * sizes[1]) * in_flight(work, stage))
     return _tokens(work) * elements * BYTES[work.dtype]
 
 
-def in_flight(work: Work, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward
-    (arXiv:2104.04473): pp less the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1
-    / vpp of its layers."""
-    pp, vpp = work.layout.pp, work.layout.vpp
-    if vpp == 1:
-        return min(work.batches, pp - stage)
-    return min(work.batches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp
+def stored(work: Work, spec: EngineSpec) -> int:
+    """Bytes that the layers of the fullest stage keep between forward and backward, of all micro-batches on their
+    way."""
+    sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
+    once = replace(work, activations_away=False)
+    most = max(_activations("update", once, spec, stage, sizes) for stage in range(work.layout.pp))
+    return most - _tokens(work) * max(sizes) * BYTES[work.dtype] * work.recompute
 
 
 def _logits(verb: str, work: Work) -> int:

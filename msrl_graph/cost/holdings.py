@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from .. import algorithms
 from ..backends.spec import BYTES, EngineSpec, Moments
+from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import Cluster, Figure
 from ..ir import stepping
 from ..ir.attributes import Generate, Update
@@ -22,14 +23,12 @@ from ..ir.sequences import bound, sequences
 from ..ir.work import Work, kv_elements
 from ..sharding.layout import Side, held, stage_parts
 from . import general
+from .offloading import by_parts
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
 # collectives' buffers.
 RESERVE = 1 - EngineOptions.memory
-# Of an optimizer whose states lie in host memory, a step has a part at a time on the device: MindSpeed's
-# --swap-optimizer-times.
-PARTS = 16
 
 
 def capacity(cluster: Cluster) -> Figure:
@@ -91,8 +90,7 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1
     (arXiv:1910.02054), of experts over their own copies."""
-    master = stepping.MASTER * (dtype(plan, node) != "f32")
-    return _kept(plan, engines, node, lambda rule: rule.bytes + master)
+    return _kept(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
 
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
@@ -193,8 +191,13 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, graph_node.worker) is not None,
         recompute=placement.engine.options.get("recompute") == "full",
+        activations_away=placement.engine.options.get("activations") == "offload",
+        optimizer_away=optimizer(plan, engines, node)
+        if graph_node.verb == "update" and offloads(plan, node, "optimizer")
+        else 0,
         entropy=any(_differentiates_entropy(str(call.value)) for call in said.loss.calls()),
         optimizer=algorithms.optimizer(said.optimizer) if graph_node.verb == "update" else None,
+        on_host=plan.cluster.device.kind.is_host,
         given=graph_node.verb == "update"
         and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, graph_node.reads)),
     )
@@ -217,14 +220,21 @@ def looks_ahead(plan: Plan, node: str) -> bool:
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
     """The moment at which a node holds most beside what is resident, by the engine's own account, else by general
     formulas."""
-    peaks = spec(plan, engines, node).peaks
-    verb = plan.graph.node(node).verb
-    if peaks is not None:
-        return largest(peaks(verb, work(plan, engines, node)))
-    if verb == "generate":
+    own, verb = spec(plan, engines, node), plan.graph.node(node).verb
+    if own.peaks is None and verb == "generate":
         at_once, _ = waves(plan, node)
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
-    return largest(general.moments(verb, work(plan, engines, node), spec(plan, engines, node)))
+    made = work(plan, engines, node)
+    if not made.optimizer_away:
+        return largest(_moments(verb, made, own))
+    found = _moments(verb, replace(made, optimizer=None), own)
+    # Of the stage that has most of them.
+    rest = max((m["gradients"] for name, m in found.items() if "gradient's norm" in name), default=0)
+    return largest(found | by_parts(made, rest or general.gradients(made, own)))
+
+
+def _moments(verb: str, made: Work, own: EngineSpec) -> Moments:
+    return general.moments(verb, made, own) if own.peaks is None else own.peaks(verb, made)
 
 
 def largest(moments: Moments) -> tuple[str, dict[str, int]]:
@@ -250,25 +260,21 @@ def offloads(plan: Plan, node: str, what: str) -> bool:
     """Whether the `weights` of a node without update, or the `optimizer` of an update, lie in host memory while others
     compute."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
-    return trained == (what == "optimizer") and plan.placement(node).engine.options.get("offload") in (what, "all")
+    return trained == (what == "optimizer") and stated_away(plan.placement(node), what)
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
     """By item, what lies on a device of a pool while the node `busy` computes ("": none does), beside what computing
     takes: weights and optimizer states.
 
-    What is offloaded lies in host memory meanwhile; of it the busy node has its own weights here, and an update a
-    part at a time of its optimizer's states.
+    What is offloaded lies in host memory meanwhile; of it the busy node has its own weights here. What an update brings
+    of its optimizer's states is there in its step alone: `fullest` has it.
     """
     items: dict[str, int] = {}
     for item, size, node, what in _at_rest(plan, engines, pool):
-        if not offloads(plan, node, what):
+        here = what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
+        if here or not offloads(plan, node, what):
             items[item] = size
-        elif busy and plan.graph.node(busy).worker == plan.graph.node(node).worker:
-            if what == "weights":
-                items[item] = size
-            elif plan.graph.node(busy).verb == "update":
-                items[item] = -(-size // PARTS)
     return items
 
 
@@ -276,6 +282,14 @@ def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """What lies in host memory of each device of a pool, by item; it keeps its room there while the device has it."""
     found = _at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, what in found if offloads(plan, node, what)}
+
+
+def activations_away(plan: Plan, engines: Engines, node: str) -> int:
+    """Bytes that a device of an update has in host memory between forward and backward passes, at most."""
+    made, own = work(plan, engines, node), spec(plan, engines, node)
+    if plan.graph.node(node).verb != "update" or not made.activations_away:
+        return 0
+    return general.stored(made, own) if own.stored is None else own.stored(made)
 
 
 def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:

@@ -12,11 +12,11 @@ constants, the device's, for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..backends.spec import BYTES, Act, EngineSpec
+from ..backends.spec import BYTES, Act, Calls, EngineSpec
 from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import Update
 from ..ir.graph import Node
@@ -27,6 +27,7 @@ from ..sharding.layout import Layout
 from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
+from .offloading import beside
 
 KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
@@ -67,6 +68,10 @@ class Costs:
     @cached_property
     def spec(self) -> EngineSpec:
         return holdings.spec(self.plan, self.engines, self.node)
+
+    @cached_property
+    def _eager(self) -> Callable[[Act, Layout], Calls] | None:
+        return self.spec.eager(self.device.kind.where)
 
     @cached_property
     def model(self) -> Model:
@@ -169,15 +174,27 @@ class Costs:
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
         return total(*parts, self.collectives.experts(tokens, 1))
 
-    def decode_step(self, sequences: float, cached: float) -> Figure:
-        """One more token of each of so many sequences, whose keys and values are `cached` tokens in all."""
+    def decode_step(self, sequences: float, cached: float, parted: float = 0.0, prompt: float = 0.0) -> Figure:
+        """One more token of each of so many sequences, whose keys and values are `cached` tokens in all. `parted` of
+        them were one with another so far, for `prompt` tokens: of these what is no whole block they compute anew."""
         passes = self.spec.cache_passes * cached * self._cache * self.group
-        moved = self._between(sequences) + self._logits(sequences, DRAWING) + passes
+        tokens = sequences + (parted * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
+        moved = self._between(tokens) + self._logits(sequences, DRAWING) + passes
         # A query looks at every key: to be compared with whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
-        work = _Work(sequences, sequences, sequences, pairs, moved)
-        parts = [self._pass("decode", work), self.collectives.tensor_parallel(sequences, sequences, drawn=True)]
-        return total(*parts, self.collectives.experts(sequences, 1))
+        work = _Work(tokens, sequences, sequences, pairs, moved)
+        parts = [self._pass("decode", work), self.collectives.tensor_parallel(tokens, sequences, drawn=True)]
+        begun, launch = self._eager("prefill", self.layout).sequence if self._eager else 0.0, self.device.launch
+        parts.append(Figure(parted * begun * launch.value, launch.source, "sequences that begin x launch"))
+        return total(*parts, self.collectives.experts(tokens, 1))
+
+    def opened(self, sequences: float) -> Figure:
+        """Memory for the cache of so many sequences at once, and zeros in it, where it is there as a whole."""
+        block, link = self.spec.block if self._eager else 0, self.device.copies
+        tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
+        return Figure(
+            sequences * tokens * self._cache / link.value, link.source, "the cache / copies into fresh memory"
+        )
 
     def micro_batch(self, rows: Rows) -> Figure:
         """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a
@@ -185,7 +202,7 @@ class Costs:
         update = self.graph_node.verb == "update"
         tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
         laid, around = 0.0, tokens
-        if self.spec.shares_beginnings:
+        if self.device.kind.where in self.spec.shares_beginnings:
             tokens, count, pairs = rows.fed, rows.count - rows.twins, max(rows.longest - 1, 1) ** 2
             # Of a ring, keys and values go round as they are laid out, by rows.
             around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
@@ -211,10 +228,12 @@ class Costs:
             among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
             among.context(around, passes),
         ]
-        parts += [among.experts(tokens / cp, passes), among.gathers(update)]
+        parts += [among.experts(tokens / cp, passes), among.gathers(update), among.stages(tokens / cp, update)]
         if ahead:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
+        if update:
+            parts.append(self._stored(tokens, sum(p.value for p in parts)))
         found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
         if self.layout.pp == 1:
             return found
@@ -228,7 +247,7 @@ class Costs:
         state written."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
-        if self.spec.calls is not None:
+        if self._eager is not None:
             # An eager norm makes float64 squares of the gradients: a float32 read, four float64 written or read.
             moved += 9 * holdings.gradients(self.plan, self.engines, self.node) * 4 / BYTES[self.dtype]
         size = moved / max(len(self.model.tensors), 1)
@@ -250,6 +269,15 @@ class Costs:
             return Figure(0.0, "derived", "the weights are there")
         return self._copied(self._weights, "weights in from host memory")
 
+    def _stored(self, tokens: float, computing: float) -> Figure:
+        """Copies of the activations of so many tokens, which take `computing` seconds."""
+        if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
+            return Figure(0.0, "derived", "activations stay")
+        bound = self.rows(holdings.micro_batch(self.plan, self.node))
+        shared = self.device.kind.where in self.spec.shares_beginnings
+        share = tokens / (bound.fed if shared else bound.tokens)
+        return beside(self._copied(round(2 * most * share), "activations out and in again"), self.device, computing)
+
     def _copied(self, amount: int, what: str) -> Figure:
         link = self.device.copies
         return Figure(amount / link.value, link.source, f"{what}: bytes / host link")
@@ -264,17 +292,17 @@ class Costs:
 
     # What they are made of.
 
-    def _calls(self, act: Act) -> Figure:
+    def _calls(self, act: Act, sequences: float = 0.0) -> Figure:
         launch, layers = self.device.launch, self.model.layers
-        if self.spec.calls is None:
-            # Of a pipeline, a stage runs its own layers; in decoding once for each part.
-            layers = layers if act == "decode" else -(-layers // self.layout.pp)
+        # Of a pipeline, a stage runs its own layers; in decoding once for each part.
+        layers = layers if act == "decode" else -(-layers // self.layout.pp)
+        if self._eager is None:
             factor = 3 if act == "update" else act != "step"
-            return Figure(
-                factor * layers * KERNELS.value * launch.value, weakest(launch, KERNELS), "layers x 12 x launch"
-            )
-        calls = self.spec.calls(act, self.layout)
-        return Figure((calls.layer * layers + calls.rest) * launch.value, launch.source, "operators x launch")
+            seconds = factor * layers * KERNELS.value * launch.value
+            return Figure(seconds, weakest(launch, KERNELS), "layers x 12 x launch")
+        calls = self._eager(act, self.layout)
+        number = calls.layer * layers + calls.rest + calls.sequence * sequences
+        return Figure(number * launch.value, launch.source, "operators x launch")
 
     def _pass(self, act: Act, work: _Work, factor: int = 1) -> Figure:
         device, item, layers, group = self.device, BYTES[self.dtype], self.model.layers, self.group
@@ -297,7 +325,7 @@ class Costs:
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
         read, moved = weights / bandwidths[0].value, work.moved / group / bandwidths[1].value
-        calls = self._calls(act)
+        calls = self._calls(act, work.sequences)
         if not device.kind.runs_ahead:
             seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
         else:
@@ -318,7 +346,7 @@ class Costs:
         forward pass alone do: it is written to memory and read again. Of what an operator moves a third is its result,
         and products have theirs."""
         device, model = self.device, self.model
-        if not device.kind.is_host or self.spec.calls is None:
+        if not device.kind.is_host or self._eager is None:
             return Figure(0.0, "derived", "in the bytes of each operator")
         products = (
             3 * model.hidden * self.layout.tp
@@ -358,7 +386,7 @@ class Costs:
     def _between(self, tokens: float) -> float:
         """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of
         queries and keys 10 elements each, gating 5 f; a fused engine's are counted in the share of peak FLOP/s."""
-        if self.spec.calls is None:
+        if self._eager is None:
             return 0.0
         model = self.model
         divided = 10 * (model.heads + model.kv_heads) * model.head_dim + 5 * model.intermediate
@@ -366,9 +394,8 @@ class Costs:
 
     def _logits(self, positions: float, times: int) -> float:
         """Bytes of float32 logits, read or written so often; those of a draw are whole on every device."""
-        if self.spec.calls is None:
-            return 0.0
-        return positions * self.model.outputs * times * 4 * (self.layout.tp if times == DRAWING else 1)
+        copies = self.layout.tp if times == DRAWING else 1
+        return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
     # How often.
 

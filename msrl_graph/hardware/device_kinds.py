@@ -6,7 +6,9 @@ Invariant: what the package knows of a kind stands here once; no other file has 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
@@ -17,7 +19,8 @@ Where = Literal["host", "device"]
 class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
-    such speak, `visible` the variable that says which devices a process sees; a host's cores have none."""
+    such speak, `visible` the variable that says which devices a process sees, `files` are those of a host's devices in
+    /dev; a host's cores have neither."""
 
     name: str
     torch: str
@@ -26,6 +29,7 @@ class DeviceKind:
     asked_as: str  # the option by which an actor asks Ray for it; "": as a resource of its own
     interfaces: tuple[str, ...]
     visible: str = ""
+    files: str = ""
     plugin: str = ""
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
@@ -39,6 +43,13 @@ class DeviceKind:
     def backends(self) -> str:
         """The backends that a process group is made with: those of the device's tensors, and of its host's."""
         return self.collectives if self.is_host else ",".join(f"{k.torch}:{k.collectives}" for k in (HOST, self))
+
+    def here(self) -> int:
+        """How many this machine has: of its cores, or of the devices that this process may see."""
+        if self.is_host:
+            return os.cpu_count() or 1
+        there, seen = len([*Path("/dev").glob(self.files)]), os.environ.get(self.visible)
+        return there if seen is None else min(there, len([d for d in seen.split(",") if d.strip()]))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
         """How an actor asks Ray for so many."""
@@ -64,6 +75,7 @@ CUDA = DeviceKind(
     asked_as="num_gpus",
     interfaces=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
     visible="CUDA_VISIBLE_DEVICES",
+    files="nvidia[0-9]*",
 )
 ASCEND = DeviceKind(
     name="ascend",
@@ -73,6 +85,7 @@ ASCEND = DeviceKind(
     asked_as="",
     interfaces=("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
+    files="davinci[0-9]*",
     plugin="torch_npu",
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
 )

@@ -113,6 +113,12 @@ class EngineOptions(Declared):
         "`full` computes activations again in the backward pass and keeps only each layer's input.",
         "the plan chooses",
     )
+    activations: str = attr(
+        Words(("keep", "offload")),
+        "keep",
+        "`offload`: what an update's layers keep for the backward pass (with `recompute = full` their inputs) lies in "
+        "host memory in between.",
+    )
 
 
 @dataclass(frozen=True)

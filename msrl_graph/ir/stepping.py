@@ -13,6 +13,9 @@ from typing import Any
 from ..sharding.layout import Tensor, TensorKind, TensorKinds
 
 MASTER = 4  # bytes of the float32 copy of a weight of another type, by which any optimizer steps
+# An optimizer whose states lie in host memory steps by so many parts (MindSpeed's --swap-optimizer-times): one is on
+# the device, and the next one on its way.
+PARTS, AT_ONCE = 16, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +33,10 @@ class Rule:
     def bytes(self) -> float:
         """Of its states, an element."""
         return sum(self.keeps.values())
+
+    def beside(self, master: bool) -> float:
+        """Of its states, and of float32 masters where weights are of another type, an element."""
+        return self.bytes + MASTER * master
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,7 +117,7 @@ def _on_hosts(plan: Plan, node: Node) -> bool:
 
 def placements(plan: Plan) -> Iterator[str]:
     """Every node has one place: a function the hosts, a node with weights the devices of its pool, which no other
-    pool has."""
+    pool has. Ranks that train lie as a program states them: process groups and FSDP2 count them in their order."""
     if not _every_node_once(plan, [p.node for p in plan.placements]):
         yield _unfilled("place")
         return
@@ -138,6 +138,8 @@ def placements(plan: Plan) -> Iterator[str]:
             pool = pools[p.pool]
             if p.node not in pool.nodes or (p.first, p.each, p.layout.devices) != (pool.first, pool.each, pool.devices):
                 yield f"`{p.node}` is not on the devices of its pool `{pool.name}`"
+            elif p.layout.dp % p.layout.inner or (p.layout.inner > 1 and plan.graph.node(p.node).verb != "generate"):
+                yield f"the replicas of `{p.node}` cannot lie next to each other in {p.layout.inner}s"
 
 
 def docks(plan: Plan) -> Iterator[str]:

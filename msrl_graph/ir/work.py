@@ -20,6 +20,8 @@ class Work:
       `prompt` tokens, and `response` tokens each. 8 responses to 2 prompts are 8 rows of 2 prompts.
     - `batches`: micro-batches before an optimizer step. `divided`: weights at rest are divided over dp. `trained`:
       they have an optimizer.
+    - `activations_away`: what layers keep for their backward pass lies in host memory in between. `optimizer_away`: so
+      many bytes of what the optimizer keeps do, between steps. `on_host`: the devices are a host's cores.
     - Of an update: whether its loss has an `entropy`, or log-probabilities of ids that are `given` beside the tokens;
       and the `optimizer` that it steps by.
     """
@@ -36,12 +38,25 @@ class Work:
     divided: bool = False
     trained: bool = False
     recompute: bool = False
+    activations_away: bool = False
+    optimizer_away: int = 0
     entropy: bool = False
     given: bool = False
     optimizer: Optimizer | None = None
+    on_host: bool = False
 
 
 def kv_elements(model: Model, layout: Layout) -> int:
     """Elements of keys and values that a token leaves on one rank, in all of its layers."""
     each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim
     return layout.most_layers(model.layers) * each
+
+
+def in_flight(work: Work, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward
+    (arXiv:2104.04473): pp less the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1
+    / vpp of its layers."""
+    pp, vpp = work.layout.pp, work.layout.vpp
+    if vpp == 1:
+        return min(work.batches, pp - stage)
+    return min(work.batches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp

@@ -12,6 +12,7 @@ from ..diagnostics import NOWHERE, Span
 from ..sharding.layout import Tensor, TensorKind, kinds
 
 HEAD = "score.weight"  # of a model that scores
+CORRECTION = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,24 @@ class Model(Shape):
     span: Span = NOWHERE
 
     @cached_property
+    def fixed(self) -> tuple[Tensor, ...]:
+        """What belongs to the model and no run changes: the biases that correct its routers' scores. Each engine reads
+        them from the model's folder, whole and in float32, whatever the weights' type; they are never moved."""
+        if self.experts is None or not self.experts.corrected:
+            return ()
+        return tuple(
+            Tensor(f"model.layers.{i}.mlp.gate.{CORRECTION}", (self.experts.number,), layer=i, layers=self.layers)
+            for i in range(self.experts.first, self.layers)
+        )
+
+    @cached_property
     def kinds(self) -> tuple[TensorKind, ...]:
         return kinds(self.tensors)
+
+    @cached_property
+    def norms_heads(self) -> bool:
+        """Whether queries and keys pass a norm of their own, head by head."""
+        return any(t.name.endswith(".q_norm.weight") for t in self.tensors)
 
     @cached_property
     def scoring(self) -> Model:
@@ -87,12 +104,17 @@ class Model(Shape):
 
     @cached_property
     def parameters(self) -> int:
-        return sum(t.elements for t in self.tensors)
+        return sum(t.elements for t in (*self.tensors, *self.fixed))
 
     @cached_property
     def largest(self) -> int:
         """Elements of its largest tensor."""
         return max((t.elements for t in self.tensors), default=0)
+
+    @cached_property
+    def largest_read(self) -> int:
+        """Elements of the largest tensor of its files, where each expert has its own."""
+        return max((t.elements // (t.shape[0] if t.experts else 1) for t in self.tensors), default=0)
 
     @cached_property
     def active_parameters(self) -> int:

@@ -104,6 +104,19 @@ FIELDS = {
     "num_experts_per_tok": SIZE,
     "moe_intermediate_size": SIZE,
     "norm_topk_prob": BOOL,
+    # Of latent attention, and of routers that choose groups of experts first.
+    "q_lora_rank": SIZE,
+    "kv_lora_rank": SIZE,
+    "qk_nope_head_dim": SIZE,
+    "qk_rope_head_dim": SIZE,
+    "v_head_dim": SIZE,
+    "rope_interleave": BOOL,
+    "n_routed_experts": SIZE,
+    "n_shared_experts": SIZE,
+    "first_k_dense_replace": COUNT,
+    "n_group": SIZE,
+    "topk_group": SIZE,
+    "routed_scaling_factor": ABOVE,
 }
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 # What transformers makes of a field that is left out is its class's own, not this model's: it has to be said.
@@ -111,7 +124,27 @@ STATED = {
     "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
     "qwen3_moe": ("num_key_value_heads", "head_dim"),
+    "deepseek_v3": (
+        "num_key_value_heads",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "n_group",
+        "topk_group",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+    ),
 }
+NULLS = ("num_key_value_heads", "q_lora_rank")  # where null says something: as many as heads, no latent of queries
+# What no engine reads of a router, since the family has one way.
+ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 # Kinds of rotary positions, and the numbers that each needs (transformers' modeling_rope_utils).
 ROPES: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -143,9 +176,9 @@ def judged(config: Config, family: str) -> Wrong | None:
         if config.get(name) is None:
             return Wrong(name, f"has no `{name}`")
     for name in STATED.get(family, ()):
-        if name not in config or (name == "head_dim" and config[name] is None):
+        if name not in config or (config[name] is None and name not in NULLS):
             return Wrong(name, f"has no `{name}`")
-    return _heads(config, family) or _rope(config) or _ids(config) or _windows(config)
+    return _heads(config, family) or _routed(config, family) or _rope(config) or _ids(config) or _windows(config)
 
 
 def _shown(value: object) -> str:
@@ -154,16 +187,44 @@ def _shown(value: object) -> str:
 
 
 def _heads(config: Config, family: str) -> Wrong | None:
-    if family == "deepseek_v3":  # its heads have sizes of their own
-        return None
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    if family == "deepseek_v3":  # its heads have sizes of their own
+        if kv != heads:
+            return Wrong(
+                "num_key_value_heads", f"has {kv:,} key-value heads: latent attention has one a head, {heads:,}"
+            )
+        if (dim := config["qk_rope_head_dim"]) % 2:
+            return Wrong("qk_rope_head_dim", f"turns {dim:,} elements of a head: rotary positions take pairs")
+        return None
     if (dim is None or family == "llama") and hidden % heads:
         return Wrong("num_attention_heads", f"has {heads:,} heads, which do not divide its hidden size of {hidden:,}")
     if (dim or hidden // heads) % 2:
         return Wrong("head_dim", f"has heads of {dim or hidden // heads:,} elements: rotary positions take pairs")
     if heads % kv:
         return Wrong("num_key_value_heads", f"has {kv:,} key-value heads, which do not divide its {heads:,} heads")
+    return None
+
+
+def _routed(config: Config, family: str) -> Wrong | None:
+    """Experts of which a router first chooses groups, by the two best of each (arXiv:2412.19437)."""
+    if family != "deepseek_v3":
+        return None
+    for name, only in ROUTER.items():
+        if (value := config.get(name)) not in (None, only):
+            return Wrong(name, f"has {_shown(value)} for `{name}`: only `{only}` is supported yet")
+    number, layers = config["n_routed_experts"], config["num_hidden_layers"]
+    groups, some, first = config["n_group"], config["topk_group"], config["first_k_dense_replace"]
+    if first >= layers:
+        return Wrong("first_k_dense_replace", f"has {first:,} layers without experts, and {layers:,} layers")
+    if number % groups or number // groups < 2:
+        return Wrong("n_group", f"has {number:,} experts in {groups:,} groups: a group has 2 or more, all as many")
+    if some > groups:
+        return Wrong("topk_group", f"chooses {some:,} of {groups:,} groups of experts")
+    if (active := config["num_experts_per_tok"]) > number // groups * some:
+        return Wrong(
+            "num_experts_per_tok", f"has {active:,} experts a token, and {number // groups * some:,} to choose from"
+        )
     return None
 
 
@@ -235,7 +296,8 @@ def fields(config: Config) -> dict[str, Any]:
         **{k: v for k, v in table.items() if v is not None and k != "type"},
     }
     found["rope_parameters"]["rope_type"] = table.get("rope_type", table.get("type", "default"))
-    return {"num_key_value_heads": config["num_attention_heads"], **found}
+    nulls = {name: None for name in NULLS if name in config}
+    return {**nulls, "num_key_value_heads": config["num_attention_heads"], **found}
 
 
 def positions(config: Config, family: str) -> int:

@@ -165,7 +165,8 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         experts = Experts(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
     elif family == "deepseek_v3":
         width = size("moe_intermediate_size")
-        shared, first = size("n_shared_experts", 0) * width, size("first_k_dense_replace", 0)
+        shared, first = size("n_shared_experts") * width, config["first_k_dense_replace"]
+        assert isinstance(first, int)
         experts = Experts(size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True)
         heads_of = [size(k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         latent = Latent(size("q_lora_rank", 0), *heads_of)
@@ -208,8 +209,6 @@ def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Itera
         yield from _latent(shape, shape.latent, at) if shape.latent else _attention(shape, at, o_bias, qk_norm)
         if experts and layer >= experts.first:
             yield at("mlp.gate.weight", (experts.number, hidden))
-            if experts.corrected:
-                yield at("mlp.gate.e_score_correction_bias", (experts.number,))
             for name, size, tp_dim in _mlp(hidden, experts.intermediate):
                 yield at(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
             for name, size, tp_dim in _mlp(hidden, experts.shared) if experts.shared else ():

@@ -44,6 +44,10 @@ _DEEPSEEK = {
     "moe_intermediate_size": 2048,
     "n_shared_experts": 1,
     "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
 }
 PRESETS: dict[str, dict[str, object]] = {
     "qwen2.5-0.5b": _preset("Qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED),

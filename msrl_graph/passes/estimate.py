@@ -146,18 +146,19 @@ class EstimateTime(Pass):
         # one.
         steps = max(rows.longest - prompt - 1, 0)
         fed = rows.response - rows.count
-        if node.spec.shares_beginnings:
+        if node.device.kind.where in node.spec.shares_beginnings:
             fed -= rows.alike_response - rows.twins
         fed /= rows.count
         at_once, _ = holdings.waves(plan, name)
         prefill = step = Figure(0.0, "derived", "nothing is generated")
-        total = 0.0
+        total = node.opened(min(at_once, prompts) * samples).value
         while prompts > 0:
             wave = min(at_once, prompts)
             alike = prompts // wave
             prefill = node.prefill([prompt] * wave)
             live = wave * samples * fed / max(steps, 1)
-            step = node.decode_step(live, live * (prompt + steps / 2))
+            parted = max(wave * samples * (1 - rows.twins / rows.count) - wave, 0) if steps else 0.0
+            step = node.decode_step(live, live * (prompt + steps / 2), parted / max(steps, 1), prompt)
             total += alike * (prefill.value + steps * step.value)
             prompts -= alike * wave
         host = plan.cluster.device.overheads.row

@@ -72,7 +72,12 @@ class CountMemory(Pass):
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(" optimizer")}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
-        largest = max((plan.model(n).largest * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
+        largest = max((plan.model(n).largest_read * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
+        # Weights that leave are read first, one state's after the other's.
+        leaving = holdings.offloaded(plan, self.engines, pool)
+        first = max(((size, item) for item, size in leaving.items() if item.endswith(" weights")), default=(0, ""))
+        if first[0] > sum(items.values()):
+            items = {first[1].removeprefix("offloaded "): first[0]}
         return self._entry(
             plan,
             pool,
@@ -112,6 +117,8 @@ class CountMemory(Pass):
         pool = plan.placement(node).pool
         moment, working = holdings.fullest(plan, self.engines, node)
         fullest = f"; fullest: {moment}" if moment else ""
+        if plan.model(node).experts and plan.placement(node).layout.ep > 1:
+            fullest += "; tokens are spread evenly over experts"
         if verb == "generate":
             at_once, times = holdings.waves(plan, node)
             each = holdings.kv_sequence(plan, node)
@@ -141,6 +148,10 @@ class CountMemory(Pass):
         """`away` is what is offloaded, by item, `rows` the bytes of an iteration's."""
         cluster = plan.cluster
         items = dict(away)
+        if phase == "update":
+            for node in plan.graph.verb("update"):
+                if size := holdings.activations_away(plan, self.engines, node.name):
+                    items[f"{node.name} activations"] = size * max(_on_hosts(plan, plan.placement(node.name).pool))
         # Frozen nodes infer while the weights are on their way back.
         if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:

@@ -105,7 +105,8 @@ class Choices:
             found = CountMemory(engines).apply(replace(plan, placements=least))
             return found, max(m.total - int(m.capacity.value) for m in found.memory)
 
-        least, over = counted("all")
+        gains = not plan.cluster.device.kind.shares_host_memory
+        least, over = counted("all" if gains else "none")
         peaks: dict[str, int] = {}
         for m in least.memory:
             if m.place == "device":
@@ -115,7 +116,7 @@ class Choices:
         seconds = {}
         if over <= 0:
             roomy = replace(
-                plan, placements=tuple(_offloading(engines, p) if p.node in owner.nodes else p for p in every)
+                plan, placements=tuple(_offloading(engines, p) if gains and p.node in owner.nodes else p for p in every)
             )
             for node in owner.nodes:
                 done = self.place.complete(roomy, roomy.placement(node))

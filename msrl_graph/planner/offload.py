@@ -44,7 +44,9 @@ def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], P
 
 
 def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
-    """Whether it is open if what a worker holds is offloaded, and its engine can."""
+    """Whether it is open if what a worker holds is offloaded, its engine can, and it would then lie elsewhere."""
+    if plan.cluster.device.kind.shares_host_memory:
+        return False
     found = [plan.placement(n.name).engine for n in kept_by(plan, worker)[:1]]
     return any("offload" in engines[e.name].options and "offload" not in e.options for e in found)
 

@@ -1,22 +1,61 @@
-"""A small mixture of experts with weights at random, as transformers writes it, and the example's tokenizer."""
+"""A small model and small mixtures of experts with weights at random, as transformers writes them, and the example's
+tokenizer."""
 
 import shutil
 
 import torch
 from place import EXAMPLE
 
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 16, "max_position_embeddings": 64}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+
 
 def mixture(folder):
     """A Qwen3-MoE: two layers of four experts, two of them for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 16}
-    routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    tokens = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
+    return _saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, num_hidden_layers=2, **routed)
+
+
+def dense(folder, **changes):
+    """A Qwen3 of four layers; its attention has no biases, unless it is asked for."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    changes |= {"num_hidden_layers": 4, "tie_word_embeddings": False}
+    return _saved(folder, Qwen3Config, Qwen3ForCausalLM, **changes)
+
+
+def _saved(folder, config, model, **stated):
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(dtype="float32", initializer_range=0.2, **sizes, **heads, **routed, **tokens)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return _written(model(config(dtype="float32", initializer_range=0.2, **SIZES, **HEADS, **TOKENS, **stated)), folder)
+
+
+def latent(folder, **more):
+    """A DeepSeek-V3: latent attention; a layer without experts, and two with sixteen in four groups, of which a token
+    has four and the shared one; a correction that changes what is chosen; positions stretched by YaRN."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16}
+    heads |= {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "vocab_size": 16}
+    routed = {"n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    routed |= {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    stretch = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+    stretch |= {"mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
+    tokens = {**TOKENS, "max_position_embeddings": 64}
+    stated = {"initializer_range": 0.2, "rope_parameters": stretch, **sizes, **heads, **routed, **tokens}
+    torch.manual_seed(0)
+    made = DeepseekV3ForCausalLM(DeepseekV3Config(dtype="float32", **(stated | more)))
+    for name, value in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(value, std=0.3)
+    return _written(made, folder)
+
+
+def _written(made, folder):
+    made.save_pretrained(folder)
     for file in (EXAMPLE / "model").glob("tokenizer*"):
         shutil.copy(file, folder)
     return str(folder)

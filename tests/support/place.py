@@ -132,10 +132,10 @@ def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def weights(folder):
+def weights(folder, of="weights/actor"):
     from safetensors.numpy import load_file
 
-    return load_file(folder / "weights" / "actor" / "model.safetensors")
+    return load_file(folder / of / "model.safetensors")
 
 
 def assert_alike(one, other, rel=1e-4, weight=1e-5):

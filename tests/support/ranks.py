@@ -1,15 +1,20 @@
 """Runs functions on N real processes joined by torch.distributed over gloo. The processes stay: a case begins where the
 last one ended."""
 
+import os
 import tempfile
 import time
 import traceback
-from multiprocessing import connection
+from importlib.util import find_spec
+from multiprocessing import connection, forkserver
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import distributed as dist
 from torch import multiprocessing
+
+from msrl_graph.backends.vllm_core import SURROUNDINGS
 
 _teams = {}  # by size: starting ranks takes seconds
 # Nearly all of them to import these, which one process does for all of the ranks, before it has threads.
@@ -20,6 +25,12 @@ _context.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "transformers.models.qwen2.modeling_qwen2",
         "msrl_graph.runtime.rank.rank",
+        # Where they are there.
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "vllm.engine.arg_utils",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm._custom_ops",
     ]
 )
 
@@ -66,6 +77,8 @@ class Team:
         self.pipes = []
 
     def start(self):
+        with patch.dict(os.environ, SURROUNDINGS if find_spec("vllm") else {}):  # some count when it is loaded
+            forkserver.ensure_running()
         self.folder = tempfile.TemporaryDirectory()
         ends = [_context.Pipe() for _ in range(self.world)]
         self.pipes = [ours for ours, _ in ends]

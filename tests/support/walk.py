@@ -17,6 +17,8 @@ from stage import share
 from torch import distributed as dist
 
 from msrl_graph import compile
+from msrl_graph.backends import ENGINES
+from msrl_graph.cost import holdings
 from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
@@ -27,9 +29,10 @@ from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
+from msrl_graph.sharding.layout import full
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 LIGHT = ("fsdp", "hf")
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,7 +41,7 @@ FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 class Case:
     """A model and a program. `shape` is (hidden, layers, heads, key-value heads, intermediate, vocabulary), `deploy`
     the statements of the deploy, `rows` (prompts, responses each, mini-batch), `tokens` the bounds of prompt and
-    response."""
+    response, `experts` (how many, of which a token gets how many, of which width)."""
 
     name: str
     family: str
@@ -51,6 +54,7 @@ class Case:
     tokens: tuple[int, int] = (24, 40)
     changes: tuple[tuple[str, str], ...] = field(default=())
     engines: tuple[str, str] = LIGHT  # of update and generation
+    experts: tuple[int, ...] = ()
 
     def write(self, folder):
         """The model, with random weights, and the program of the example with this case's figures: its plan."""
@@ -69,11 +73,19 @@ class Case:
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": 512,
         }
+        if self.experts:
+            names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+            config |= dict(zip(names, self.experts, strict=True))
+            config |= {"norm_topk_prob": True, "head_dim": self.shape[0] // self.shape[2]}
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "config.json").write_text(json.dumps(config))
         draw = torch.Generator().manual_seed(0)
         tensors = models.load("./model", folder).tensors
-        weights = {t.name: (0.05 * torch.randn(t.shape, generator=draw)).to(FLOATS[self.dtype]) for t in tensors}
+        weights = {}
+        for tensor in tensors:
+            for name, _, box in tensor.in_files(full(tensor.shape)):
+                size = [stop - start for start, stop in box]
+                weights[name] = (0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
         save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
         example = ROOT / "examples" / "arithmetic"
         for file in ("train.jsonl", "model/tokenizer.json", "model/tokenizer_config.json"):
@@ -186,11 +198,15 @@ OPS = {"RESHARD": "reshard", "WAIT": "swap", "generate": "generate", "infer": "i
 
 
 def predicted(plan):
-    """By place and phase, bytes and what they are: of a device the plan's entry, of a host what one rank has swapped to
-    it."""
+    """By place and phase, bytes and what they are: of a device the plan's entry, of a host what one rank has swapped
+    and offloaded to it."""
     found = {("device", m.phase): (m.total, f"{m.items} {m.remark}") for m in plan.memory if m.place == "device"}
     swapped = sum(r.released_bytes_per_device for r in plan.reshards)
-    return found | {("host", phase): (swapped, "") for phase in ("reshard", "swap")}
+    away = sum(sum(holdings.offloaded(plan, ENGINES, pool.name).values()) for pool in plan.pools)
+    host = {("host", phase): (away + swapped, "") for phase in ("reshard", "swap")}
+    if meanwhile := away + holdings.activations_away(plan, ENGINES, "actor.update"):
+        host["host", "update"] = meanwhile, ""
+    return found | host
 
 
 def measured(plan, moments=False):
@@ -244,12 +260,14 @@ def _largest(peak):
     return "\n  ".join([peak.moment, *lines[:40]])
 
 
-def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, engine="", **more):
+def case(name, family, shape, update, generate="dp = 1", micro=8, prompts=4, engine="", reference="", **more):
     trainer, generator = more.get("engines", LIGHT)
     deploy = f"""layout actor.update {{ {update} }}
   layout actor.generate {{ {generate} }}
   engine actor.update = {trainer} {{ micro_batch = {micro}{engine} }}
   engine actor.generate = {generator} {{ micro_batch = {prompts} }}"""
+    if reference:
+        deploy += f"\n  engine reference.infer = {trainer} {{ {reference} }}"
     return Case(name, family, shape, deploy, **more)
 
 
@@ -264,6 +282,7 @@ DEEP = (128, 8, 4, 2, 448, 512)
 EVEN = (192, 3, 6, 6, 512, 4096)
 # With rows so short that the optimizer's step holds most.
 FLAT = (384, 2, 6, 6, 1024, 64)
+ROUTED = (8, 2, 256)
 SHORT: dict[str, Any] = {"rows": (2, 2, 4), "tokens": (6, 4)}
 
 
@@ -356,6 +375,23 @@ CASES = (
         dtype="bf16",
     ),
     case("llama, dp 4, zero 3", "llama", DEEP, "dp = 4, zero = 3", "tp = 2", 4, 2, ranks=4),
+    case("llama, bf16, recompute", "llama", WIDE, "dp = 1", dtype="bf16", engine=", recompute = full"),
+    case(
+        "llama, bf16, dp 2, zero 3, recompute",
+        "llama",
+        WIDE,
+        "dp = 2, zero = 3",
+        "tp = 2",
+        4,
+        engine=", recompute = full",
+        ranks=2,
+        dtype="bf16",
+    ),
+    case("experts", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED),
+    case("experts, bf16", "qwen3_moe", WIDE, "dp = 1", dtype="bf16", experts=ROUTED),
+    case("experts, tp 2", "qwen3_moe", WIDE, "tp = 2", "tp = 2", ranks=2, experts=ROUTED),
+    case("experts, dp 2 x ep 2", "qwen3_moe", WIDE, "dp = 2, ep = 2", "dp = 2", 4, 2, ranks=2, experts=ROUTED),
+    case("experts, tp 2 x ep 2", "qwen3_moe", WIDE, "tp = 2, ep = 2", "tp = 2", ranks=2, experts=ROUTED),
     heavy("llama", "llama", WIDE, "dp = 1"),
     heavy("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),
     heavy("qwen2, tied, deep", "qwen2", DEEP, "dp = 1", micro=16, tied=True),
@@ -365,8 +401,15 @@ CASES = (
     heavy("llama, dp 2, zero 1", "llama", WIDE, "dp = 2, zero = 1", "dp = 2", 4, 2, ranks=2),
     heavy("llama, tp 2", "llama", WIDE, "tp = 2", "tp = 2", ranks=2),
     heavy("qwen2, bf16, tp 2", "qwen2", EVEN, "tp = 2", "tp = 2", ranks=2, dtype="bf16"),
+    heavy("llama, cp 2", "llama", WIDE, "cp = 2", "tp = 2", ranks=2),
     heavy("qwen2, tied, pp 2", "qwen2", DEEP, "pp = 2", "pp = 2", 4, ranks=2, tied=True),
+    heavy("llama, pp 2 x vpp 2", "llama", DEEP, "pp = 2, vpp = 2", "pp = 2", 4, ranks=2),
+    heavy("llama, tp 2 x pp 2", "llama", DEEP, "tp = 2, pp = 2", "tp = 2, dp = 2", 4, 2, ranks=4),
     heavy("llama, dp 2 x tp 2", "llama", WIDE, "dp = 2, tp = 2, zero = 1", "dp = 2, tp = 2", 4, 2, ranks=4),
+    heavy("experts", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED),
+    heavy("experts, dp 2 x ep 2", "qwen3_moe", WIDE, "dp = 2, ep = 2", "dp = 2", 4, 2, ranks=2, experts=ROUTED),
+    heavy("experts, tp 2 x ep 2", "qwen3_moe", WIDE, "tp = 2, ep = 2", "tp = 2", ranks=2, experts=ROUTED),
+    heavy("experts, tp 2 x etp 2", "qwen3_moe", WIDE, "tp = 2, etp = 2", "tp = 2", ranks=2, experts=ROUTED),
 )
 
 __all__ = ["CASES", "Case", "Walk", "case", "measured", "predicted"]

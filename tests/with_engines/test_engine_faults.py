@@ -1,11 +1,12 @@
-"""vLLM that raises, hangs, dies or finds no memory: the run says which node, rank and rows, or goes on as if nothing
-had happened; nothing is left, and the next one starts."""
+"""Engines that raise, hang, die, find no memory or do not take a model: the run says which node, rank and rows, or goes
+on as if nothing had happened; nothing is left, and the next one starts."""
 
 import json
 import re
 
 import pytest
 from injected import BROKEN, KILLED, STOPPED, faults, kill_as_they_share, left, limited
+from mixture import dense
 from place import EXAMPLE, ONE_RANK, SMALL, metrics, weights
 
 from msrl_graph.runtime.metrics.record import TIMES
@@ -18,6 +19,7 @@ def computed(folder):
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)], weights(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whatever_happens_to_it_is_told_and_the_run_goes_on_as_it_would_have(place):
     place.write(ENGINE, RUN, ("run {", "dock { deadline = 15 s }\n  run {"), evaluated=False)
@@ -77,4 +79,37 @@ def test_memory_that_is_not_there_is_told_with_what_needs_less(place):
         "p.rlg", *SMALL, "--out", "out", "--overwrite", **faults(place, (0, 1, limited(400 << 20)))
     )
     assert code == 0 and not left(place) and len(metrics(place.folder / "out")) == 4, err
+    place.assert_clean()
+
+
+UNTAKEN = {
+    "vllm": ("actor.generate", "vLLM", "hf", ": it has no model.layers.0.self_attn.o_proj.bias"),
+    "megatron": ("actor.update", "Megatron", "fsdp", ""),
+}
+
+
+@pytest.mark.parametrize("engine", UNTAKEN)
+def test_a_weight_that_an_engine_does_not_take_ends_the_run_before_its_first_step(engine, place):
+    """The bias of a sum over heads: Qwen3 has it by transformers where its attention has biases, and by neither of
+    these."""
+    node, called, other, why = UNTAKEN[engine]
+    (place.folder / "model").unlink()
+    dense(place.folder / "model", attention_bias=True)
+    text = place.write(
+        ("{ dp = 2, zero = 3 }", "{ tp = 2 }"),
+        ("layout actor.generate { tp = 2 }", f"layout actor.generate {{ tp = 2 }}\n  engine {node} = {engine}"),
+        evaluated=False,
+    )
+    line = 1 + next(i for i, words in enumerate(text.split("\n")) if f"node {node}(" in words)
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "1", "--out", "out")
+    told = re.search(r"error\[run-failed\]: .*", err, re.DOTALL)
+    head = (
+        f"`{node}` (line {line} of p.rlg), engine {engine}, failed on rank [01] as it was built: ValueError: {called}"
+    )
+    weight = f" does not take the weight model.layers.0.self_attn.o_proj.bias{why}"
+    weight += "; the files of the run so far are in out"
+    fix = f"  where {engine} cannot take the model of actor, name another engine: `engine {node} = {other}`"
+    wanted = re.escape(f"error[run-failed]: {head}{weight}\n{fix}\n").replace(re.escape("[01]"), "[01]")
+    assert code == 3 and told and re.match(wanted, told[0]), err
+    assert "Traceback" not in err and not (place.folder / "out" / "metrics.jsonl").exists()
     place.assert_clean()

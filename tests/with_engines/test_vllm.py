@@ -12,7 +12,7 @@ import pytest
 import ranks
 import torch
 from injected import shared
-from mixture import mixture
+from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import transformer
@@ -36,7 +36,7 @@ def model(dtype=None):
 
 def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None):
     of = of or model()
-    work = Work(of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples)
+    work = Work(of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples, on_host=True)
     return engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work)
 
 
@@ -177,6 +177,21 @@ def test_a_mixture_draws_alike(layout, tmp_path):
     """Each expert divided, and the layers; Qwen3's norms of heads."""
     ranks.end()
     ranks.run(layout.devices, _divided, layout, models.load(mixture(tmp_path), Path("/"), None, NOWHERE))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2), Layout(pp=2)], ids=str)
+def test_latent_attention_draws_alike(layout, tmp_path):
+    """With groups of experts, shared ones, and an epsilon that norms of latents do not have."""
+    ranks.end()
+    ranks.run(
+        layout.devices, _divided, layout, models.load(latent(tmp_path, rms_norm_eps=1e-4), Path("/"), None, NOWHERE)
+    )
+
+
+def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
+    of = models.load(latent(tmp_path, rope_interleave=False), Path("/"), None, NOWHERE)
+    with pytest.raises(ValueError, match="turns positions of latent attention in pairs"):
+        vllm(of=of)
 
 
 @pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm"])

@@ -74,7 +74,9 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
             told.add(spec.name)
             what = f"the engine `{spec.name}` of `{placement.node}` needs {', '.join(missing)}, not installed here"
             span = placement.engine.span if placement.engine.span.line else plan.graph.node(placement.node).span
-            yield Diagnostic("not-installed", what, span, packages.installing(spec.name, missing))
+            yield Diagnostic(
+                "not-installed", what, span, packages.installing(spec.name, missing, plan.cluster.device.backend)
+            )
 
 
 def _unreadable(model: Model) -> Diagnostic | None:

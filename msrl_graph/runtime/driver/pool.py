@@ -18,6 +18,7 @@ import psutil
 
 from ...diagnostics import Diagnostic
 from ...emit.page import many
+from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan
 from ..dock.readers import home, readers
 from ..process import joining
@@ -65,7 +66,7 @@ class Pool:
             ray.init(
                 address="local",  # never one that somebody else has started
                 num_cpus=cluster.devices,
-                num_gpus=0,
+                num_gpus=0 if cluster.device.kind.is_host else None,  # None: as many as it finds
                 include_dashboard=False,
                 object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(t.bytes for t in plan.traffic))),
                 _temp_dir=self.folder,
@@ -103,7 +104,7 @@ class Pool:
         # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
         text = plan.to_json()
         folder = "" if self.attached else self.folder  # other hosts do not have it
-        threads = max(1, (os.cpu_count() or 1) // cluster.devices_per_node)
+        threads = max(1, HOST.here() // cluster.devices_per_node)
         asks = cluster.device.kind.ray()
         for r in range(cluster.devices):
             of, at_host = (text, r, threads, folder, self.logs), cluster.host(r)
@@ -241,15 +242,15 @@ def _words(asked: dict[str, float]) -> str:
 def check_machine(plan: Plan) -> None:
     """Refuses, before anything is started, what this machine alone cannot give."""
     cluster = plan.cluster
-    cores = os.cpu_count() or 1
-    asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {cluster.device.resource}"
-    there = f"this machine is 1 host of {cores} cores"
+    kind, cores = cluster.device.kind, HOST.here()
+    asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
+    there = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
-    if not cluster.device.kind.is_host:
+    if not kind.is_host and cluster.devices_per_node > kind.here():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
     elif cluster.nodes > 1:
         help = "set RAY_ADDRESS to a Ray cluster of that many hosts, or use one host"
-    elif cluster.devices_per_node > cores * RANKS_A_CORE:
+    elif kind.is_host and cluster.devices_per_node > cores * RANKS_A_CORE:
         help = f"at most {RANKS_A_CORE} ranks share a core: use {cores * RANKS_A_CORE} devices or fewer"
     if help:
         raise NoResources(Diagnostic("no-resources", f"{asked}; {there}", cluster.span, help))

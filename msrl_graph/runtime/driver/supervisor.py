@@ -23,6 +23,7 @@ from typing import IO, Any
 
 import msgspec
 
+from ...compiler.unready import untried
 from ...diagnostics import UNFIT, Diagnostic, Fault
 from ...emit.page import many
 from ...ir.located import absolute
@@ -141,7 +142,7 @@ class Prepared:
 
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
     """Everything that can be checked without starting a process; `Fault` for what is wrong."""
-    sizes, warnings = check(plan), tried(plan)
+    sizes, warnings = check(plan), [*untried(plan), *tried(plan)]
     if any(d.severity == "error" for d in warnings):
         raise Fault(*warnings)
     for name, found in sizes.items():

@@ -1,6 +1,6 @@
 """What a rank holds, measured: the storages of all live tensors, at an instant or at the peak of a phase.
 
-Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers (of a swap) count
+Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers count
 apart, since on a CPU device and host share one memory. What a kernel takes for itself while it runs is no tensor and is
 not seen.
 """
@@ -22,27 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ...backends import devices
 from ...hardware.device_kinds import HOST
 
-_host: set[int] = set()  # data pointers of host buffers
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
-
-
-_taking = False  # whether what is made now is a host buffer
-
-
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that counts as host memory."""
-    global _taking
-    _taking = True
-    try:
-        copy = devices.of(tensor).host_buffer(tensor).copy_(tensor)
-    finally:
-        _taking = False
-    _host.add(copy.untyped_storage().data_ptr())
-    return copy
-
-
-def forget(tensor: torch.Tensor) -> None:
-    _host.discard(tensor.untyped_storage().data_ptr())
 
 
 def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
@@ -67,7 +47,7 @@ def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
     seen = {s.data_ptr(): s for s in storages}
     seen.pop(0, None)
     away = any(s.device.type != HOST.torch for s in seen.values())  # then what lies on the host is none of a device's
-    host = sum(s.nbytes() for p, s in seen.items() if p in _host or (away and s.device.type == HOST.torch))
+    host = sum(s.nbytes() for s in seen.values() if devices.is_host_buffer(s) or (away and s.device.type == HOST.torch))
     return {"device": sum(s.nbytes() for s in seen.values()) - host, "host": host}
 
 
@@ -121,13 +101,12 @@ class Peak(TorchDispatchMode):
         for item in tree_leaves(result):
             if isinstance(item, torch.Tensor) and (storage := _storage(item)) is not None:
                 self._see(storage, str(func), tuple(item.shape))
-        self._look(str(func))
+        if not devices.making_buffer():  # which counts apart once it is made
+            self._look(str(func))
         return result
 
     def _see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
         key = storage._cdata
-        if _taking:
-            _host.add(storage.data_ptr())
         if key not in self._live:
             self._live[key] = (weakref.ref(storage, self._gone(key)), made_by, shape)
 
@@ -143,6 +122,6 @@ class Peak(TorchDispatchMode):
         if now["device"] > self.peak["device"] or not self.moment:
             self.moment = moment
             self.largest = [
-                (s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and s.data_ptr() not in _host
+                (s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and not devices.is_host_buffer(s)
             ]
         self.peak = {place: max(most, now[place]) for place, most in self.peak.items()}

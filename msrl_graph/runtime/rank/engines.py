@@ -21,19 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import algorithms
 from ...backends import ENGINES, transformer
+from ...backends.away import Away
 from ...backends.devices import Device, Devices
-from ...backends.spec import EngineSpec, Generator, Trainer, Weights
+from ...backends.spec import EngineSpec, Generator, Trainer, Weights, offloads
 from ...cost import holdings
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
 from ...sharding.layout import full, owns, slices
-from ...sharding.redistribute import gatherers
 from ..weights import checkpoint, saved
 from ..weights.reshard import Resharder, Swap
-from ..weights.routes import Block
+from ..weights.routes import blocks
 from ..weights.send import Sender
-from .failed import telling
+from .failed import BUILT, telling
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ class Engines:
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, Swap] = {}  # by worker
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
+        self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update
 
     def build(self) -> None:
@@ -62,10 +63,13 @@ class Engines:
         for placement in plan.placements:
             if placement.pool != "functions":
                 self._mesh(placement)
-        for placement in plan.placements:
+        # Weights that leave the device first, so that none of them is there beside what stays.
+        for placement in sorted(plan.placements, key=lambda p: not offloads(p, "weights")):
             if self.pool and placement.pool == self.pool.name:
                 node = plan.graph.node(placement.node)
-                with telling(plan, node, self.rank, "being built"):
+                # What an update states holds for the weights that its worker's other nodes share.
+                node = next((n for n in self._updates() if n.worker == node.worker and node.verb != "generate"), node)
+                with telling(plan, node, self.rank, BUILT):
                     self._build(node)
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
@@ -116,11 +120,24 @@ class Engines:
                 transformer.fill(model, generator.allocate())
                 generator.filled()
         elif node.worker not in self.trainers:
-            update = next((n for n in plan.graph.verb("update") if n.worker == node.worker), None)
-            if update is not None and update.name != node.name:
-                return self._build(update)  # what an update states holds for the weights that its other nodes share
-            steps = algorithms.optimizer(Update.of(update).optimizer) if update else None
-            self.trainers[node.worker] = spec.built(replace(weights, optimizer=steps), placement, devices)
+            steps = algorithms.optimizer(Update.of(node).optimizer) if node.verb == "update" else None
+            trainer = spec.built(replace(weights, optimizer=steps), placement, devices)
+            self.trainers[node.worker] = trainer
+            if steps is None and offloads(placement, "weights"):
+                away = self.away[node.worker] = Away(self.device, [s.tensor for s in trainer.shards()])
+                away.store()
+                away.leave()
+
+    def fetch(self, node: Node) -> None:
+        """Brings the weights of a node that lie in host memory while others compute."""
+        if away := self.away.get(node.worker):
+            away.come()
+            away.arrive()
+
+    def leave(self, node: Node) -> None:
+        """Gives them back: they never change, so that nothing is copied."""
+        if away := self.away.get(node.worker):
+            away.leave()
 
     def _spec(self, node: str) -> EngineSpec:
         return ENGINES[self.plan.placement(node).engine.name]
@@ -136,18 +153,10 @@ class Engines:
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
             return
-        blocks: dict[str, Block] = {}
-        made: dict[tuple[int, ...], Any] = {}
-        for way in edge.ways:
-            for ranks in gatherers(sides[0], way.across, way.block):
-                members = [source.device(r, self.per_host) for r in ranks]
-                if ranks not in made:
-                    made[ranks] = dist.new_group(members) if len(members) > 1 else None
-                if self.rank in members:
-                    blocks[way.of] = Block(ranks, made[ranks])
+        neighbours = blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:
             swap = self.swaps.setdefault(worker, Swap(shards))
-            self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), blocks, swap)
+            self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
@@ -218,7 +227,7 @@ class Engines:
             name: whole[t.name][i] if i else whole[t.name]
             for t in model.tensors
             for name, i, _ in t.in_files(full(t.shape))
-        }
+        } | transformer.fixed(model)
         target = Path(folder).with_suffix(".partial")
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)

@@ -2,7 +2,8 @@
 
 Invariant: the first line has the node and its line in the program, the engine, the rank, the task and the rows that it
 computed, and what the engine said, cut to what fits a screen; the log of the rank has all of it. What memory was asked
-for in vain is told beside what the plan counts, with what needs less.
+for in vain is told beside what the plan counts, with what needs less; a model that an engine cannot be built with,
+with the engines that may take it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import ray
 import torch
 
+from ...backends import ENGINES, runs
 from ...cost.holdings import gigabytes
 from ...diagnostics import Fault
 from ...ir.graph import Node
@@ -23,6 +25,7 @@ from ...ir.plan import Plan
 from ..process import log
 from ..process.report import RankFailed, RunError
 
+BUILT = "as it was built"
 MOST = 400  # characters of an engine's words that the message shows
 # How torch, numpy and the C++ library say that there is no memory, on any device.
 NO_MEMORY = re.compile(r"(can't|cannot|unable to|tried to) allocate|out of memory|bad_alloc", re.IGNORECASE)
@@ -34,7 +37,8 @@ COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 
 @contextmanager
 def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()) -> Iterator[None]:
-    """Makes of what an engine raises within a message for the user; what is one already stays."""
+    """Makes of what an engine raises within a message for the user; what is one already stays. `doing` ends a sentence,
+    as "in train/1"."""
     try:
         yield
     except (RunError, Fault, ray.exceptions.RayError):
@@ -42,15 +46,28 @@ def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] |
     except Exception as error:
         of = f" on {_rows(rows)}" if len(rows) else ""
         engine = plan.placement(node.name).engine.name
-        head = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} in {doing}{of}"
+        head = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{of}"
         log.whole(head, *traceback.format_exception(error))
         lines = [f"{head}: {_said(error)}"]
         if no_memory := _no_memory(error):
             lines = [f"{head}: {_wanted(error)}", *_counted(plan, node)]
+        elif doing == BUILT:
+            lines += _others(plan, node)
         if log.file():
             lines.append(f"all of it is in logs/{log.file()}")
         joint = isinstance(error, RuntimeError) and not no_memory and _joint(error)
         raise RankFailed("\n  ".join(lines), joint) from error
+
+
+def _others(plan: Plan, node: Node) -> list[str]:
+    """The engines that could stand in an engine's place."""
+    name, device = plan.placement(node.name).engine.name, plan.cluster.device.backend
+    able = [e.name for e in ENGINES.values() if e.name != name and node.verb in e.verbs and runs(e.name, device)]
+    family = plan.model(node.name).family
+    able = [f"`engine {node.name} = {e}`" for e in able if family in ENGINES[e].families]
+    return [f"where {name} cannot take the model of {node.worker}, name another engine: {' or '.join(able)}"] * bool(
+        able
+    )
 
 
 def _rows(rows: Sequence[int] | np.ndarray) -> str:
@@ -98,4 +115,4 @@ def _joint(error: BaseException) -> bool:
     return any(part in f.filename for f in traceback.extract_tb(error.__traceback__) for part in COLLECTIVES)
 
 
-__all__ = ["telling"]
+__all__ = ["BUILT", "telling"]

@@ -54,14 +54,17 @@ class Doing(Walker):
         rank, found = self.rank, self.rank.plan.graph.node(node)
         # The other ranks of a group would only repeat what its first one tells.
         told = self.report if rank._first(found) else Report(self.report.process)
+        with self.report.phase(node):
+            rank.fetch(found)
         for batch in rank._batches(found, self.task, self.report):
             for name in found.states:
                 if name in self.task.states:  # of the run: each row has the same; others came with the rows
                     batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
-            with self.report.phase(node), telling(rank.plan, found, rank.rank, self.task.key, batch.rows):
+            with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
                 columns = rank.compute(found, self.task, batch, told)
             if columns and rank._first(found):
                 rank.client.put(node, self.task, columns)
+        rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank, edge, worker = self.rank, self.rank.resharders[src, dst], self.rank.plan.graph.node(src).worker
@@ -70,7 +73,7 @@ class Doing(Walker):
                 rank.swaps[worker].wait()
             # A rank of the pool that sends has nothing to fill.
             generator = rank.generators.get(dst)
-            with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"{edge.name} in {self.task.key}"):
+            with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"):
                 edge.run(generator.allocate if generator else list)
                 if generator:
                     generator.filled()

@@ -1,0 +1,57 @@
+"""What leaves a device for host memory: the contents of tensors, in host buffers while their storages are released.
+
+Invariant: what comes back is what left, bit for bit, and to whoever holds a tensor it is the same tensor. Copies run on
+streams of their own where the device has streams; on a host's cores a buffer is another tensor, and the storage is
+given back all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .devices import Device, Lane, release, take
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Away:
+    """Tensors of a device, some of which may be parts of one storage. What they hold in between is `stored`."""
+
+    def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+        self.device, self.tensors = device, list(tensors)
+        storages = {t.untyped_storage()._cdata: t for t in tensors}
+        # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
+        self.storages = [(t, t.untyped_storage().nbytes()) for t in storages.values()]
+        self.buffers = [device.host_buffer(t) for t in tensors]
+        self.out, self.back = Lane(device), Lane(device)
+
+    def store(self) -> None:
+        """Begins device to host."""
+        with self.out.begin():
+            for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
+                buffer.copy_(tensor, non_blocking=True)
+
+    def leave(self) -> None:
+        """Releases the device's storages, once what was begun to be stored is; what was not is lost."""
+        self.out.join()
+        for tensor, _ in self.storages:
+            release(tensor)
+
+    def come(self) -> None:
+        """Takes storages, and begins host to device."""
+        for tensor, size in self.storages:
+            take(tensor, size)
+        with self.back.begin():
+            for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
+                tensor.copy_(buffer, non_blocking=True)
+
+    def arrive(self) -> None:
+        """What is begun from here on finds the contents."""
+        self.back.join()
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer of one of the tensors, with what was stored last."""
+        self.device.finish()
+        return next(b for t, b in zip(self.tensors, self.buffers, strict=True) if t is tensor)

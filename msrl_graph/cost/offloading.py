@@ -1,0 +1,52 @@
+"""What offloading leaves on a device for a while, and adds to what a device computes.
+
+Invariant: an optimizer's parts are as backends/steps.py cuts them; any engine that steps by it holds the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from ..backends.sizes import CHUNK, orthogonal
+from ..backends.spec import BYTES, Moments
+from ..hardware.cluster import Device, Figure
+from ..ir import stepping
+from ..ir.work import Work
+from ..sharding.layout import Side, box_at, elements, held
+
+
+def by_parts(work: Work, gradients: int) -> Moments:
+    """The moments of a step, by rule, beside `gradients` at rest: of what lies in host memory a part is on the device,
+    and the next one on its way."""
+    assert work.optimizer is not None
+    layout, side, mastered = work.layout, Side(work.layout, work.divided), work.dtype != "f32"
+    copies = layout.cp * (1 if work.divided else layout.dp)
+    flat, found = copies > 1 and layout.zero == 1, {}
+    for rule, kinds in stepping.parted(work.optimizer, work.model.kinds):
+        each = rule.beside(mastered)
+        largest = max((elements(box_at(k.tensor, side, (0, 0, 0))) for k in kinds), default=0)
+        # Elements that a rank steps at once.
+        part = ceil(work.optimizer_away / stepping.PARTS / each) if each else held(kinds, side)
+        if rule.whole:
+            part = max(part, -(-largest // copies) if flat else largest)
+        master = 4 * part if flat and not mastered else 0
+        if rule.whole:
+            turned = max(map(orthogonal, kinds), default=0)
+        else:
+            # Of AdamW a root and a quotient, of a stretch or piece by piece: gradients of parts before are gone.
+            first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))
+            turned = ceil(max(rule.bytes * first, rule.bytes * min(part, largest) - BYTES[work.dtype] * part))
+        spread = copies * min(4 * part, 4 * CHUNK) if flat else 0
+        found[f"a part is stepped ({rule.name})"] = {
+            "gradients": gradients + 4 * part * (flat or mastered),
+            "workspace": master + max(turned, spread),
+            "optimizer's parts": ceil(stepping.AT_ONCE * part * each),
+        }
+    return found
+
+
+def beside(copies: Figure, device: Device, computing: float) -> Figure:
+    """What copies add to so many seconds: where operators run beside Python, copies run beside operators."""
+    hidden = computing if device.kind.runs_ahead else 0.0
+    return replace(copies, value=max(0.0, copies.value - hidden))

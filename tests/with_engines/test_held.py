@@ -1,0 +1,36 @@
+"""What Megatron holds beside weights and optimizer states is what its spec says, on every layout."""
+
+import pytest
+from held import EXPERTS, assert_close, peaks, small
+
+from msrl_graph.sharding.layout import Layout
+
+CASES = {
+    "one rank": (Layout(), {}),
+    "tied": (Layout(), {"tie_word_embeddings": True}),
+    "bf16": (Layout(), {"dtype": "bfloat16"}),
+    "experts": (Layout(), EXPERTS),
+    "tp 2": (Layout(tp=2), {}),
+    "pp 2": (Layout(pp=2), {}),
+    "vpp 2": (Layout(pp=2, vpp=2), {}),
+    "dp 2, zero 0": (Layout(dp=2, zero=0), {}),
+    "dp 2, zero 1": (Layout(dp=2), {}),
+    "cp 2": (Layout(cp=2), {}),
+    "experts, tp 2, ep 2": (Layout(tp=2, ep=2), EXPERTS),
+    "experts, tp 2, etp 2": (Layout(tp=2, etp=2), EXPERTS),
+}
+
+
+@pytest.mark.parametrize(("layout", "changes"), CASES.values(), ids=CASES)
+def test_it_holds_what_is_said(layout, changes, tmp_path):
+    assert_close(peaks("megatron", small(tmp_path, **changes), layout))
+
+
+@pytest.mark.parametrize("more", [{"recompute": "full"}, {"entropy": True}], ids=["recompute", "entropy"])
+def test_so_it_does_of_what_is_computed_again_and_of_entropies(more, tmp_path):
+    assert_close(peaks("megatron", small(tmp_path), Layout(), **more))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_so_it_does_of_a_model_that_scores(layout, tmp_path):
+    assert_close(peaks("megatron", small(tmp_path).scoring, layout))

@@ -1,0 +1,28 @@
+"""What Megatron offloads changes no bit of what it computes."""
+
+import pytest
+import ranks
+import torch
+from offloaded import same_gradients, same_steps
+
+from msrl_graph.sharding.layout import Layout
+
+F32, BF16 = torch.float32, torch.bfloat16
+OPTIMIZERS = {
+    1: [(Layout(), "adamw", F32), (Layout(), "muon", BF16)],
+    2: [(Layout(dp=2, zero=1), "adamw", BF16), (Layout(pp=2), "adamw", F32), (Layout(tp=2), "sgd", F32)],
+}
+ACTIVATIONS = {
+    1: [(Layout(), F32, "none"), (Layout(), BF16, "full")],
+    2: [(Layout(tp=2), F32, "none"), (Layout(pp=2), F32, "none"), (Layout(pp=2), F32, "full")],
+}
+
+
+@pytest.mark.parametrize("world", OPTIMIZERS)
+def test_offloaded_optimizers_take_the_same_steps(world, tmp_path):
+    ranks.run(world, same_steps, "megatron", str(tmp_path), OPTIMIZERS[world])
+
+
+@pytest.mark.parametrize("world", ACTIVATIONS)
+def test_offloaded_activations_give_the_same_gradients(world, tmp_path):
+    ranks.run(world, same_gradients, "megatron", str(tmp_path), ACTIVATIONS[world])
