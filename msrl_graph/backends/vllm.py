@@ -25,11 +25,11 @@ from .vllm_core import (
     DRAWN,
     Drawing,
     Drawn,
+    Replica,
     as_stated,
     cache_elements,
     cached,
     core,
-    replica,
     settle,
     stepped,
     views,
@@ -126,7 +126,9 @@ class Engine:
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
         self.model, self.drawing = weights.model, Drawing()
-        with replica(devices) as group:
+        self.replica = Replica(devices)
+        with self.replica.as_world():
+            group = self.replica.group
             self.drawing.group = group if placement.layout.tp * placement.layout.pp > 1 else None
             self.core = core(weights.model, weights.work, devices, group, self.drawing)
         runner = self.core.model_executor.driver_worker.worker.model_runner
@@ -205,7 +207,7 @@ class Engine:
         alike: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(self._prompts):
             alike.setdefault(prompt.tobytes(), []).append(i)
-        with torch.inference_mode():
+        with torch.inference_mode(), self.replica.shown():
             try:
                 for some in alike.values():
                     self._add(np.array(some))

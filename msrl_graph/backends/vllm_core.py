@@ -174,31 +174,53 @@ def _processor(drawing: Drawing) -> type:
     return Processor
 
 
-@contextmanager
-def replica(devices: Devices) -> Iterator[Any]:
-    """The group of the ranks of this replica, in the order in which vLLM counts them (tp fastest, then pp); within, it
-    is all that this process sees of the world."""
-    from torch import distributed as dist
-    from torch.distributed import distributed_c10d as c10d
+class Replica:
+    """vLLM's process groups of one engine, of which it has one set a process; it is shown them while a call runs, and
+    no other's, neither a world that has ended since nor one without groups of experts."""
 
-    ranks = [dist.get_rank()]
-    if devices.mesh is not None:
-        axes = tuple(a for a in ("pp", "tp") if a in (devices.mesh.mesh_dim_names or ()))
-        ranks = devices.mesh[axes].mesh.flatten().tolist()
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    world, count = c10d._get_default_group(), c10d._world.group_count
-    c10d._update_default_pg(group)
-    c10d._world.group_count = next(_apart)
-    try:
-        yield group
-    finally:
-        c10d._update_default_pg(world)
-        c10d._world.group_count = count
+    def __init__(self, devices: Devices) -> None:
+        from torch import distributed as dist
+
+        os.environ |= {name: value for name, value in SURROUNDINGS.items() if name not in os.environ}
+        # In the order in which vLLM counts them (tp fastest, then pp).
+        ranks = [dist.get_rank()]
+        if devices.mesh is not None:
+            axes = tuple(a for a in ("pp", "tp") if a in (devices.mesh.mesh_dim_names or ()))
+            ranks = devices.mesh[axes].mesh.flatten().tolist()
+        self.group = dist.new_group(ranks, use_local_synchronization=True)
+        self._held: dict[str, Any] = {}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        from vllm.distributed import parallel_state as state
+
+        names = [name for name in state.__annotations__ if name.isupper()]  # all are None before there are groups
+        before = {name: getattr(state, name) for name in names}
+        vars(state).update(dict.fromkeys(names) | self._held)
+        try:
+            yield
+        finally:
+            self._held = {name: getattr(state, name) for name in names}
+            vars(state).update(before)
+
+    @contextmanager
+    def as_world(self) -> Iterator[None]:
+        """Within, the replica is all that this process sees of the world: so its groups are made."""
+        from torch.distributed import distributed_c10d as c10d
+
+        world, count = c10d._get_default_group(), c10d._world.group_count
+        c10d._update_default_pg(self.group)
+        c10d._world.group_count = next(_apart)
+        try:
+            with self.shown():
+                yield
+        finally:
+            c10d._update_default_pg(world)
+            c10d._world.group_count = count
 
 
 def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawing) -> Any:
     """vLLM's scheduler and model on this rank."""
-    os.environ |= {name: value for name, value in SURROUNDINGS.items() if name not in os.environ}
     if model.latent:
         _turns(model)
     if work.on_host:

@@ -30,8 +30,9 @@ def _vllm(rank, _, layout, model):
 
     work = Work(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2)
     devices = Devices(Device(), rank, engines.mesh(layout))
-    with vllm_core.replica(devices) as group:
-        core = vllm_core.core(model, work, devices, group, vllm_core.Drawing())
+    replica = vllm_core.Replica(devices)
+    with replica.as_world():
+        core = vllm_core.core(model, work, devices, replica.group, vllm_core.Drawing())
         runner = core.model_executor.driver_worker.worker.model_runner
     named = dict(runner.model.named_parameters())
     held = {n: p for n, p in named.items() if n.endswith(("w13_weight", "w2_weight"))}
