@@ -82,8 +82,7 @@ class EngineSpec:
       `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: which axes and families can be planned
       for only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
       each engine must name), `heeds`: those of these that it names; a run refuses the others; `needs`: the packages;
-      `chosen`: what it is meant for, where a plan may choose it if a program names none; `one_mesh`: a process has it
-      for one tp and pp, whatever the models.
+      `chosen`: what it is meant for, where a plan may choose it if a program names none.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them.
@@ -117,7 +116,6 @@ class EngineSpec:
     honours: tuple[str, ...] | None = None
     heeds: tuple[str, ...] = ()
     chosen: tuple[Where, ...] = ()
-    one_mesh: bool = False
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None

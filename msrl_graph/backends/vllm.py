@@ -116,7 +116,6 @@ SPEC = EngineSpec(
     block=BLOCK,
     peaks=_peaks,
     chosen=("device",),
-    one_mesh=True,  # its process groups are of the process
 )
 
 

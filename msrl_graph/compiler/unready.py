@@ -131,17 +131,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
                 help = f"`engine {node.name} = {able[0]}` honours it" if able else "leave it out"
                 by, span = f"by the engine `{spec.name}`", node.at(key)
                 tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}", follows=lacking)
-    meshes: dict[tuple[str, str], Placement] = {}
-    for placement in plan.placements:
-        name = placement.engine.name
-        if name in ENGINES and ENGINES[name].one_mesh:
-            first = meshes.setdefault((placement.pool, name), placement)
-            if (first.layout.tp, first.layout.pp) != (placement.layout.tp, placement.layout.pp):
-                what = f"`{first.node}` and `{placement.node}`, divided differently by `{name}` on one pool,"
-                verb = plan.graph.node(placement.node).verb
-                others = [n for n, e in ENGINES.items() if runs(n, backend) and verb in e.verbs and not e.one_mesh]
-                help = f"one tp and pp for both{f', or `engine {placement.node} = {others[0]}`' if others else ''}"
-                tell(what, placement.layout.span, help)
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")

@@ -199,33 +199,14 @@ def _layout(draw, spec, devices, mixed):
 # On a rank
 
 
-class Held(Engines):
-    """The engines of a plan; `kept` are generators whose process groups are of the process, for the plans to come."""
-
-    def __init__(self, plan, rank, kept):
-        super().__init__(plan, rank)
-        self.kept = kept
-
-    def _build(self, node):
-        placement = self.plan.placement(node.name)
-        if not ENGINES[placement.engine.name].one_mesh:
-            return super()._build(node)
-        key = self.plan.model(node.name).path, placement.layout, placement.first
-        if key not in self.kept:
-            super()._build(node)
-            self.kept[key] = self.generators[node.name]
-        self.generators[node.name] = self.kept[key]
-
-
 def moving(rank):
     """Each plan on a rank: the bytes that it received, and its peak."""
-    kept = {}
     gc.freeze()  # what is loaded by now: else all of it is looked through for tensors each time
 
     def move(text, seed):
         plan = from_json(text)
         (edge,) = plan.reshards
-        engines = Held(plan, rank, kept)
+        engines = Engines(plan, rank)
         engines.build()
         mover, swap = engines.resharders[edge.src, edge.dst], engines.swaps.get("actor")
         trained = engines.trainers["actor"].shards() if engines.trainers else []

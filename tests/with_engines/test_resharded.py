@@ -63,7 +63,7 @@ def test_what_was_found(pair, folder):
 def _resident(rank, _, text):
     """Resident bytes where the update's weights are on the device, on the host beside the generation's, and back."""
     found, read = [], psutil.Process().memory_info
-    engines = resharded.Held(from_json(text), rank, {})
+    engines = resharded.Engines(from_json(text), rank)
     engines.build()
     ((edge, mover),) = engines.resharders.items()
     swap, generator = engines.swaps["actor"], engines.generators[edge[1]]

@@ -168,24 +168,34 @@ def _divided(rank, _, layout, of):
 @pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2), Layout(dp=2)], ids=str)
 def test_layouts_draw_alike(layout):
     """Vocabularies of 16 are padded to 64: with tp 2 the second rank has nothing but padding."""
-    ranks.end()  # a process has vLLM for one mesh
     ranks.run(layout.devices, _divided, layout, model())
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2), Layout(pp=2)], ids=str)
 def test_a_mixture_draws_alike(layout, tmp_path):
     """Each expert divided, and the layers; Qwen3's norms of heads."""
-    ranks.end()
     ranks.run(layout.devices, _divided, layout, models.load(mixture(tmp_path), Path("/"), None, NOWHERE))
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, etp=2), Layout(pp=2)], ids=str)
 def test_latent_attention_draws_alike(layout, tmp_path):
     """With groups of experts, shared ones, and an epsilon that norms of latents do not have."""
-    ranks.end()
     ranks.run(
         layout.devices, _divided, layout, models.load(latent(tmp_path, rms_norm_eps=1e-4), Path("/"), None, NOWHERE)
     )
+
+
+def _beside(rank, _, places):
+    """Engines of other models and layouts on the same ranks, in turn."""
+    made = [(filled(vllm(layout, rank, of=of), of), filled(engines.generator(of), of)) for layout, of in places]
+    for _ in range(2):
+        for one, other in made:
+            compare(one, other, PROMPTS, np.arange(12), PLAIN)
+
+
+def test_engines_stand_beside_each_other_in_a_process(tmp_path):
+    mixed = models.load(mixture(tmp_path), Path("/"), None, NOWHERE)
+    ranks.run(2, _beside, [(Layout(tp=2), model()), (Layout(pp=2), model()), (Layout(tp=2, etp=2), mixed)])
 
 
 def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
