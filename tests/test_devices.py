@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from msrl_graph.backends import RUNS, devices, packages
-from msrl_graph.backends.devices import Device
+from msrl_graph.backends.devices import Device, Lane
 from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
 
@@ -144,8 +144,10 @@ def test_a_host_buffer_is_as_its_tensor_and_apart_from_it():
     assert device == Device(HOST)
     buffer = device.host_buffer(x)
     assert (buffer.shape, buffer.dtype, buffer.stride()) == (x.shape, x.dtype, x.stride())
-    with device.aside():
+    lane = Lane(device)
+    with lane.begin():
         buffer.copy_(x, non_blocking=True)
+    lane.join()
     assert torch.equal(buffer, x) and buffer.data_ptr() != x.data_ptr()
     assert torch.ones(2, device=device.place).device == x.device == device.place
     assert x.to(device.place).data_ptr() == x.data_ptr(), "what is there already is not copied"

@@ -65,7 +65,7 @@ def test_host_buffers_count_apart():
     x = torch.zeros(300, 200)
     before = memory.held()
     with memory.Peak() as peak:
-        buffer = devices.host_copy(x)
+        buffer = devices.of(x).host_buffer(x).copy_(x)
     assert over(peak, before["device"]) == 0
     assert peak.peak["host"] - before["host"] == N
     assert memory.held()["host"] - before["host"] == N

@@ -244,8 +244,7 @@ def swap_engine(rank, folder):
         for _ in range(2):
             if swapped:
                 sizes = [s.tensor.untyped_storage().nbytes() for s in engine.shards()]
-                swap.copy_out()
-                swap.free()
+                swap.swap_out()
                 assert sum(s.tensor.untyped_storage().nbytes() for s in engine.shards()) == 0
                 swap.wait()
                 assert [s.tensor.untyped_storage().nbytes() for s in engine.shards()] == sizes

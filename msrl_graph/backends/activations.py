@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .devices import Device, Lane, content
+from .devices import Device, Lane, content, local
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class Activations:
 
     def _enter(self, layer: Any, _: Any) -> None:
         if self.now is not None:  # in a backward pass a layer is computed again
-            self.now.begin({_local(p).untyped_storage()._cdata for p in layer.parameters()})
+            self.now.begin({local(p).untyped_storage()._cdata for p in layer.parameters()})
 
     def _leave(self, *_: Any) -> None:
         if self.now is not None:
@@ -113,7 +113,7 @@ class _Pass:
             kept.here = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        inner = _local(tensor)
+        inner = local(tensor)
         storage = inner.untyped_storage()
         if self.over or not inner.is_floating_point() or storage.nbytes() < LEAST or storage._cdata in self.weights:
             return tensor
@@ -177,10 +177,3 @@ class _Pass:
         mark = self.back.mark()
         for kept, place in zip(some, places, strict=True):
             kept.here, kept.mark = place.untyped_storage(), mark
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """What a rank has of a tensor, a DTensor or not."""
-    inner: Any = getattr(tensor, "_local_tensor", tensor)
-    found: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be under way
-    return found

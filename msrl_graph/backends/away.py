@@ -17,18 +17,20 @@ if TYPE_CHECKING:
 
 
 class Away:
-    """Tensors of a device, some of which may be parts of one storage. What they hold in between is `stored`."""
+    """Tensors of a device, some of which may be parts of one storage. What they hold in between is `stored`, in buffers
+    that stay once they are made; `drop` lets go of them."""
 
     def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
         self.device, self.tensors = device, list(tensors)
         storages = {t.untyped_storage()._cdata: t for t in tensors}
         # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
         self.storages = [(t, t.untyped_storage().nbytes()) for t in storages.values()]
-        self.buffers = [device.host_buffer(t) for t in tensors]
+        self.buffers: list[torch.Tensor] = []
         self.out, self.back = Lane(device), Lane(device)
 
     def store(self) -> None:
         """Begins device to host."""
+        self.buffers = self.buffers or [self.device.host_buffer(t) for t in self.tensors]
         with self.out.begin():
             for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
                 buffer.copy_(tensor, non_blocking=True)
@@ -41,8 +43,14 @@ class Away:
 
     def come(self) -> None:
         """Takes storages, and begins host to device."""
+        self.take()
+        self.fetch()
+
+    def take(self) -> None:
         for tensor, size in self.storages:
             take(tensor, size)
+
+    def fetch(self) -> None:
         with self.back.begin():
             for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
                 tensor.copy_(buffer, non_blocking=True)
@@ -50,6 +58,9 @@ class Away:
     def arrive(self) -> None:
         """What is begun from here on finds the contents."""
         self.back.join()
+
+    def drop(self) -> None:
+        self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """The buffer of one of the tensors, with what was stored last."""

@@ -110,21 +110,6 @@ class Device:
         weakref.finalize(buffer.untyped_storage(), _buffers.discard, at).atexit = False
         return buffer
 
-    # Streams.
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is begun within goes on beside what the caller's stream has begun so far and begins from now on; at the
-        end it is done."""
-        module = self._module
-        self.claim()  # each thread has a device of its own
-        stream, done = module.Stream(), module.Event()
-        stream.wait_stream(module.current_stream())  # whoever had this memory before may not be through with it
-        with module.stream(stream):
-            yield
-            done.record(stream)
-        done.synchronize()
-
 
 class Lane:
     """A stream of a device beside the one that its process computes on."""
@@ -135,8 +120,8 @@ class Lane:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """What is begun within comes after all that the caller's stream has begun so far, and runs beside what it
-        begins from then on."""
+        """What is begun within comes after all that the caller's stream has begun so far, since whoever had the memory
+        before may not be through with it, and runs beside what it begins from then on."""
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):
             yield
@@ -193,11 +178,6 @@ def of(tensor: torch.Tensor) -> Device:
     return Device(kind, tensor.device.index or 0)
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A host buffer with what a tensor holds."""
-    return of(tensor).host_buffer(tensor).copy_(tensor)
-
-
 def is_host_buffer(storage: torch.UntypedStorage) -> bool:
     return storage.data_ptr() in _buffers
 
@@ -205,6 +185,13 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 def making_buffer() -> bool:
     """Whether an operation that runs now makes a host buffer."""
     return _making
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """What a rank has of a tensor, a DTensor or not, as it lies in memory."""
+    inner: Any = getattr(tensor, "_local_tensor", tensor)
+    found: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be under way
+    return found
 
 
 def content(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..sharding.layout import Layout, shard
 from . import experts, peaks, prefixes, spread, transformer
 from .activations import Activations
 from .context import Context
+from .devices import local
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
 from .steps import Steps, calls
 
@@ -119,7 +120,9 @@ class Engine:
         away = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext
         named = transformer.named_weights(module)
-        self._shards = [Shard(t.name, shard(t, SPEC.side(layout), rank), _local(named[t.name])) for t in model.tensors]
+        self._shards = [
+            Shard(t.name, shard(t, SPEC.side(layout), rank), local(named[t.name]).detach()) for t in model.tensors
+        ]
         transformer.fill(model, self._shards)
         self._parameters = [named[t.name] for t in model.tensors]
         self._rules = optimizer
@@ -290,20 +293,14 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
         )
 
 
-def _local(parameter: Any) -> torch.Tensor:
-    """The local tensor of a parameter, a DTensor or not, as it lies in memory."""
-    local: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.detach()
-
-
 def _gradient(parameter: Any) -> torch.Tensor:
     """The local gradient of a parameter; zeros where no rank made one."""
     import torch
 
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(_local(parameter))
+        return torch.zeros_like(local(parameter).detach())
     # DTensor may leave a gradient otherwise placed than its parameter (a divided embedding's comes out whole).
     if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
+    return local(gradient).detach()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...backends import devices
+from ...backends.away import Away
 from ...backends.spec import Shard
 from ...ir.plan import Reshard
 from ...model.architecture import Model
@@ -22,32 +23,30 @@ from .routes import Block, Load, Route
 
 
 class Swap:
-    """The update weights of a rank, on the device or in host buffers."""
+    """The update weights of a rank, on the device or in host buffers, which are there only as long as they are not."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
-        # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
-        self.sizes = [s.tensor.untyped_storage().nbytes() for s in shards]
-        self.host: list[torch.Tensor] = []
+        self.away = Away(devices.of(shards[0].tensor), [s.tensor for s in shards])
         self._seconds = 0.0  # that copies in took, beside whatever ran, since they were last asked for
         self._thread: threading.Thread | None = None
 
-    def copy_out(self) -> None:
-        """Device to host. The weights stay on the device until `free`."""
-        self.host = [devices.host_copy(s.tensor) for s in self.shards]
+    @property
+    def host(self) -> list[torch.Tensor]:
+        """The buffers of the shards; none where the weights are on the device."""
+        return self.away.buffers
 
-    def free(self) -> None:
-        """Releases the device's storages."""
-        for piece in self.shards:
-            devices.release(piece.tensor)
+    def swap_out(self) -> None:
+        """Device to host, and releases the device's storages."""
+        self.away.store()
+        self.away.leave()
+        self.away.device.finish()
         devices.trim()
 
     def start_in(self) -> None:
         """Begins host to device, beside whatever runs."""
         if self.host and self._thread is None:
-            # Storage is taken here, so that the memory plan holds from this instant on.
-            for piece, size in zip(self.shards, self.sizes, strict=True):
-                devices.take(piece.tensor, size)
+            self.away.take()  # here, so that the memory plan holds from this instant on
             self._thread = threading.Thread(target=self._copy_in)
             self._thread.start()
 
@@ -57,14 +56,15 @@ class Swap:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self.host = []
+            self.away.drop()
             devices.trim()
 
     def _copy_in(self) -> None:
         start = time.perf_counter()
-        with torch.no_grad(), devices.of(self.shards[0].tensor).aside():
-            for piece, buffer in zip(self.shards, self.host, strict=True):
-                piece.tensor.copy_(buffer, non_blocking=True)
+        self.away.device.claim()  # each thread has a device of its own
+        with torch.no_grad():
+            self.away.fetch()
+        self.away.back.mark().synchronize()
         self._seconds += time.perf_counter() - start
 
     def taken(self) -> float:
@@ -108,7 +108,7 @@ class Resharder:
         place = next(iter(source.values())).device
         if staged:
             start = time.perf_counter()
-            self._swap_out()
+            self.swap.swap_out()
             source = {s.name: h for s, h in zip(self.swap.shards, self.swap.host, strict=True)}
             timed("swap out", start)
         start = time.perf_counter()
@@ -130,11 +130,7 @@ class Resharder:
         timed("release", start)
         if self.plan.mode == "swap" and not staged:
             start = time.perf_counter()
-            self._swap_out()
+            self.swap.swap_out()
             timed("swap out", start)
         else:
             devices.trim()
-
-    def _swap_out(self) -> None:
-        self.swap.copy_out()
-        self.swap.free()
