@@ -17,7 +17,7 @@ from ..ir import verify
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, Step, Way
 from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
-from ..sharding.redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement
+from ..sharding.redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement, pairs
 from .spec import Pass
 
 GIB = 1 << 30
@@ -99,19 +99,24 @@ class Resharding(Pass):
         found = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
         ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
 
+        def alike(tensor: Tensor) -> tuple[Tensor, int, int]:
+            """What moves of one, moves of all like it: of layers that change their stage all, of others nothing."""
+            here, there = (side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target))
+            return nameless(tensor), here, there
+
         # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
         # rank wants.
         taken = {}
         for way in ways:
-            for tensor in {nameless(k.tensor): k.tensor for k in families[way.of]}.values():
+            for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
                 one, per_host = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),), cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers, as it leaves and as it arrives
                     amount = 2 * movement(one, source, target, per_host).received
                 else:
                     moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
                     amount = gathered(tensor, source, way.block) if moves else 0
-                taken[nameless(tensor)] = item * amount
-        sizes = {t.name: taken[nameless(t)] for t in model.tensors}
+                taken[alike(tensor)] = item * amount
+        sizes = {t.name: taken[alike(t)] for t in model.tensors}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
         buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         bucket = max(sum(sizes[n] for n in names) for names in buckets)
