@@ -13,8 +13,6 @@ from msrl_graph.backends import devices
 from msrl_graph.ir.plan import from_json
 from msrl_graph.sharding.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 DENSE = [n for n in MODELS if n != LARGE and "mixture" not in n]
 MIXED = [n for n in MODELS if "mixture" in n]
 
@@ -32,7 +30,7 @@ def test_any_layout_to_any_layout(world, seed, folder):
         resharded.tried([(pair, plan)])
 
 
-# A process has vLLM for one mesh: what reshards into one of its cores comes one after the other.
+# What reshards into one layout of vLLM comes one after the other: its core takes seconds to make.
 CORES = [
     ("qwen2, tied", Layout(tp=2)),
     ("qwen3, tied", Layout(pp=2, stages=(1, 4))),
