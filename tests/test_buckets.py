@@ -42,6 +42,9 @@ def both(draw: st.DrawFn) -> tuple[Layout, Layout, int]:
 
 @given(both())
 @example((Layout(pp=2), Layout(pp=2, stages=(1, MODEL.layers - 1)), 1000))  # the first layer is in place, others move
+@example(
+    (Layout(tp=2, dp=2), Layout(dp=2, pp=2, stages=(1, MODEL.layers - 1)), 1 << 30)
+)  # half of a bucket reaches each
 def test_a_plan_counts_the_buffer_that_ranks_take(case: tuple[Layout, Layout, int]) -> None:
     source, target, bucket = case
     start = page.start(

@@ -17,7 +17,17 @@ from ..ir import verify
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, Step, Way
 from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
-from ..sharding.redistribute import Movement, crosses, gather_block, gathered, lacking, left_behind, movement, pairs
+from ..sharding.redistribute import (
+    Movement,
+    crosses,
+    gather_block,
+    gathered,
+    lacking,
+    left_behind,
+    movement,
+    pairs,
+    served,
+)
 from .spec import Pass
 
 GIB = 1 << 30
@@ -105,9 +115,10 @@ class Resharding(Pass):
             return nameless(tensor), here, there
 
         # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
-        # rank wants.
+        # rank wants; of either only what a neighbour has a use for.
         taken = {}
-        for way in ways:
+        of = {}
+        for index, way in enumerate(ways):
             for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
                 one, per_host = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),), cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers, as it leaves and as it arrives
@@ -115,11 +126,16 @@ class Resharding(Pass):
                 else:
                     moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
                     amount = gathered(tensor, source, way.block) if moves else 0
-                taken[alike(tensor)] = item * amount
+                taken[alike(tensor)], of[alike(tensor)] = item * amount, index
         sizes = {t.name: taken[alike(t)] for t in model.tensors}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
         buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
-        bucket = max(sum(sizes[n] for n in names) for names in buckets)
+        uses = {t.name: (of[alike(t)], stages(t, target.layout)) for t in model.tensors}
+        bucket = max(
+            sum(sizes[n] for n in names if not seen[uses[n][0]].isdisjoint(uses[n][1]))
+            for seen in served(source, target, tuple((w.across, w.block) for w in ways))
+            for names in buckets
+        )
 
         swap = options.mode == "swap"
         others = sum(holdings.resident(plan, self.engines, plan.placement(edge.src).pool).values()) - update

@@ -98,6 +98,21 @@ def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
     ]
 
 
+@lru_cache(maxsize=1 << 12)
+def served(source: Side, target: Side, ways: tuple[tuple[bool, int], ...]) -> frozenset[tuple[frozenset[int], ...]]:
+    """The stages of the target that a rank's neighbours are on, by way (`across` and `block` as in `gatherers`), for
+    each kind of rank: weights of other stages never reach it."""
+    width, there = source.layout.stage_devices, target.layout.stage_devices
+
+    def on(rank: int, across: bool, block: int) -> frozenset[int]:
+        start = rank % width // block * block
+        firsts = [s * width + start for s in (range(source.layout.pp) if across else (rank // width,))]
+        return frozenset(s for first in firsts for s in range(first // there, (first + block - 1) // there + 1))
+
+    step = math.gcd(*(block for _, block in ways))
+    return frozenset(tuple(on(rank, *way) for way in ways) for rank in range(0, source.devices, step))
+
+
 def gathered(tensor: Tensor, source: Side, block: int) -> int:
     """Elements of a tensor that an all-gather over a block brings together: each different box once."""
     return sum(map(elements, boxes(tensor, source, range(min(block, period(source, tensor.experts))))))
