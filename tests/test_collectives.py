@@ -61,20 +61,23 @@ def test_tensor_parallelism_sums_hidden_states() -> None:
 
 def test_gradients_go_round_all_replicas() -> None:
     model = load("llama3-8b", Path())
-    whole = model.parameters * 2
-    found = of(Layout(dp=16)).exchange()
+    whole = model.parameters * 4  # in float32
+    found = of(Layout(dp=16, zero=0)).exchange()
     assert found.value == pytest.approx(2 * whole * 15 / 16 / FAR)
     assert of(Layout()).exchange().value == 0
+    # Scattered as they are summed, then the weights gathered, in bf16.
+    divided = of(Layout(dp=16, zero=1)).exchange()
+    assert divided.value == pytest.approx(model.parameters * (4 + 2) * 15 / 16 / FAR)
     # Two stages hold about half each; their replicas are on one host.
-    halves = of(Layout(pp=2, dp=8)).exchange().value
+    halves = of(Layout(pp=2, dp=8, zero=0)).exchange().value
     assert halves == pytest.approx(2 * whole / 2 * 7 / 8 / NEAR, rel=0.01)
 
 
 def test_experts_gradients_go_round_their_own_replicas() -> None:
     model = load("qwen3-30b-a3b", Path())
-    experts = sum(t.elements for t in model.tensors if t.experts) * 2 / 8
-    dense = sum(t.elements for t in model.tensors if not t.experts) * 2
-    found = of(Layout(dp=16, ep=8), "qwen3-30b-a3b")
+    experts = sum(t.elements for t in model.tensors if t.experts) * 4 / 8
+    dense = sum(t.elements for t in model.tensors if not t.experts) * 4
+    found = of(Layout(dp=16, ep=8, zero=0), "qwen3-30b-a3b")
     assert not found.near("edp")
     assert found.exchange().value == pytest.approx(2 * dense * 15 / 16 / FAR + 2 * experts * 1 / 2 / FAR)
 

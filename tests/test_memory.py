@@ -4,6 +4,7 @@ import gc
 from dataclasses import replace
 
 import engines
+import held
 import numpy as np
 import pytest
 import torch
@@ -162,3 +163,25 @@ def test_so_it_does_of_long_rows_that_go_round_a_ring(tmp_path):
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, ep=2)], ids=str)
 def test_what_experts_take(layout, tmp_path):
     assert_close(peaks_of("fsdp", small(tmp_path, **EXPERTS), layout))
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 256}
+TALL = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 8192}
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        (Layout(tp=2), TALL),
+        (Layout(dp=2, zero=2), WIDE),
+        (Layout(dp=2, zero=3), WIDE | {"dtype": "bfloat16"}),
+        (Layout(dp=2, zero=3), TALL | {"dtype": "bfloat16"}),
+        (Layout(dp=2, zero=3), TALL | {"tie_word_embeddings": True}),
+    ],
+    ids=str,
+)
+def test_so_it_is_where_weights_outweigh_what_is_computed_with_them(layout, sizes, tmp_path, monkeypatch):
+    """Gradients in bf16 are summed in float32, those of divided weights scattered out of a flat buffer."""
+    for name, value in {"ROWS": 4, "EACH": 2, "PROMPT": 4, "RESPONSE": 4}.items():
+        monkeypatch.setattr(held, name, value)
+    assert_close(peaks_of("fsdp", small(tmp_path, **sizes), layout))

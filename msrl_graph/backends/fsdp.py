@@ -18,6 +18,7 @@ from . import experts, peaks, prefixes, spread, transformer
 from .activations import Activations
 from .context import Context
 from .devices import local
+from .gradients import Gradients
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
 from .steps import Steps, calls
 
@@ -128,7 +129,7 @@ class Engine:
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
-            away = offloads(placement, "optimizer")
+            self._gradients, away = Gradients(self._parameters), offloads(placement, "optimizer")
             self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided, away)
 
     def _tie(self, module: Any) -> None:
@@ -180,8 +181,8 @@ class Engine:
         gradients = []
         # From here on a gradient lives as long as it is in the list.
         for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
-            gradients.append(_gradient(parameter))
-            parameter.grad = None
+            found = self._gradients.take(parameter)
+            gradients.append(torch.zeros(local(parameter).shape, device=self.place) if found is None else found)
             if self.divided and tensor.experts:  # of which FSDP2 took the average over their own copies
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
             if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
@@ -291,16 +292,3 @@ def _entropy(logits: torch.Tensor) -> torch.Tensor:
             if len(logits)
             else logits.new_zeros(0)
         )
-
-
-def _gradient(parameter: Any) -> torch.Tensor:
-    """The local gradient of a parameter; zeros where no rank made one."""
-    import torch
-
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros_like(local(parameter).detach())
-    # DTensor may leave a gradient otherwise placed than its parameter (a divided embedding's comes out whole).
-    if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient).detach()

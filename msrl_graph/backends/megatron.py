@@ -21,6 +21,7 @@ from ..sharding.layout import shard
 from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, prefixes, spread, transformer, vocabulary
 from .activations import Activations
 from .context import Context
+from .gradients import Gradients
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
 from .steps import Steps, calls
 
@@ -73,7 +74,6 @@ SPEC = EngineSpec(
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
     lints=_lints,
-    gradient_bytes=4,  # gradients of micro-batches are summed in float32
     divides_sequence=True,
     peaks=peaks_megatron.moments,
     stored=peaks_megatron.stored,
@@ -130,12 +130,10 @@ class Engine:
         transformer.fill(model, self._shards)
         self._rules, self._optimizer = weights.optimizer, None
         self._pieces = _pieces(self.chunks, self._shards)
-        self._sums: dict[Any, torch.Tensor] = {}  # of gradients, by parameter, where weights are of another type
-        for parameter in (p for module in self.chunks for p in module.parameters()):
-            parameter.requires_grad_(weights.optimizer is not None)
-            if weights.optimizer is not None and parameter.dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(self._add)
+        for module in self.chunks:
+            module.requires_grad_(weights.optimizer is not None)
         if weights.optimizer is not None:
+            self._gradients = Gradients(p for module in self.chunks for p in module.parameters())
             away = offloads(placement, "optimizer")
             self._optimizer = Steps(weights.optimizer, model.tensors, self._shards, layout, devices, False, away)
 
@@ -216,15 +214,6 @@ class Engine:
         group = self.groups.tp if self.layout.tp > 1 else None
         return vocabulary.outputs(logits, module.head_first, here["token"], here.get("given", None), asked, group)
 
-    def _add(self, parameter: Any) -> None:
-        """Adds what a micro-batch gave to the sum, in float32."""
-        import torch
-
-        if parameter not in self._sums:
-            self._sums[parameter] = torch.zeros(parameter.shape, device=self.place)
-        self._sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
     def step(
         self,
         lr: float,
@@ -240,8 +229,7 @@ class Engine:
             left.subtract(parameters)
             for parameter in parameters:
                 if not left[parameter]:  # what was copied of it goes at once
-                    parameter.grad = None
-                    self._sums.pop(parameter, None)
+                    self._gradients.take(parameter)
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
@@ -253,7 +241,7 @@ class Engine:
 
         tensor, piece = self.model.tensors[i], self._shards[i]
         parameters, where = self._pieces[i]
-        made = [self._sums.get(p, p.grad) for p in parameters]
+        made = [self._gradients.of(p) for p in parameters]
         if not tensor.experts and made and made[0] is not None:
             found: torch.Tensor = made[0][where]  # where it lies
         else:

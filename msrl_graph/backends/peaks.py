@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from ..ir.work import Work, kv_elements
-from .sizes import Sizes, around, step
+from .sizes import GRADIENT, Sizes, around, step
 from .spec import Moments
 
 
@@ -105,10 +105,10 @@ def _update(s: _Layer) -> Moments:
     recomputed = s.saved - (s.hidden if s.item == 4 else 0) if full else 0
     base = s.angles + kept
     states = s.last if not full or s.item == 2 else s.last - s.hidden
-    # Gradients at rest, from the first micro-batch on.
-    apart = s.elements * s.item
-    # The gradient of a divided embedding comes out whole, and stays so, unless it is added to the head's.
-    spread = 0 if work.divided or work.model.tied else (work.layout.tp - 1) * s.table
+    # Gradients at rest, from the first micro-batch on; in bf16 each is made in that type before it is added.
+    apart, joins = s.elements * GRADIENT, s.item < GRADIENT and not work.divided
+    # The gradient of a divided embedding comes out whole, and stays so, unless it is added to the head's or a sum.
+    spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.table
     gradients = apart + spread
     rest = gradients if summed else 0
     # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last
@@ -119,7 +119,9 @@ def _update(s: _Layer) -> Moments:
     below = (s.ends + 2 * s.layer if zero3 else s.whole) if work.divided else 0
     # In backward, gradients of the ends stay whole until it is over; a layer's are reduced out of a flat buffer after
     # it.
-    table = s.table if work.divided or work.model.tied or not summed else 0
+    wide = 1 if work.divided else GRADIENT // s.item  # what a gradient at rest has of the bytes that it is made in
+    pending = work.divided or work.model.tied  # the head's gradient waits for another part, or for the others
+    table = s.table if pending else s.table * wide * (not summed)
     found = {
         "the end of forward": {
             "gathered weights": forward,
@@ -137,32 +139,53 @@ def _update(s: _Layer) -> Moments:
         },
         "the head's gradient": {
             "gathered weights": top,
-            "gradients": rest + s.table,
+            "gradients": rest + s.table + (table if joins and not pending else 0),
             "activations": base + states + s.scored * work.model.hidden * s.item,
             "logits": s.logit * s.item // 4,
         },
     }
     one = s.layer if work.divided else 0
-    for name, index in (("the last", layers - 1), ("the first", 0)):
+    if work.divided:
+        found["the last layer is gathered"] = {
+            "gathered weights": (s.ends + 3 * s.layer if zero3 else s.whole + 2 * s.layer),
+            "gradients": rest,
+            "activations": s.angles + kept * (layers - 1) // max(1, layers),
+        }
+    # Where gradients are scattered, the last layer but one is the first that another's flat buffer is beside.
+    for name, index in (("the last", layers - 1), ("the last but one", layers - 2), ("the first", 0)):
+        if index < 0:
+            continue
         above = layers - 1 - index
-        made = rest if summed or not layers else (gradients - spread) * above // layers
-        kept = min(index + 1, 2) if work.activations_away else index + 1  # so many layers' are there
-        held_here = kept * s.hidden + recomputed if full else kept * s.saved
         # A layer's gradients before this one's are in their flat buffer still.
         flat = one if above and work.divided else 0
+        made = rest if summed else (gradients - spread) * (above - bool(flat)) // layers
+        there = min(index + 1, 2) if work.activations_away else index + 1  # so many layers' are there
+        held_here = there * s.hidden + recomputed if full else there * s.saved
         for half, more in _backward(s).items():
             found[f"backward in {half} of {name} layer"] = {
                 "gathered weights": below - (0 if zero3 else above * one),
                 "gradients": made + table + flat + more["gradients"],
                 "activations": s.angles + held_here + more["activations"],
             }
-    ends = s.ends if work.divided else 0
+    if work.divided:
+        # Of the ends there are gradients, then the flat buffer (twice, since gloo sums a copy of it), and what a rank
+        # gets out of it; the head's is let go of last.
+        before = gradients if summed else gradients - s.ends // s.item * GRADIENT // work.layout.dp
+        scattered = s.table + s.ends // work.layout.dp if work.on_host else 0
+        found["the gradients of the ends are scattered"] = {
+            "gradients": before + 2 * s.ends + scattered,
+            "activations": s.hidden,
+        }
+    else:
+        before = gradients
+    # That of a tied one is added to the head's.
+    ends = s.table * (1 + work.model.tied) if work.divided else s.table * work.model.tied
     found["the embedding's gradient"] = {
         "gathered weights": s.ends if work.divided else 0,
-        "gradients": gradients + 2 * one + ends + s.table * (work.layout.tp + work.model.tied),
+        "gradients": before + one + ends + s.table * work.layout.tp,
         "activations": s.hidden,
     }
-    return {name: {"rows": s.rows, **items} for name, items in found.items()} | step(s, gradients)
+    return {name: {"rows": s.rows, **items} for name, items in found.items()} | step(s)
 
 
 def _backward(s: _Layer) -> dict[str, dict[str, int]]:
@@ -171,15 +194,10 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
     freed = s.feed + (3 if s.item == 4 else 4) * s.hidden + s.tokens * s.query
     attention = 2 * s.hidden + s.laid * (2 * s.query + 2 * s.met) + around(s, True) - freed
     divided = s.work.divided
+    matrix = s.matrix if divided else s.matrix * (GRADIENT // s.item) * (s.work.batches == 1)
     return {
-        "the feed-forward half": {
-            "activations": feed,
-            "gradients": s.matrix if divided or not s.work.batches > 1 else 0,
-        },
-        "the attention half": {
-            "activations": attention,
-            "gradients": 3 * s.matrix if divided or not s.work.batches > 1 else 0,
-        },
+        "the feed-forward half": {"activations": feed, "gradients": matrix},
+        "the attention half": {"activations": attention, "gradients": 3 * matrix},
     }
 
 

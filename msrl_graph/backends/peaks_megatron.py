@@ -15,7 +15,7 @@ from math import ceil
 
 from ..ir.work import Work, in_flight
 from ..sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from .sizes import Sizes, around, step
+from .sizes import GRADIENT, Sizes, around, step
 from .spec import Moments
 
 # To a multiple of this a rank's part of the vocabulary is padded (make_vocab_size_divisible_by).
@@ -36,7 +36,7 @@ def moments(verb: str, work: Work) -> Moments:
         every = _update(s) if verb == "update" else _infer(s)
         found |= {name + where: {"rows": s.rows, **items} for name, items in every}
         if verb == "update":
-            found |= {name + where: items for name, items in step(s, s.gradients).items()}
+            found |= {name + where: items for name, items in step(s).items()}
     return found
 
 
@@ -52,11 +52,6 @@ class _Stage(Sizes):
     within them all."""
 
     stage: int = 0
-
-    @property
-    def gradient(self) -> int:
-        """Gradients are summed in float32."""
-        return 4
 
     @cached_property
     def side(self) -> Side:
@@ -83,7 +78,7 @@ class _Stage(Sizes):
 
     @cached_property
     def gradients(self) -> int:
-        return 4 * self.elements
+        return GRADIENT * self.elements
 
     @cached_property
     def part(self) -> int:

@@ -19,6 +19,7 @@ from .spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs beside what it holds.
 CHUNK = 1 << 22
+GRADIENT = 4  # bytes of an element: gradients are summed in float32, whatever the weights' type
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,6 @@ class Sizes:
 
     # At rest, in elements.
 
-    @property
-    def gradient(self) -> int:
-        """Bytes of an element of the gradient."""
-        return self.item
-
     @cached_property
     def side(self) -> Side:
         return Side(self.work.layout, self.work.divided)
@@ -226,43 +222,41 @@ def around(s: Sizes, backward: bool) -> int:
     return s.laid * (4 * s.keys + max(spread + (1 + more) * s.query, (1 + 3 * more) * s.query))
 
 
-def step(s: Sizes, gradients: int) -> Moments:
+def step(s: Sizes) -> Moments:
     """The optimizer's step (steps.py): the sum over copies by bucket, the norm in float64 by chunk, then part by
     part on float32 gradients."""
     work, layout = s.work, s.work.layout
+    gradients = GRADIENT * s.elements
     # Of what every token passes, and of experts.
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)
     found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
-    if max(copies) > 1:
+    if any(count and number > 1 for number, count in zip(copies, s.parts(work.model.kinds), strict=True)):
         found["the gradients' sum"] = {
             "gradients": gradients,
-            "workspace": s.gradient * min(s.elements, max(s.largest, CHUNK)),
+            "workspace": GRADIENT * min(s.elements, max(s.largest, CHUNK)),
         }
     if work.optimizer is None:
         return found
-    left = s.elements * s.gradient
-    spread = gradients - left
+    left = gradients
     for rule, own_kinds in stepping.parted(work.optimizer, work.model.kinds):
         for number, count, experts in zip(copies, s.parts(own_kinds), (False, True), strict=True):
             if not count:
                 continue
             flat = number > 1 and layout.zero == 1
             own = -(-count // number) if flat else count
-            left -= count * s.gradient  # of those that step later
+            left -= count * GRADIENT  # of those that step later
             # A rank's float32 stretch of all weights, which lives only while a step lasts.
             master = 4 * own if flat and s.item == 4 else 0
-            stepping_by = {"gradients": 4 * own + left, "workspace": master}
+            stepping_by = {"gradients": GRADIENT * own + left, "workspace": master}
             of = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
             of += " of experts" * experts
             if flat:
-                found[f"the stretch of gradients{of}"] = {"gradients": spread + left + count * s.gradient + 4 * own}
+                found[f"the stretch of gradients{of}"] = {"gradients": left + GRADIENT * (count + own)}
                 found[f"the stretch of weights{of}"] = {**stepping_by, "workspace": 2 * master}
                 found[f"weights are spread{of}"] = {
                     "gradients": left,
                     "workspace": master + number * min(4 * own, 4 * CHUNK),
                 }
-            elif s.gradient == 2:
-                found[f"float32 gradients{of}"] = {"gradients": 4 * own + left, "workspace": s.item * s.largest}
             if rule.whole:
                 found["a matrix is made orthogonal" + " of experts" * experts] = {
                     **stepping_by,

@@ -87,9 +87,9 @@ class EngineSpec:
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them.
     - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
-      beside weights and optimizer states at rest. Without it general formulas stand in, in which a gradient takes
-      `gradient_bytes` (0: as much as a weight), and tp divides what norms see too where it `divides_sequence` (sequence
-      parallelism, arXiv:2205.05198). `stored`: of a Work, what layers keep for the backward pass, in all.
+      beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
+      see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
+      keep for the backward pass, in all.
     - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused, as
       they are on devices of the kinds `fused`; `continuous`: a sequence that ends leaves its place to the next at once;
       `shares_beginnings`: on such devices rows of a batch that begin alike are computed once, and a row's last token,
@@ -126,7 +126,6 @@ class EngineSpec:
     sums: tuple[int, int] = (2, 2)
     peaks: Callable[..., Moments] | None = None
     stored: Callable[..., int] | None = None
-    gradient_bytes: int = 0
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], Calls] | None:

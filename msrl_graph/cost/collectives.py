@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import Cluster, Collective, Figure, weakest
 from ..ir.plan import Placement
+from ..ir.stepping import MASTER
 from ..model.architecture import Model
 from ..sharding.layout import Side, stage_parts
 
@@ -178,15 +180,18 @@ class Collectives:
         return total(*parts, Figure(laid / rate.value, rate.source, "laid in and out / memory bandwidth"))
 
     def exchange(self) -> Figure:
-        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: as many
-        bytes as an all-reduce either way, but for an engine that does both (eager ones, at ZeRO 1)."""
-        layout = self.placement.layout
-        dense, experts = (n * self._item for n in self.held)
-        replicas = layout.dp * layout.cp
+        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: where they
+        are scattered as they are summed, but for an engine that has all of the sum everywhere (eager ones)."""
+        layout, zero1 = self.placement.layout, self.placement.layout.zero == 1
+        both, replicas = self._eager and zero1, layout.dp * layout.cp
+        # Bytes of a weight that come in, of all replicas but this one: gradients twice, or once and the weights, which
+        # a step in float32 gives in that type.
+        each = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
+        dense, experts = self.held
         parts = [Figure(0.0, "derived", "one data-parallel group")]
-        twice = 1.5 if self._eager and layout.zero == 1 else 1
         if replicas > 1:
-            parts.append(self.seconds("all_reduce", "dp", 2 * dense * (replicas - 1) / replicas * twice, twice))
+            received = each * dense * (replicas - 1) / replicas
+            parts.append(self.seconds("all_reduce", "dp", received, 1.5 if both else 1))
         if experts and layout.edp > 1:
-            parts.append(self.seconds("all_reduce", "edp", 2 * experts * (layout.edp - 1) / layout.edp))
+            parts.append(self.seconds("all_reduce", "edp", each * experts * (layout.edp - 1) / layout.edp))
         return total(*parts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..ir.work import Work, in_flight
 from ..model.architecture import Model
@@ -33,9 +34,8 @@ def moments(verb: str, work: Work, spec: EngineSpec) -> Moments:
 
 
 def gradients(work: Work, spec: EngineSpec) -> int:
-    """As many as weights, divided over dp from ZeRO 2; in the weights' type, unless the engine sums them in another."""
-    elements = held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
-    return elements * (spec.gradient_bytes or BYTES[work.dtype])
+    """As many as weights, divided over dp from ZeRO 2, in float32."""
+    return GRADIENT * held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
 
 
 def _gathered(work: Work) -> int:

@@ -74,6 +74,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         recompute=recompute == "full",
         entropy=entropy,
         optimizer=adamw(lr=1e-4),
+        on_host=True,
     )
     found = {}
     with tempfile.TemporaryDirectory() as out:

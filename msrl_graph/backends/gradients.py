@@ -1,0 +1,53 @@
+"""Gradients of weights in bf16, summed in float32 over the micro-batches of a step.
+
+Invariant: what was added is gone at once, so that at no moment all gradients are there in both types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .devices import local
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Gradients:
+    """Of some parameters, which are DTensors or not. Those in float32 autograd sums itself, in the same type."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        import torch
+
+        self._sums: dict[Any, torch.Tensor] = {}
+        for parameter in {id(p): p for p in parameters if p.dtype != torch.float32}.values():
+            parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, parameter: Any) -> None:
+        """What a micro-batch gave."""
+        gradient, parameter.grad = _own(parameter), None
+        assert gradient is not None  # a hook runs when there is one
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.float()
+
+    def of(self, parameter: Any) -> torch.Tensor | None:
+        """This rank's part of the sum; None where there was none."""
+        return self._sums[parameter] if parameter in self._sums else _own(parameter)
+
+    def take(self, parameter: Any) -> torch.Tensor | None:
+        """It, for the last time: the next is of another step."""
+        found = self.of(parameter)
+        self._sums.pop(parameter, None)
+        parameter.grad = None
+        return found
+
+
+def _own(parameter: Any) -> torch.Tensor | None:
+    gradient = parameter.grad
+    # DTensor may leave a gradient otherwise placed than its parameter (a divided embedding's comes out whole).
+    if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return None if gradient is None else local(gradient).detach()
