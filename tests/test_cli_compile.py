@@ -102,7 +102,7 @@ def test_too_much_memory_names_the_nearest_layout_that_fits(tmp_path: Path, caps
     path.write_text(text.replace("run {", "engine actor.update = fsdp { recompute = full }\n  run {"), encoding="utf-8")
     assert compile_main([str(path), "--check"]) == 1
     err = capsys.readouterr().err
-    fits = "{ tp = 2, dp = 8, zero = 2 }"
+    fits = "{ tp = 2, dp = 8, zero = 3 }"
     assert f"the nearest layout that fits: `layout actor.update {fits}`" in err
     path.write_text(path.read_text().replace("{ tp = 2, dp = 8 }", fits))
     assert compile_main([str(path), "--check"]) == 0

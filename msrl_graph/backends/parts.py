@@ -108,11 +108,11 @@ class Part:
         """What lies in this rank's stretch."""
         return self._overlaps(self.stretch * self.copies.index, self.stretch * (self.copies.index + 1))
 
-    def _stretch(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's stretch of all tensors, in float32, its end padded with zeros."""
+    def _stretch(self, tensors: list[torch.Tensor], own: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's stretch of all tensors, in float32, its end padded with zeros; in `own`, if that is given."""
         import torch
 
-        own = torch.zeros(self.stretch, device=self.place)
+        own = torch.zeros(self.stretch, device=self.place) if own is None else own.zero_()
         for i, where, piece in self._own():
             own[where] = tensors[i].reshape(-1)[piece]
         return own
@@ -149,10 +149,12 @@ class Part:
     def step(self, gradients: list[torch.Tensor], scale: float, options: dict[str, Any]) -> None:
         """A step; the list of gradients is emptied."""
         if self.flat:
+            own = {i for i, _, _ in self._own()}  # what others step by goes first, so that no more is held than before
+            gradients[:] = [g if i in own else g.new_empty(0) for i, g in enumerate(gradients)]
             gradients[:] = [self._stretch(gradients)]
         if self.copied:
             take(self.masters[0])
-            self.masters[0].copy_(self._stretch([s.tensor for s in self.shards]))
+            self._stretch([s.tensor for s in self.shards], self.masters[0])
         for master in self.masters:
             gradient = gradients.pop(0)
             master.grad = (gradient.mul_(scale) if scale != 1.0 else gradient).to(master.dtype)
@@ -229,6 +231,7 @@ class Part:
                     start = self.stretch * rank + low
                     for i, where, piece in self._overlaps(start, start + len(part)):
                         _put(weights[i], piece, values[where])
+                del parts, values  # or the next would be beside them
         else:
             for master, shard in zip(self.masters, self.shards, strict=True):
                 if master is not shard.tensor:

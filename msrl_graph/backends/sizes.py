@@ -251,8 +251,9 @@ def step(s: Sizes) -> Moments:
             of = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
             of += " of experts" * experts
             if flat:
-                found[f"the stretch of gradients{of}"] = {"gradients": left + GRADIENT * (count + own)}
-                found[f"the stretch of weights{of}"] = {**stepping_by, "workspace": 2 * master}
+                met = min(count, own + s.largest)  # those that it has a part of; others are gone by then
+                found[f"the stretch of gradients{of}"] = {"gradients": left + GRADIENT * (met + own)}
+                found[f"the stretch is stepped{of}"] = stepping_by
                 found[f"weights are spread{of}"] = {
                     "gradients": left,
                     "workspace": master + number * min(4 * own, 4 * CHUNK),

@@ -188,6 +188,7 @@ class Steps:
                 for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                     g.copy_(total.view(g.shape))
                 bucket = []
+                del flat, total  # or the next bucket's would be beside it
 
     def _holders(self, tensor: Tensor) -> int:
         """How many ranks of a stage have the same part of a tensor's gradient."""
