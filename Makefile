@@ -60,11 +60,11 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(VENV_ENGINES)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 12 minutes when they are there.
+# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 14 minutes when they are there.
 test-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/pytest tests/with_engines -m "not slow"
 
-# Whole runs replayed by other engines, and random reshardings into vLLM; their last results are in docs/results.md.
+# Whole runs replayed by other engines; their last results are in docs/results.md.
 test-engines-slow: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/pytest tests/with_engines -m slow
 
