@@ -50,4 +50,4 @@ def _own(parameter: Any) -> torch.Tensor | None:
     # DTensor may leave a gradient otherwise placed than its parameter (a divided embedding's comes out whole).
     if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else local(gradient).detach()
+    return None if gradient is None else local(gradient)
