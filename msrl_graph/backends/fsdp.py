@@ -181,9 +181,9 @@ class Engine:
         gradients = []
         # From here on a gradient lives as long as it is in the list.
         for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
-            found = self._gradients.take(parameter)
-            gradients.append(torch.zeros(local(parameter).shape, device=self.place) if found is None else found)
-            del found
+            made = self._gradients.take(parameter)
+            gradients.append(torch.zeros(local(parameter).shape, device=self.place) if made is None else made.detach())
+            del made
             if self.divided and tensor.experts:  # of which FSDP2 took the average over their own copies
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
             if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
