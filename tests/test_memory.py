@@ -25,6 +25,12 @@ from msrl_graph.sharding.layout import Layout
 N = 4 * 300 * 200  # bytes of a tensor below
 
 
+@pytest.fixture(autouse=True)
+def collected():
+    """What tests before left in cycles counts at no moment."""
+    gc.collect()
+
+
 @pytest.fixture
 def weight():
     return torch.randn(200, 200, requires_grad=True)

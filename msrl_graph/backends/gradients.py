@@ -6,6 +6,7 @@ Invariant: what was added is gone at once, so that at no moment all gradients ar
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .devices import local
@@ -20,29 +21,32 @@ class Gradients:
     def __init__(self, parameters: Iterable[Any]) -> None:
         import torch
 
-        self._sums: dict[Any, torch.Tensor] = {}
+        # By id, and in no way back to the parameters, which hold their hooks: engines go without a garbage collection.
+        self._sums: dict[int, torch.Tensor] = {}
         for parameter in {id(p): p for p in parameters if p.dtype != torch.float32}.values():
-            parameter.register_post_accumulate_grad_hook(self._add)
-
-    def _add(self, parameter: Any) -> None:
-        """What a micro-batch gave."""
-        gradient, parameter.grad = _own(parameter), None
-        assert gradient is not None  # a hook runs when there is one
-        if parameter in self._sums:
-            self._sums[parameter].add_(gradient)
-        else:
-            self._sums[parameter] = gradient.float()
+            parameter.register_post_accumulate_grad_hook(partial(_add, self._sums))
 
     def of(self, parameter: Any) -> torch.Tensor | None:
         """This rank's part of the sum; None where there was none."""
-        return self._sums[parameter] if parameter in self._sums else _own(parameter)
+        found = self._sums.get(id(parameter))
+        return _own(parameter) if found is None else found
 
     def take(self, parameter: Any) -> torch.Tensor | None:
         """It, for the last time: the next is of another step."""
         found = self.of(parameter)
-        self._sums.pop(parameter, None)
+        self._sums.pop(id(parameter), None)
         parameter.grad = None
         return found
+
+
+def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
+    """What a micro-batch gave."""
+    gradient, parameter.grad = _own(parameter), None
+    assert gradient is not None  # a hook runs when there is one
+    if (found := sums.get(id(parameter))) is not None:
+        found.add_(gradient)
+    else:
+        sums[id(parameter)] = gradient.float()
 
 
 def _own(parameter: Any) -> torch.Tensor | None:
