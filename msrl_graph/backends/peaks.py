@@ -106,10 +106,10 @@ def _update(s: _Layer) -> Moments:
     base = s.angles + kept
     states = s.last if not full or s.item == 2 else s.last - s.hidden
     # Gradients at rest, from the first micro-batch on; in bf16 each is made in that type before it is added.
-    apart, joins = s.elements * GRADIENT, s.item < GRADIENT and not work.divided
+    joins = s.item < GRADIENT and not work.divided
     # The gradient of a divided embedding comes out whole, and stays so, unless it is added to the head's or a sum.
     spread = 0 if work.divided or work.model.tied or joins else (work.layout.tp - 1) * s.table
-    gradients = apart + spread
+    gradients = s.elements * GRADIENT + spread
     rest = gradients if summed else 0
     # Gathered: ZeRO 3 has the ends, a layer, and in a flat buffer the next one; ZeRO 2 all, and in forward the last
     # layer's buffer.
@@ -119,9 +119,8 @@ def _update(s: _Layer) -> Moments:
     below = (s.ends + 2 * s.layer if zero3 else s.whole) if work.divided else 0
     # In backward, gradients of the ends stay whole until it is over; a layer's are reduced out of a flat buffer after
     # it.
-    wide = 1 if work.divided else GRADIENT // s.item  # what a gradient at rest has of the bytes that it is made in
     pending = work.divided or work.model.tied  # the head's gradient waits for another part, or for the others
-    table = s.table if pending else s.table * wide * (not summed)
+    table = s.table if pending else s.table * (GRADIENT // s.item) * (not summed)
     found = {
         "the end of forward": {
             "gathered weights": forward,
@@ -147,7 +146,7 @@ def _update(s: _Layer) -> Moments:
     one = s.layer if work.divided else 0
     if work.divided:
         found["the last layer is gathered"] = {
-            "gathered weights": (s.ends + 3 * s.layer if zero3 else s.whole + 2 * s.layer),
+            "gathered weights": s.ends + 3 * s.layer if zero3 else s.whole + 2 * s.layer,
             "gradients": rest,
             "activations": s.angles + kept * (layers - 1) // max(1, layers),
         }

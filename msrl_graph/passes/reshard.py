@@ -116,8 +116,7 @@ class Resharding(Pass):
 
         # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
         # rank wants; of either only what a neighbour has a use for.
-        taken = {}
-        of = {}
+        taken: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its way, and bytes
         for index, way in enumerate(ways):
             for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
                 one, per_host = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),), cluster.devices_per_node
@@ -126,11 +125,12 @@ class Resharding(Pass):
                 else:
                     moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
                     amount = gathered(tensor, source, way.block) if moves else 0
-                taken[alike(tensor)], of[alike(tensor)] = item * amount, index
-        sizes = {t.name: taken[alike(t)] for t in model.tensors}
+                taken[alike(tensor)] = index, item * amount
+        moved_of = {t.name: taken[alike(t)] for t in model.tensors}
+        sizes = {name: size for name, (_, size) in moved_of.items()}
         ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
         buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
-        uses = {t.name: (of[alike(t)], stages(t, target.layout)) for t in model.tensors}
+        uses = {t.name: (moved_of[t.name][0], stages(t, target.layout)) for t in model.tensors}
         bucket = max(
             sum(sizes[n] for n in names if not seen[uses[n][0]].isdisjoint(uses[n][1]))
             for seen in served(source, target, tuple((w.across, w.block) for w in ways))
