@@ -43,6 +43,7 @@ from ..metrics.record import Recorder
 from ..process import computing
 from ..process.processes import MARK, Temporary, nicer
 from ..process.report import Report
+from ..process.surroundings import waits
 from ..process.task import Task
 from . import probes
 
@@ -263,7 +264,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
-    os.environ |= nicer(0)
+    os.environ |= nicer(0) | waits()
     ray.init(
         address="local",
         num_cpus=cores,

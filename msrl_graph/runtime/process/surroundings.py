@@ -8,6 +8,16 @@ from pathlib import Path
 
 from . import log
 
+# How often a thread of OpenMP looks for more work before it leaves its core: for as long as it is from one operator to
+# the next. Others want the core: the run's own processes, and other programs. OpenMPs other than GNU's have the policy.
+WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
+
+
+def waits() -> dict[str, str]:
+    """The environment in which a process that computes must begin, since OpenMP reads it as torch is loaded: threads
+    that wait for each other soon leave their cores. What the user has set stays."""
+    return {} if WAITS.keys() & os.environ.keys() else WAITS
+
 
 def settle(folder: str, logs: str, process: str) -> None:
     """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.

@@ -10,7 +10,7 @@ import ray
 
 from ..process import points
 from ..process.report import Report
-from ..process.surroundings import settle
+from ..process.surroundings import settle, waits
 from ..process.task import Task
 
 
@@ -20,9 +20,7 @@ class RankHost:
     torch."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
-        # Threads that wait for each other leave the core at once: a rank's are as many as its cores, and beside them
-        # are warehouses, functions, and other programs. OpenMP asks for it when torch is loaded.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        os.environ |= waits()
         # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
         settle(folder, logs, f"rank {rank}")
         from .rank import Rank
