@@ -182,15 +182,12 @@ def row() -> float:
 
 
 def collectives(world: int) -> dict[str, tuple[float, float]]:
-    """By kind, seconds at least and bytes/s received, among operators as a model calls them: ranks do not come at the
-    same instant."""
-    x, layer = torch.randn(32, 64), torch.nn.Linear(64, 64)
+    """By kind, seconds at least and bytes/s received, among the products of half a layer, as a model calls them: the
+    more ranks have to do in between, the less they come at the same instant."""
+    x, up, down = torch.randn(256, 128), torch.randn(128, 512), torch.randn(512, 128)
 
     def work() -> None:
-        with torch.no_grad():
-            y = x
-            for _ in range(10):
-                y = torch.relu(layer(y))
+        torch.relu(x @ up) @ down
 
     alone = seconds(work)
     found = {}
