@@ -1,15 +1,16 @@
-"""Gradients of weights in bf16, summed in float32 over the micro-batches of a step.
+"""Gradients: those of weights in bf16, summed in float32 over the micro-batches of a step; and sums over ranks.
 
 Invariant: what was added is gone at once, so that at no moment all gradients are there in both types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .devices import local
+from .sizes import CHUNK
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +48,23 @@ def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
         found.add_(gradient)
     else:
         sums[id(parameter)] = gradient.float()
+
+
+def add_up(gradients: Sequence[torch.Tensor], group: Any) -> None:
+    """Sums gradients in place over the ranks of a group, bucket by bucket."""
+    import torch
+    from torch import distributed as dist
+
+    bucket: list[torch.Tensor] = []
+    for i, gradient in enumerate(gradients):
+        bucket.append(gradient)
+        if i + 1 == len(gradients) or sum(g.numel() for g in bucket) + gradients[i + 1].numel() > CHUNK:
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            dist.all_reduce(flat, group=group)
+            for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                g.copy_(total.view(g.shape))
+            bucket = []
+            del flat, total  # or the next bucket's would be beside it
 
 
 def _own(parameter: Any) -> torch.Tensor | None:

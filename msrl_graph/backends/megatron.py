@@ -16,12 +16,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
-from ..model.architecture import HEAD
+from ..model.architecture import copied
 from ..sharding.layout import shard
 from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, prefixes, spread, transformer, vocabulary
 from .activations import Activations
 from .context import Context
-from .gradients import Gradients
+from .gradients import Gradients, add_up
 from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
 from .steps import Steps, calls
 
@@ -232,10 +232,13 @@ class Engine:
                     self._gradients.take(parameter)
         for module in self.chunks:
             module.zero_grad(set_to_none=True)
+        if self.layout.tp > 1:  # a norm sees a part of the tokens
+            every = zip(gradients, self.model.tensors, strict=True)
+            add_up([g for g, t in every if copied(t) and g.numel()], self.groups.tp)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
     def _gradient(self, i: int) -> torch.Tensor:
-        """Of the i-th shard; what several ranks have a part of is added up."""
+        """Of the i-th shard, or of a norm's what this rank's tokens make of it."""
         import torch
         from torch import distributed as dist
 
@@ -249,9 +252,6 @@ class Engine:
             for expert, whole in enumerate(made):
                 if whole is not None:
                     found[expert].copy_(whole[where])
-        copied = tensor.tp_dim < 0 and tensor.name != HEAD
-        if self.layout.tp > 1 and copied and found.numel():  # a norm sees a part of the tokens
-            dist.all_reduce(found, group=self.groups.tp)
         if tensor.tied and self.layout.pp > 1 and (self.first or self.last):
             dist.all_reduce(found, group=self.groups.embd)
         return found

@@ -14,8 +14,9 @@ from functools import cached_property
 from math import ceil
 
 from ..ir.work import Work, in_flight
+from ..model.architecture import copied
 from ..sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from .sizes import GRADIENT, Sizes, around, step
+from .sizes import CHUNK, GRADIENT, Sizes, around, step
 from .spec import Moments
 
 # To a multiple of this a rank's part of the vocabulary is padded (make_vocab_size_divisible_by).
@@ -36,8 +37,17 @@ def moments(verb: str, work: Work) -> Moments:
         every = _update(s) if verb == "update" else _infer(s)
         found |= {name + where: {"rows": s.rows, **items} for name, items in every}
         if verb == "update":
-            found |= {name + where: items for name, items in step(s).items()}
+            found |= {name + where: items for name, items in (step(s) | _sum(s)).items()}
     return found
+
+
+def _sum(s: _Stage) -> Moments:
+    """Gradients of copies, added up over tp bucket by bucket."""
+    own = tuple(k for k in s.work.model.kinds if copied(k.tensor))
+    if s.work.layout.tp == 1 or not own:
+        return {}
+    bucket = min(sum(s.parts(own)), max(CHUNK, max(k.tensor.elements for k in own)))
+    return {"the sum of copies' gradients": {"gradients": s.gradients, "workspace": GRADIENT * bucket}}
 
 
 def stored(work: Work) -> int:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..ir.stepping import PARTS, Optimizer, Rule
 from ..sharding.layout import Layout, Side, box_at, elements, stages
+from .gradients import add_up
 from .muon import Matrices
-from .parts import Copies, MomentTensors, Part, copies
+from .parts import MomentTensors, Part, copies
 from .sizes import CHUNK
 from .spec import Calls, Shard
 
@@ -133,7 +134,8 @@ class Steps:
         """As of Trainer; a gradient lives as long as it is in the list, which is emptied."""
         for experts, held_by in self.copies.items():
             if held_by.number > 1:
-                self._add_up([g for g, t in zip(gradients, self.tensors, strict=True) if t.experts is experts], held_by)
+                own = [g for g, t in zip(gradients, self.tensors, strict=True) if t.experts is experts]
+                add_up(own, held_by.group)
         norm = self._norm(gradients, sound)
         if math.isfinite(norm):
             self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr, optimizer)
@@ -173,22 +175,6 @@ class Steps:
                 },
                 steps,
             )
-
-    def _add_up(self, gradients: list[torch.Tensor], copies: Copies) -> None:
-        """Sums gradients in place over the ranks that hold copies of the weights, bucket by bucket."""
-        import torch
-        from torch import distributed as dist
-
-        bucket: list[torch.Tensor] = []
-        for i, gradient in enumerate(gradients):
-            bucket.append(gradient)
-            if i + 1 == len(gradients) or sum(g.numel() for g in bucket) + gradients[i + 1].numel() > CHUNK:
-                flat = torch.cat([g.reshape(-1) for g in bucket])
-                dist.all_reduce(flat, group=copies.group)
-                for g, total in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                    g.copy_(total.view(g.shape))
-                bucket = []
-                del flat, total  # or the next bucket's would be beside it
 
     def _holders(self, tensor: Tensor) -> int:
         """How many ranks of a stage have the same part of a tensor's gradient."""

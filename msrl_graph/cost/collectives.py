@@ -16,7 +16,7 @@ from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import Cluster, Collective, Figure, weakest
 from ..ir.plan import Placement
 from ..ir.stepping import MASTER
-from ..model.architecture import Model
+from ..model.architecture import Model, copied
 from ..sharding.layout import Side, stage_parts
 
 Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
@@ -101,7 +101,7 @@ class Collectives:
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
         """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the
-        logits; `tokens` are those of a context-parallel rank."""
+        logits, or sums over their parts; `tokens` are those of a context-parallel rank."""
         layout, model = self.placement.layout, self.model
         tp = layout.tp
         if tp == 1:
@@ -114,14 +114,25 @@ class Collectives:
             parts = [
                 self.seconds("all_gather", "tp", gathers * each, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * each, scatters),
+                # The logits stay divided (vocabulary.py): their highest, what they are divided by, that of the token,
+                # and for an update the entropy.
+                self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
             count = 1 + layers * (self.spec.sums[0] + backward * self.spec.sums[1])
             parts = [self.seconds("all_reduce", "tp", 2 * count * each, count)]
-        parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
+            parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
         return total(*parts)
+
+    def copies(self) -> Figure:
+        """Of a step by an engine that divides what norms see: the sum over tp of their gradients."""
+        layout, model = self.placement.layout, self.model
+        if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
+            return Figure(0.0, "derived", "all ranks of tp have the same gradients of what they all have")
+        elements = sum(t.elements for t in model.tensors if copied(t)) / layout.pp
+        return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:
         """Hidden states from stage to stage, and gradients back: of each how many there are, then they themselves."""

@@ -256,12 +256,9 @@ class Costs:
         if holdings.offloads(self.plan, self.node, "optimizer"):
             parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and out again"))
         agree = self.device.collective("all_reduce").least
-        return total(
-            *parts,
-            Figure(
-                agree.value * ((self.layout.tp > 1) + (self.layout.dp > 1)), agree.source, "ranks agree on the norm"
-            ),
-        )
+        axes = sum(n > 1 for n in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
+        norm = Figure(agree.value * axes, agree.source, "ranks agree on the norm")
+        return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
         """Weights that lie in host memory come in before the node computes; they never change, so none go back."""

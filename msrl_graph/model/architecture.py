@@ -15,6 +15,12 @@ HEAD = "score.weight"  # of a model that scores
 CORRECTION = "e_score_correction_bias"
 
 
+def copied(tensor: Tensor) -> bool:
+    """Whether all ranks of tp have it, and each makes of its gradient what its own tokens give where sequences are
+    divided too (arXiv:2205.05198): all that is copied, but for a head of scores, which sees all tokens."""
+    return tensor.tp_dim < 0 and tensor.name != HEAD
+
+
 @dataclass(frozen=True)
 class Experts:
     """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token
