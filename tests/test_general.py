@@ -3,10 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.cost import general
-from msrl_graph.ir.work import Work, in_flight
+from msrl_graph.cost import general, holdings
+from msrl_graph.cost.time import Costs
+from msrl_graph.ir.work import Work, in_flight, micro_batches
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
@@ -46,6 +50,38 @@ def test_stages_keep_the_micro_batches_that_are_under_way():
     # No more than there are.
     assert in_flight(work("llama3-8b", Layout(pp=4), batches=2), 0) == 2
     assert in_flight(work("llama3-8b", Layout(pp=4, vpp=2), batches=2), 0) == 2
+
+
+@given(st.integers(0, 200), st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
+def test_interleaved_stages_take_micro_batches_as_many_at_a_time_as_there_are(rows, size, pp, vpp):
+    number = micro_batches(rows, size, Layout(pp=pp, vpp=vpp if pp > 1 else 1))
+    least = max(1, -(-rows // size))
+    if pp == 1 or vpp == 1:
+        assert number == least
+    else:
+        assert number % pp == 0 and least <= number < least + pp
+
+
+INTERLEAVED = """import grpo
+cluster pod { device = "h100", devices_per_node = 8 }
+deploy grpo on pod {
+  set prompts = 6
+  set group   = 4
+  model policy = "qwen2.5-7b"
+  data source  = "train.jsonl" { prompt = "problem", answer = "answer" }
+  engine actor.update = megatron { micro_batch = 5 }
+  layout actor.update { tp = 2, pp = 4, vpp = 7 }
+}"""
+
+
+def test_a_program_with_interleaved_stages_is_planned_for_as_many():
+    """24 rows by at most 5 make 5 micro-batches, and 8 are planned, of 3 rows; of the reference, whose micro-batch the
+    plan chooses, a multiple of 4 too."""
+    plan = compile("interleaved.rlg", text=INTERLEAVED)
+    made = {n: holdings.work(plan, ENGINES, n) for n in ("actor.update", "actor.infer", "reference.infer")}
+    assert (made["actor.update"].batches, made["actor.update"].rows) == (8, 3)
+    assert all(w.batches % 4 == 0 and w.layout.vpp == 7 for w in made.values())
+    assert Costs(plan, ENGINES, "actor.update").micro_batches() == 8
 
 
 def test_context_parallelism_divides_tokens():

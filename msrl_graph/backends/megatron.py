@@ -22,7 +22,7 @@ from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, pre
 from .activations import Activations
 from .context import Context
 from .gradients import Gradients, add_up
-from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
+from .spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
 from .steps import Steps, calls
 
 if TYPE_CHECKING:
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from ..model.architecture import Model
     from ..sharding.layout import Layout
     from .devices import Devices
-
-
-def _lints(situation: Situation) -> Iterator[Lint]:
-    layout, number = situation.layout, situation.micro_batches
-    if layout.vpp > 1 and (number < layout.pp or number % layout.pp):
-        message = (
-            f"interleaved stages take micro-batches {layout.pp} at a time (pp), and an optimizer step has {number}"
-        )
-        yield Lint(
-            message, "choose `micro_batch` or `mini_batch` so that pp divides their number, or vpp = 1", fatal=True
-        )
 
 
 # What a pass takes of Python beside its operators, in operators that take as long: of forward passes alone Megatron's
@@ -73,7 +62,6 @@ SPEC = EngineSpec(
     vocabulary_multiple=peaks_megatron.PADDED,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
-    lints=_lints,
     divides_sequence=True,
     peaks=peaks_megatron.moments,
     stored=peaks_megatron.stored,

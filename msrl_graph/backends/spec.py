@@ -49,24 +49,22 @@ class Calls:
 
 @dataclass(frozen=True)
 class Situation:
-    """What an engine may know to fail or to crawl: a node's layout on devices of a kind, `per_host` of them, the
-    micro-batches of an optimizer step, and the engines of the nodes that share the devices."""
+    """What an engine may know to fail or to crawl: a node's layout on devices of a kind, `per_host` of them, and the
+    engines of the nodes that share the devices."""
 
     verb: str
     layout: Layout
     device: DeviceKind
     per_host: int
-    micro_batches: int
     beside: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A combination that is known to be bad; one that is not `fatal` runs, but not well. `help` says what to do."""
+    """A combination that runs, but is known to be bad. `help` says what to do."""
 
     message: str
     help: str
-    fatal: bool = False
 
 
 Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a phase: bytes by item
@@ -89,7 +87,8 @@ class EngineSpec:
     - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
       beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
       see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
-      keep for the backward pass, in all.
+      keep for the backward pass, in all. `building`: of a Work, what a generator has beside its weights as it is built,
+      and then gives back with them.
     - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused, as
       they are on devices of the kinds `fused`; `continuous`: a sequence that ends leaves its place to the next at once;
       `shares_beginnings`: on such devices rows of a batch that begin alike are computed once, and a row's last token,
@@ -126,6 +125,7 @@ class EngineSpec:
     sums: tuple[int, int] = (2, 2)
     peaks: Callable[..., Moments] | None = None
     stored: Callable[..., int] | None = None
+    building: Callable[..., dict[str, int]] | None = None
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], Calls] | None:

@@ -1,7 +1,6 @@
-"""Combinations that are known to fail or to crawl, of a plan whose nodes are placed.
+"""Combinations that are known to crawl, or to fail without a setting, of a plan whose nodes are placed.
 
-Invariant: what an engine knows stands in its spec; what holds for all engines stands here. A fatal one is an error,
-others are warnings.
+Invariant: what an engine knows stands in its spec; what holds for all engines stands here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import replace
 
 from ..backends.spec import EngineSpec, Lint, Situation
 from ..diagnostics import NOWHERE, Diagnostic
-from ..ir.attributes import Update
 from ..ir.plan import Placement, Plan
 
 
@@ -27,7 +25,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
         everywhere = () if layout is None and _follows(plan, placement) else _everywhere(placement, situation)
         for lint in (*engines[placement.engine.name].lints(situation), *everywhere):
             span = spans[0] if spans else plan.deploy.span
-            told = Diagnostic("known-bad", lint.message, span, lint.help, "error" if lint.fatal else "warning")
+            told = Diagnostic("known-bad", lint.message, span, lint.help, "warning")
             found.setdefault(lint.message, told)
     return list(found.values())
 
@@ -42,14 +40,10 @@ def _follows(plan: Plan, placement: Placement) -> bool:
 
 
 def _situation(plan: Plan, placement: Placement) -> Situation:
-    node, layout = plan.graph.node(placement.node), placement.layout
-    rows = plan.graph.rows[plan.graph.level(node)]
-    micro_batch = placement.engine.options.get("micro_batch")
-    step = -(-Update.of(node).step_rows(rows) // layout.dp)
-    number = -(-step // micro_batch) if isinstance(micro_batch, int) and micro_batch > 0 else 1
+    verb = plan.graph.node(placement.node).verb
     per_host = placement.each or plan.cluster.devices_per_node
     beside = frozenset(p.engine.name for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
-    return Situation(node.verb, layout, plan.cluster.device.kind, per_host, number, beside)
+    return Situation(verb, placement.layout, plan.cluster.device.kind, per_host, beside)
 
 
 def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:

@@ -20,7 +20,7 @@ from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.sequences import bound, sequences
-from ..ir.work import Work, kv_elements
+from ..ir.work import Work, kv_elements, micro_batches
 from ..sharding.layout import Side, held, stage_parts
 from . import general
 from .offloading import by_parts
@@ -172,7 +172,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         share = group_rows(plan, node)
         if graph_node.verb == "update":
             share = min(share, -(-said.step_rows(row_count(plan, node)) // placement.layout.dp))
-        batches = max(1, -(-share // size))
+        batches = micro_batches(share, size, placement.layout)
         size = -(-share // batches)
         size, alike = size * found.count, fan(plan, node)
         prompts = (
@@ -213,8 +213,8 @@ def looks_ahead(plan: Plan, node: str) -> bool:
     """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several
     micro-batches."""
     graph_node = plan.graph.node(node)
-    step = Update.of(graph_node).step_rows(row_count(plan, node))
-    return graph_node.whole and -(-step // plan.placement(node).layout.dp) > micro_batch(plan, node)
+    step, layout = Update.of(graph_node).step_rows(row_count(plan, node)), plan.placement(node).layout
+    return graph_node.whole and micro_batches(-(-step // layout.dp), micro_batch(plan, node), layout) > 1
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:

@@ -22,6 +22,7 @@ from ..ir.attributes import Update
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
+from ..ir.work import micro_batches
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import holdings
@@ -402,7 +403,7 @@ class Costs:
         if self.graph_node.verb == "update":
             step = min(step, self._said.step_rows(step))
         step = min(rows, -(-step // self.layout.dp))
-        return -(-rows // step) * -(-step // holdings.micro_batch(self.plan, self.node))
+        return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
         """Optimizer steps of an update in an iteration."""

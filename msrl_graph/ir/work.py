@@ -46,6 +46,13 @@ class Work:
     on_host: bool = False
 
 
+def micro_batches(rows: int, size: int, layout: Layout) -> int:
+    """Into how many micro-batches of at most `size` rows so many rows of a group go. Interleaved stages take them pp at
+    a time (arXiv:2104.04473, section 2.2), so that there are more, some of them smaller, or empty."""
+    number = max(1, -(-rows // size))
+    return -(-number // layout.pp) * layout.pp if layout.vpp > 1 else number
+
+
 def kv_elements(model: Model, layout: Layout) -> int:
     """Elements of keys and values that a token leaves on one rank, in all of its layers."""
     each = model.kv_elements if model.latent else 2 * -(-model.kv_heads // layout.tp) * model.head_dim

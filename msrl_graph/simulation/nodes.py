@@ -17,6 +17,7 @@ from ..ir.attributes import SampleEdge
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
+from ..ir.work import micro_batches
 from .flow import Batch, Done, Flow
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span
@@ -97,7 +98,7 @@ class ModelNode:
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
-            count = max(1, -(-max(map(len, rows)) // self.size))
+            count = micro_batches(max(map(len, rows)), self.size, self.costs.layout)
             shares = [self._micro_batches(g, own, count, lengths) for g, own in enumerate(rows)]
             begins = [max(t, batch.ready) for t in free]
             causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]

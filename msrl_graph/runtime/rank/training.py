@@ -24,6 +24,7 @@ from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import temperature
+from ...ir.work import micro_batches
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, offsets_of
 from ..data.tokens import tokenised
@@ -168,8 +169,9 @@ class Training(Engines):
     def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:
         """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group
         makes, some empty."""
-        size = int(self.plan.placement(node.name).engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
-        count = max(1, -(-batch.share.most // size))
+        placement = self.plan.placement(node.name)
+        size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
+        count = micro_batches(batch.share.most, size, placement.layout)
         return np.array_split(np.argsort(seen.size, kind="stable"), count)
 
     def _passes(
