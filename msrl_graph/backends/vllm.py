@@ -62,7 +62,7 @@ def _peaks(verb: str, work: Work) -> Moments:
     """The cache has whole blocks. vLLM has logits in float32 too; some at a time are drawn from in float64: their
     exponentials, the sums of these, and what is sorted."""
     model, layout = work.model, work.layout
-    sequences, blocks = cached(work)
+    sequences, _ = cached(work)
     tokens = stepped(work)
     heads = -(-model.heads // layout.tp) * model.head_dim
     # The residual, before and after, the states in and out; of the other half both products, as one, what becomes of
@@ -77,11 +77,21 @@ def _peaks(verb: str, work: Work) -> Moments:
     inside = 4 * model.hidden + max(met, half)
     logits, item = sequences * model.vocabulary, BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
-    cache = {"KV cache": blocks * BLOCK * cache_elements(work) * item}
+    cache = _cache(work)
     return {
         "a step": {**cache, "activations": tokens * inside * item},
         "a token is drawn": {**cache, "logits": logits * (item + 4 * (item < 4)) + drawn * 3 * 8},
     }
+
+
+def _cache(work: Work) -> dict[str, int]:
+    _, blocks = cached(work)
+    return {"KV cache": blocks * BLOCK * cache_elements(work) * BYTES[work.dtype]}
+
+
+def _building(work: Work) -> dict[str, int]:
+    """The whole cache, and room for prompts that come as embeddings."""
+    return _cache(work) | {"embedded prompts": stepped(work) * work.model.hidden * BYTES[work.dtype]}
 
 
 # What the scheduler takes of Python, in operators that take as long, by processor time: in a step, in a step for each
@@ -115,6 +125,7 @@ SPEC = EngineSpec(
     fused=("device",),
     block=BLOCK,
     peaks=_peaks,
+    building=_building,
     chosen=("device",),
 )
 

@@ -51,7 +51,7 @@ class CountMemory(Pass):
         return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
     def _pool(self, plan: Plan, pool: str) -> list[Memory]:
-        by_phase = {"load": [self._load(plan, pool)]}
+        by_phase = {"load": [self._load(plan, pool), *self._built(plan, pool)]}
         by_phase["reshard"] = self._reshards(plan, pool)
         by_phase["swap"] = self._swaps(plan, pool)
         for verb in ("generate", "infer", "update"):
@@ -85,6 +85,21 @@ class CountMemory(Pass):
             {**items, "largest tensor": largest},
             "tensors are read one by one, each cut to its slice",
         )
+
+    def _built(self, plan: Plan, pool: str) -> Iterator[Memory]:
+        """Generators are built before all else, one after the other; what is theirs alone goes again."""
+        kept = holdings.resident(plan, self.engines, pool)
+        for node in plan.graph.verb("generate"):
+            building = holdings.spec(plan, self.engines, node.name).building
+            if plan.placement(node.name).pool != pool or building is None:
+                continue
+            frozen = {f"{n.name} weights" for n in plan.graph.verb("generate")} & kept.keys()
+            own = {f"{node.name} weights" if f"{node.name} weights" in kept else "generation weights"}
+            items = {k: kept[k] for k in sorted(frozen)} | dict.fromkeys(
+                own, holdings.weights(plan, self.engines, node.name)
+            )
+            items |= building(holdings.work(plan, self.engines, node.name))
+            yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, which goes again")
 
     def _reshards(self, plan: Plan, pool: str) -> list[Memory]:
         entries = []

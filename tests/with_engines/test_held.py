@@ -1,7 +1,11 @@
-"""What Megatron holds beside weights and optimizer states is what its spec says, on every layout."""
+"""What Megatron holds beside weights and optimizer states is what its spec says, on every layout; and what a whole
+program by Megatron and vLLM holds is what its plan says."""
 
 import pytest
+import ranks
 from held import EXPERTS, assert_close, peaks, small
+from walk import CASES as PROGRAMS
+from walk import measured, predicted
 
 from msrl_graph.sharding.layout import Layout
 
@@ -34,3 +38,14 @@ def test_so_it_does_of_what_is_computed_again_and_of_entropies(more, tmp_path):
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
 def test_so_it_does_of_a_model_that_scores(layout, tmp_path):
     assert_close(peaks("megatron", small(tmp_path).scoring, layout))
+
+
+@pytest.mark.parametrize("name", ["qwen2, tied, deep", "experts, dp 2 x ep 2"])
+def test_so_it_does_of_a_program_in_each_of_its_phases(name, tmp_path):
+    """Weights and optimizer states among it, and what vLLM holds as it is built."""
+    (program,) = (p for p in PROGRAMS if p.name == f"{name}, megatron and vllm")
+    plan = program.write(tmp_path)
+    found = measured(plan)
+    ranks.end()
+    for (place, phase), (wanted, _) in predicted(plan).items():
+        assert wanted == pytest.approx(found[place, phase][0], rel=0.05), (place, phase)

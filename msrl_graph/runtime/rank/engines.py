@@ -63,8 +63,12 @@ class Engines:
         for placement in plan.placements:
             if placement.pool != "functions":
                 self._mesh(placement)
-        # Weights that leave the device first, so that none of them is there beside what stays.
-        for placement in sorted(plan.placements, key=lambda p: not offloads(p, "weights")):
+        # First what leaves the device again, so that none of it is there beside what stays: generators, whose weights
+        # come with resharding, then weights that go to host memory.
+        nodes = {n.name: n for n in plan.graph.nodes}
+        for placement in sorted(
+            plan.placements, key=lambda p: (nodes[p.node].verb != "generate", not offloads(p, "weights"))
+        ):
             if self.pool and placement.pool == self.pool.name:
                 node = plan.graph.node(placement.node)
                 # What an update states holds for the weights that its worker's other nodes share.
