@@ -14,9 +14,14 @@ from tiny import ROLLOUT, built, scoring, staged
 from torch import distributed as dist
 from transformers import get_scheduler
 
+from msrl_graph.algorithms.optimizers import adamw, muon, sgd
+from msrl_graph.backends.devices import Device, Devices
+from msrl_graph.backends.spec import Shard
+from msrl_graph.backends.steps import Steps
 from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.weights import checkpoint
+from msrl_graph.sharding.layout import Layout, Tensor, full
 
 ROUNDS = [[0, 4, 7], [1, 2, 6], [3, 5], [2, 3, 7], [0, 1, 5], [4, 6]]  # two epochs of eight rows
 LOSS = (
@@ -172,6 +177,35 @@ def test_a_run_that_goes_on_takes_the_same_steps(learnt, name, tmp_path):
         rates.append(one.told.sums["lr"])
     assert same(stage.whole()[:1], again.whole()[:1]) and rates[0] == rates[1]
     assert rates[0][0] == pytest.approx(learnt[2][name][2][2])
+
+
+OPTIMIZERS = {"adamw": adamw(lr=0.1), "sgd": sgd(lr=0.1, momentum=0.9), "muon": muon(lr=0.1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optimizer, offload, dtype):
+    """As gate and up of Megatron's experts are. In float32 no copy of it is kept."""
+    tensors = Tensor("model.layers.0.mlp.experts.*.gate_proj.weight", (3, 6, 4), experts=True), Tensor("norm", (4,))
+    torch.manual_seed(0)
+    both = torch.randn(3, 12, 4).to(dtype)
+    inside, own, rest = both[:, :6], both[:, :6].clone(), both[:, 6:].clone()
+    made, start = [], own.clone()
+    for weight in (inside, own):
+        weights = weight, torch.ones(4, dtype=dtype)
+        shards = [Shard(t.name, full(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
+        made.append(Steps(optimizer, tensors, shards, Layout(), Devices(Device(), 0, None), False, offload))
+    for gradient in torch.randn(3, 3, 6, 4):
+        one, other = (each.step([gradient.clone(), torch.ones(4)], 0.1, 1.0, True, optimizer) for each in made)
+        assert one == other
+    assert torch.equal(inside, own) and torch.equal(both[:, 6:], rest)
+    assert not any(torch.equal(*pair) for pair in zip(own, start, strict=True))
+    ours, theirs = (each.moments() for each in made)
+    assert all(torch.equal(a.tensor, b.tensor) for k in theirs for a, b in zip(ours[k], theirs[k], strict=True))
+    if dtype == torch.float32:
+        held = {m.untyped_storage().data_ptr() for part in made[0].parts for m in part.masters}
+        assert held == {s.tensor.untyped_storage().data_ptr() for s in made[0].shards}
 
 
 @pytest.mark.slow

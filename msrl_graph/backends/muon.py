@@ -42,11 +42,12 @@ class Matrices(Part):
                     matrix.copy_(orthogonal(matrix.clone()))
             else:
                 turned = orthogonal(turned)
-            part = turned[slices(_kept(tensor, shard))].reshape(-1)
+            part = turned[slices(_kept(tensor, shard))]
             for where, piece in pieces:
-                values = master.view(-1)[where]
+                # A weight that is its own master may be a part of another tensor.
+                values, change = (master[where], part.reshape(-1)[piece]) if self.flat else (master, part)
                 values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
-                    part[piece], alpha=-options["lr"] * _scale(tensor, options)
+                    change, alpha=-options["lr"] * _scale(tensor, options)
                 )
             del turned, part  # or the next matrix would have them beside its own
 

@@ -74,11 +74,7 @@ class Part:
             self.stretch = -(-sum(self.sizes) // copies.number)
             self.masters = [self._stretch([s.tensor for s in shards])]
         else:
-            plain = [s.tensor.dtype == torch.float32 and s.tensor.is_contiguous() for s in shards]
-            self.masters = [
-                s.tensor if own else s.tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                for s, own in zip(shards, plain, strict=True)
-            ]
+            self.masters = [s.tensor.float() for s in shards]  # weights in float32 are their own
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
         self.state = self._prepare(rule)

@@ -99,7 +99,8 @@ class Steps:
         matrices, of which all ranks make the same parts. Without `most`, in one."""
         each = rule.beside(self.mastered)
         if not most or not each:
-            yield [Piece(i, slice(None)) for i in at]
+            if at:  # of a mixture no expert may step by a rule, as by Muon's for all that is no matrix
+                yield [piece for i in at for piece in self._apart(rule, i)]
             return
         pieces: list[Piece] = []
         room = size = int(most / each)
@@ -110,11 +111,24 @@ class Steps:
                 if pieces and room < row:
                     yield pieces
                     pieces, room = [], size
-                count = min(rows - start, max(1, room // row))
+                count = 1 if self._strided(rule, i) else min(rows - start, max(1, room // row))
                 pieces.append(Piece(i, slice(None) if count == rows else slice(start, start + count)))
                 room, start = room - count * row, start + count
         if pieces:
             yield pieces
+
+    def _strided(self, rule: Rule, i: int) -> bool:
+        """Whether a weight that is its own master is a part of another tensor in strides, as gate and up of Megatron's
+        experts are: its rows are pieces then, since torch's fused steps take for granted that elements lie end to
+        end."""
+        import torch
+
+        tensor = self.shards[i].tensor
+        return not rule.whole and tensor.dtype == torch.float32 and not tensor.is_contiguous()
+
+    def _apart(self, rule: Rule, i: int) -> list[Piece]:
+        rows = len(self.shards[i].tensor)
+        return [Piece(i, slice(e, e + 1)) for e in range(rows)] if self._strided(rule, i) else [Piece(i, slice(None))]
 
     def _here(self) -> Iterator[Part]:
         """Each part in turn, with all that it keeps on the device."""

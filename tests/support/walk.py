@@ -408,7 +408,7 @@ CASES = (
     heavy("llama, dp 2 x tp 2", "llama", WIDE, "dp = 2, tp = 2, zero = 1", "dp = 2, tp = 2", 4, 2, ranks=4),
     heavy("experts", "qwen3_moe", WIDE, "dp = 1", experts=ROUTED),
     heavy("experts, dp 2 x ep 2", "qwen3_moe", WIDE, "dp = 2, ep = 2", "dp = 2", 4, 2, ranks=2, experts=ROUTED),
-    heavy("experts, tp 2 x ep 2", "qwen3_moe", WIDE, "tp = 2, ep = 2", "tp = 2", ranks=2, experts=ROUTED),
+    heavy("experts, tp 2 x ep 2", "qwen3_moe", WIDE, "tp = 2, ep = 2, etp = 1", "tp = 2", ranks=2, experts=ROUTED),
     heavy("experts, tp 2 x etp 2", "qwen3_moe", WIDE, "tp = 2, etp = 2", "tp = 2", ranks=2, experts=ROUTED),
 )
 
