@@ -15,7 +15,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves curves-engines test test-engines test-engines-slow lint chaos dry invariance programs reshard-engines bench-compile bench-engines bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves curves-engines test test-engines lint chaos dry invariance programs reshard-engines bench-compile bench-engines bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -60,13 +60,9 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(VENV_ENGINES)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 
-# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 14 minutes when they are there.
+# vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 20 minutes when they are there.
 test-engines: $(VENV_ENGINES)/ready
-	$(VENV_ENGINES)/bin/pytest tests/with_engines -m "not slow"
-
-# Whole runs replayed by other engines; their last results are in docs/results.md.
-test-engines-slow: $(VENV_ENGINES)/ready
-	$(VENV_ENGINES)/bin/pytest tests/with_engines -m slow
+	$(VENV_ENGINES)/bin/pytest tests/with_engines
 
 # Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs: at random, 200 take about an hour, and then each process
 # on two hosts at each point of its work, about as long.
