@@ -74,7 +74,13 @@ class Part:
             self.stretch = -(-sum(self.sizes) // copies.number)
             self.masters = [self._stretch([s.tensor for s in shards])]
         else:
-            self.masters = [s.tensor.float() for s in shards]  # weights in float32 are their own
+            # Weights in float32 are their own.
+            self.masters = [
+                s.tensor
+                if s.tensor.dtype == torch.float32
+                else s.tensor.to(torch.float32, memory_format=torch.contiguous_format)
+                for s in shards
+            ]
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
         self.state = self._prepare(rule)

@@ -88,16 +88,15 @@ class CountMemory(Pass):
 
     def _built(self, plan: Plan, pool: str) -> Iterator[Memory]:
         """Generators are built before all else, one after the other; what is theirs alone goes again."""
-        kept = holdings.resident(plan, self.engines, pool)
-        for node in plan.graph.verb("generate"):
+        nodes = [*plan.graph.verb("generate")]
+        own = {f"{n.name} weights" for n in nodes}  # of those that nothing reshards into, which stay
+        frozen = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if k in own}
+        for node in nodes:
             building = holdings.spec(plan, self.engines, node.name).building
             if plan.placement(node.name).pool != pool or building is None:
                 continue
-            frozen = {f"{n.name} weights" for n in plan.graph.verb("generate")} & kept.keys()
-            own = {f"{node.name} weights" if f"{node.name} weights" in kept else "generation weights"}
-            items = {k: kept[k] for k in sorted(frozen)} | dict.fromkeys(
-                own, holdings.weights(plan, self.engines, node.name)
-            )
+            name = f"{node.name} weights" if f"{node.name} weights" in frozen else "generation weights"
+            items = frozen | {name: holdings.weights(plan, self.engines, node.name)}
             items |= building(holdings.work(plan, self.engines, node.name))
             yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, which goes again")
 

@@ -65,9 +65,8 @@ class Engines:
                 self._mesh(placement)
         # First what leaves the device again, so that none of it is there beside what stays: generators, whose weights
         # come with resharding, then weights that go to host memory.
-        nodes = {n.name: n for n in plan.graph.nodes}
         for placement in sorted(
-            plan.placements, key=lambda p: (nodes[p.node].verb != "generate", not offloads(p, "weights"))
+            plan.placements, key=lambda p: (plan.graph.node(p.node).verb != "generate", not offloads(p, "weights"))
         ):
             if self.pool and placement.pool == self.pool.name:
                 node = plan.graph.node(placement.node)
