@@ -9,6 +9,7 @@ from one place to another. Prints a table and, last, one line of JSON: the worst
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import shutil
@@ -27,7 +28,7 @@ from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.devices import release, take, trim
+from msrl_graph.backends.devices import release, take
 from msrl_graph.backends.spec import Shard
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
@@ -121,7 +122,7 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
         back = timed(swap.wait)
         bare = timed(lambda: collectives(ours, given))
         copies = timed(lambda: copy(wanted))
-        trim()  # else the copy would find memory that the last one left to this process
+        ctypes.CDLL(None).malloc_trim(0)  # else the copy would find memory that the last one left to this process
         out = timed(lambda: copy(given))
         if turn:  # the first takes memory from the system
             note("gather", seconds["buffer"] + seconds["all-gather"] + seconds["select"])

@@ -1,12 +1,12 @@
 """Seconds, predicted against measured: the example and four variants of it, interleaved; with --engines the same by
 Megatron and vLLM.
 
-Each round measures this machine first (or `--here FILE` is taken), by the calibration that every run uses, since what a
-machine can do changes within minutes where others use it too; then each variant runs. Measured is the median over
-rounds of a run's median iteration, the first ones left out. Predicted is the median over rounds of the estimate for the
-lengths of the rows that the run had: nothing else of a run goes into it. Prints tables and, last, one line of JSON;
-status 1 where a ratio is off by more than the bar or the variants come in another order. Two variants whose rounds
-overlap have no order: they were not told apart.
+Each run is preceded by measuring this machine (or `--here FILE` is taken), by the calibration that every run uses,
+since what a machine can do changes within minutes where others use it too; in each round each variant runs once.
+Measured is a run's median iteration, the first ones left out; predicted the estimate for the lengths of the rows that
+the run had: nothing else of a run goes into it. All figures are medians over rounds, the ratio that of the rounds'
+ratios. Prints tables and, last, one line of JSON; status 1 where a ratio is off by more than the bar or the variants
+come in another order. Two variants whose rounds overlap have no order: they were not told apart.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 BAR = 0.2
 WARM = 4  # iterations that are left out
 LONG = 24  # tokens
+RANKS = 2  # that a variant has at most
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -167,19 +169,19 @@ def main() -> int:
         probed, plans = compile("grpo", model="tiny", sets=sizes), {n: plan_of(v, folder) for n, v in chosen.items()}
         rounds: dict[str, list[Round]] = {n: [] for n in plans}
         noise = []
-        for _ in range(options.rounds):
+        for number, (n, plan) in product(range(options.rounds), plans.items()):
             if not options.here:
-                measure(probed, Path(here), rounds=1)
+                measure(probed, Path(here), rounds=1, most=RANKS)
             known = calibration.read(Path(here))
             if not isinstance(known, calibration.Calibration):
                 print(known.message, file=sys.stderr)
                 return 1
             noise.append(known.noise)
-            for n, plan in plans.items():
-                lines = measured(plan)
-                estimate = predicted.estimate(plan, lines)
-                assert estimate is not None
-                rounds[n].append(Round(lines, estimate))
+            lines = measured(plan)
+            estimate = predicted.estimate(plan, lines)
+            assert estimate is not None
+            rounds[n].append(found := Round(lines, estimate))
+            print(f"round {number + 1}, {n}: {found.ratio:.2f} x {found.seconds:.3f} s", file=sys.stderr, flush=True)
         return report(rounds, statistics.median(noise))
 
 
@@ -194,13 +196,19 @@ class Round:
     def seconds(self) -> float:
         return statistics.median(line["seconds"] for line in self.lines)
 
+    @property
+    def ratio(self) -> float:
+        """Predicted over measured."""
+        return self.estimate.iteration_seconds.value / self.seconds
+
 
 def report(found: dict[str, list[Round]], noise: float) -> int:
     table = Table(title="seconds of an iteration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("variant", no_wrap=True)
-    for heading in ("predicted", "measured", "ratio", "spread"):
+    for heading in ("predicted", "measured", "ratio", "its spread", "measured"):
         table.add_column(heading, justify="right")
     seconds: dict[str, tuple[float, float]] = {}
+    ratios: dict[str, float] = {}
     ranges: dict[str, tuple[float, float]] = {}
     phases = Table(title="of which, predicted / measured", title_justify="left", box=None, padding=(0, 2, 0, 0))
     phases.add_column("variant", no_wrap=True)
@@ -210,10 +218,12 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
         took = [r.seconds for r in rounds]
         want, got = statistics.median(r.estimate.iteration_seconds.value for r in rounds), statistics.median(took)
         seconds[name], ranges[name] = (want, got), (min(took), max(took))
+        ratios[name] = round(statistics.median(r.ratio for r in rounds), 3)
         table.add_row(
             name,
             *(f"{x * 1e3:.0f} ms" for x in (want, got)),
-            f"{want / got:.2f}",
+            f"{ratios[name]:.2f}",
+            f"{min(r.ratio for r in rounds):.2f}-{max(r.ratio for r in rounds):.2f}",
             f"{min(took) * 1e3:.0f}-{max(took) * 1e3:.0f} ms",
         )
         cells = [
@@ -230,7 +240,6 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
     console.print(phases)
     apart = [(a, b) for a in seconds for b in seconds if ranges[a][1] < ranges[b][0]]
     turned = [f"{a} / {b}" for a, b in apart if seconds[a][0] >= seconds[b][0]]
-    ratios = {n: round(want / got, 3) for n, (want, got) in seconds.items()}
     worst = max(abs(r - 1) for r in ratios.values())
     figures = {
         "ratios": ratios,

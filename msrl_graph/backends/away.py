@@ -60,6 +60,9 @@ class Away:
         self.back.join()
 
     def drop(self) -> None:
+        if self.device.kind.shares_host_memory:
+            for buffer in self.buffers:
+                release(buffer)
         self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:

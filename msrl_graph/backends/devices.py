@@ -10,6 +10,7 @@ and of torch_npu, which says the same names; torch knows an NPU once torch_npu i
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -202,14 +203,19 @@ def content(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Gives the memory of a tensor back; the tensor stays, for `take` to give it memory again."""
-    tensor.untyped_storage().resize_(0)
+    """Gives the memory of a tensor back; the tensor stays, for `take` to give it memory again.
 
-
-def trim() -> None:
-    """Gives what was released on a host back to its system, which else keeps it for this process."""
-    with suppress(OSError, AttributeError):  # another C library than glibc has no such call
-        ctypes.CDLL(None).malloc_trim(0)
+    A host's allocator would keep it for this process: its pages go to the system first. (A malloc_trim would give back
+    what all other tensors have left too, whose pages the next ones then fault in again.)
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type == HOST.torch:
+        page, at = mmap.PAGESIZE, storage.data_ptr()
+        first, last = -(-at // page) * page, (at + storage.nbytes()) // page * page
+        if last > first:
+            with suppress(OSError, AttributeError):  # a system without the call keeps them
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+    storage.resize_(0)
 
 
 def take(tensor: torch.Tensor, size: int | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
 from . import experts, peaks, transformer
-from .devices import release, take, trim
+from .devices import release, take
 from .draw import draw
 from .spec import Act, Calls, EngineSpec, Sampling, Shard, Weights
 from .stops import looks_for
@@ -84,7 +84,6 @@ class Engine:
     def release(self) -> None:
         for piece in self._shards:
             release(piece.tensor)
-        trim()
 
     def generate(
         self,

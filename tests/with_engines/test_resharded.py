@@ -1,6 +1,7 @@
 """Resharding between the engines' own shards: of any layout of a trainer to any of a generator each rank gets its
 weights bit for bit, moves what the plan says, and holds no more than it says. `make reshard-engines` draws more."""
 
+import ctypes
 from random import Random
 
 import psutil
@@ -9,7 +10,6 @@ import ranks
 import resharded
 from resharded import LARGE, MODELS, Pair
 
-from msrl_graph.backends import devices
 from msrl_graph.ir.plan import from_json
 from msrl_graph.sharding.layout import Layout
 
@@ -66,7 +66,7 @@ def _resident(rank, _, text):
     ((edge, mover),) = engines.resharders.items()
     swap, generator = engines.swaps["actor"], engines.generators[edge[1]]
     for _ in range(2):
-        devices.trim()
+        ctypes.CDLL(None).malloc_trim(0)
         found = [read().rss]
         mover.run(generator.allocate)
         found.append(read().rss)

@@ -173,7 +173,8 @@ def busy(world: int) -> Callable[[], list[Busy]]:
 @dataclass(frozen=True)
 class Docked:
     """Seconds from one node's rows to the next node's having them; of a processor for a share, in the dock's processes
-    and in those that write and read; and of an iteration's start and end, the driver's book-keeping in it."""
+    alone, since whoever writes and reads waits for it; and of an iteration's start and end, the driver's book-keeping
+    in it."""
 
     handover: float
     share: float
@@ -193,17 +194,17 @@ def dock(plan: Plan, folder: Path) -> Docked:
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = Column(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
-    hands, turns, own, start_of = [], [], 0.0, 0.0
+    hands, turns, start_of = [], [], 0.0
     for number in range(WARM + TASKS):
         if number == WARM:
-            own, start_of = 0.0, _spent()
+            start_of = _spent()
         task = Task("train", number, prompts)
         start = time.perf_counter()
         ray.get(warehouse.open.remote(task))
         ray.get(host.open.remote(task))
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
-        start, before = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         writer.put("source", task, {"prompt": Piece(np.arange(prompts), prompt)})
         reader.take("actor.generate", task, 0)
         reader.at("RUN actor.generate")  # as a rank does
@@ -213,14 +214,13 @@ def dock(plan: Plan, folder: Path) -> Docked:
         reader.take("actor.infer", task, 0)
         reader.at("RUN actor.infer")
         hands.append((time.perf_counter() - start) / 2)
-        own += time.process_time() - before
         start = time.perf_counter()
         for client in (writer, reader):
             client.flush(task)
         host.close.remote(task.key)
         ray.get(warehouse.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
-    spent = own + _spent() - start_of
+    spent = _spent() - start_of
     for actor in (warehouse, host):
         ray.kill(actor)
     turn = statistics.median(turns[WARM:]) + _books(plan, folder)

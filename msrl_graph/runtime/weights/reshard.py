@@ -41,7 +41,6 @@ class Swap:
         self.away.store()
         self.away.leave()
         self.away.device.finish()
-        devices.trim()
 
     def start_in(self) -> None:
         """Begins host to device, beside whatever runs."""
@@ -57,7 +56,6 @@ class Swap:
             self._thread.join()
             self._thread = None
             self.away.drop()
-            devices.trim()
 
     def _copy_in(self) -> None:
         start = time.perf_counter()
@@ -126,11 +124,9 @@ class Resharder:
                     load.lay(source, buffer, goal)
                 timed("select", start)
         start = time.perf_counter()
-        del buffer
+        devices.release(buffer)
         timed("release", start)
         if self.plan.mode == "swap" and not staged:
             start = time.perf_counter()
             self.swap.swap_out()
             timed("swap out", start)
-        else:
-            devices.trim()
