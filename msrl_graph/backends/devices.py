@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -214,8 +215,13 @@ def release(tensor: torch.Tensor) -> None:
         first, last = -(-at // page) * page, (at + storage.nbytes()) // page * page
         if last > first:
             with suppress(OSError, AttributeError):  # a system without the call keeps them
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+                _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
     storage.resize_(0)
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def take(tensor: torch.Tensor, size: int | None = None) -> None:

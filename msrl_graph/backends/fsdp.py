@@ -74,7 +74,7 @@ SPEC = EngineSpec(
     verbs=("infer", "update"),
     axes=("tp", "cp", "dp", "ep"),
     build="msrl_graph.backends.fsdp:Engine",
-    options=("micro_batch", "recompute", "dtype", "offload", "activations"),
+    options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
     zero=(0, 1, 2, 3),
     divided_from=2,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
@@ -118,6 +118,8 @@ class Engine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
+        if placement.engine.options.get("compile") == "layers":
+            _compile(module.model.layers)
         away = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext
         named = transformer.named_weights(module)
@@ -196,6 +198,15 @@ class Engine:
     def restore(self, moments: dict[str, dict[str, torch.Tensor]], steps: int) -> None:
         assert self._optimizer is not None
         self._optimizer.restore(moments, steps)
+
+
+def _compile(layers: Any) -> None:
+    """Each in place, whatever lengths come: trees differ from one micro-batch to the next."""
+    from torch._inductor import config
+
+    config.compile_threads = 1  # else it starts processes of its own
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices, again: bool) -> list[Any]:

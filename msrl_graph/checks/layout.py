@@ -120,6 +120,10 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     for message in misfits(plan.model(node), spec, layout):
         yield Diagnostic("layout-divide", message, span, _nearest(plan, placement, spec))
+    if placement.engine.options.get("compile") == "layers" and (layout.tp > 1 or plan.model(node).experts):
+        what = "layers that tp divides" if layout.tp > 1 else f"experts, as `{plan.model(node).name}` has them"
+        message, at = f"the engine `{spec.name}` of `{node}` compiles no {what}", placement.engine.span
+        yield Diagnostic("layout-divide", message, at, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1))
     if graph_node.verb == "update" and layout.zero not in spec.zero:
         help = f"the engine `{spec.name}` has zero = {', '.join(map(str, spec.zero))}"
         yield Diagnostic(

@@ -72,7 +72,9 @@ class Costs:
 
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], Calls] | None:
-        return self.spec.eager(self.device.kind.where)
+        """What counts operators; None where kernels are fused, by the engine or by a compiler of layers."""
+        compiled = self.plan.placement(self.node).engine.options.get("compile") == "layers"
+        return None if compiled else self.spec.eager(self.device.kind.where)
 
     @cached_property
     def model(self) -> Model:

@@ -119,6 +119,12 @@ class EngineOptions(Declared):
         "`offload`: what an update's layers keep for the backward pass (with `recompute = full` their inputs) lies in "
         "host memory in between.",
     )
+    compile: str = attr(
+        Words(("none", "layers")),
+        "none",
+        "`layers`: each layer by torch.compile, in fewer and fused kernels; the first passes take up to a minute "
+        "longer. Of dense models, and not with `tp`.",
+    )
 
 
 @dataclass(frozen=True)
