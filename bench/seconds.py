@@ -205,7 +205,7 @@ class Round:
 def report(found: dict[str, list[Round]], noise: float) -> int:
     table = Table(title="seconds of an iteration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("variant", no_wrap=True)
-    for heading in ("predicted", "measured", "ratio", "its spread", "measured"):
+    for heading in ("predicted", "measured", "ratio", "of rounds", "measured in rounds"):
         table.add_column(heading, justify="right")
     seconds: dict[str, tuple[float, float]] = {}
     ratios: dict[str, float] = {}

@@ -51,21 +51,22 @@ deploy grpo on one {{
   data source = "deepscaler.jsonl" {{ prompt = "problem", answer = "answer" }}
   layout actor.update {{ {layout} }}
   layout actor.generate {{ tp = 2, dp = 2 }}
-  engine actor.update, reference.infer = fsdp {{ {stated} }}
+  engine {nodes} = fsdp {{ {stated} }}
 }}
 """
 
 
-def planned(model, layout, stated="compile = layers"):
-    return compile("compiled.rlg", text=TEXT.format(model=model, layout=layout, stated=stated))
+def planned(model, layout, stated="compile = layers", nodes="actor.update, reference.infer"):
+    return compile("compiled.rlg", text=TEXT.format(model=model, layout=layout, stated=stated, nodes=nodes))
 
 
 @pytest.mark.parametrize(
-    ("model", "layout", "message", "help", "mended"),
+    ("model", "layout", "nodes", "message", "help", "mended"),
     [
         (
             "qwen2.5-7b",
             "tp = 2, dp = 2",
+            "actor.update",
             "the engine `fsdp` of `actor.update` compiles no layers that tp divides",
             "leave `compile` out, or tp at 1",
             [("tp = 2, dp = 2", "recompute = full"), ("dp = 4, zero = 3", "compile = layers")],
@@ -73,16 +74,25 @@ def planned(model, layout, stated="compile = layers"):
         (
             "qwen3-30b-a3b",
             "dp = 4, zero = 3, ep = 4",
+            "actor.update",
             "the engine `fsdp` of `actor.update` compiles no experts, as `qwen3-30b-a3b` has them",
             "leave `compile` out",
             [("dp = 4, zero = 3, ep = 4", "recompute = full")],
         ),
+        (  # which takes the layout of the update
+            "qwen2.5-7b",
+            "tp = 2, dp = 2",
+            "reference.infer",
+            "the engine `fsdp` of `reference.infer` compiles no layers that tp divides",
+            "leave `compile` out, or tp at 1",
+            [("tp = 2, dp = 2", "recompute = full"), ("dp = 4", "compile = layers")],
+        ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(model, layout, message, help, mended):
+def test_what_cannot_be_compiled_is_refused(model, layout, nodes, message, help, mended):
     def told(*stated):
         try:
-            planned(model, *stated)
+            planned(model, *stated, nodes=nodes)
         except Fault as fault:
             return {(d.code, d.message, d.help) for d in fault.diagnostics}
         return set()

@@ -19,7 +19,21 @@ from .activations import Activations
 from .context import Context
 from .devices import local
 from .gradients import Gradients
-from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
+from .spec import (
+    Act,
+    Asked,
+    Calls,
+    EngineSpec,
+    Lint,
+    Loss,
+    MicroBatch,
+    Outputs,
+    Shard,
+    Situation,
+    Weights,
+    compiled,
+    offloads,
+)
 from .steps import Steps, calls
 
 if TYPE_CHECKING:
@@ -118,7 +132,7 @@ class Engine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
-        if placement.engine.options.get("compile") == "layers":
+        if compiled(placement):
             _compile(module.model.layers)
         away = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext

@@ -160,6 +160,11 @@ def offloads(placement: Placement, what: str) -> bool:
     return placement.engine.options.get("offload") in (what, "all")
 
 
+def compiled(placement: Placement) -> bool:
+    """Whether a placement's engine has its layers compiled."""
+    return placement.engine.options.get("compile") == "layers"
+
+
 @dataclass(frozen=True)
 class Weights:
     """What an engine is built to hold: the weights of a `model`, in the type that the plan gives them, and by what

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..backends.dividing import misfits, rows_in_step
-from ..backends.spec import EngineSpec
+from ..backends.spec import EngineSpec, compiled
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import Update
 from ..ir.graph import Graph, Node
@@ -79,9 +79,18 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
                 f"leave `{node}` out of the layouts",
             )
         return
-    model = plan.graph.worker(graph_node.worker).model
+    model = plan.model(node)
+    if compiled(placement) and (layout.tp > 1 or model.experts):
+        what = "layers that tp divides" if layout.tp > 1 else f"experts, as `{model.name}` has them"
+        message, at = f"the engine `{spec.name}` of `{node}` compiles no {what}", placement.engine.span
+        yield Diagnostic("layout-divide", message, at, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1))
+    declared = plan.graph.worker(graph_node.worker).model
     near = [n for n in plan.graph.verb("update") if plan.placement(n.name).pool == placement.pool]
-    if stated is None and graph_node.verb == "infer" and any(plan.graph.worker(n.worker).model == model for n in near):
+    if (
+        stated is None
+        and graph_node.verb == "infer"
+        and any(plan.graph.worker(n.worker).model == declared for n in near)
+    ):
         return  # so has a node that took the layout of an update of the same model
     if (
         stated is None
@@ -120,10 +129,6 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
     for message in misfits(plan.model(node), spec, layout):
         yield Diagnostic("layout-divide", message, span, _nearest(plan, placement, spec))
-    if placement.engine.options.get("compile") == "layers" and (layout.tp > 1 or plan.model(node).experts):
-        what = "layers that tp divides" if layout.tp > 1 else f"experts, as `{plan.model(node).name}` has them"
-        message, at = f"the engine `{spec.name}` of `{node}` compiles no {what}", placement.engine.span
-        yield Diagnostic("layout-divide", message, at, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1))
     if graph_node.verb == "update" and layout.zero not in spec.zero:
         help = f"the engine `{spec.name}` has zero = {', '.join(map(str, spec.zero))}"
         yield Diagnostic(

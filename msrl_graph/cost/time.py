@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..backends.spec import BYTES, Act, Calls, EngineSpec
+from ..backends.spec import BYTES, Act, Calls, EngineSpec, compiled
 from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import Update
 from ..ir.graph import Node
@@ -73,8 +73,8 @@ class Costs:
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], Calls] | None:
         """What counts operators; None where kernels are fused, by the engine or by a compiler of layers."""
-        compiled = self.plan.placement(self.node).engine.options.get("compile") == "layers"
-        return None if compiled else self.spec.eager(self.device.kind.where)
+        fused = compiled(self.plan.placement(self.node))
+        return None if fused else self.spec.eager(self.device.kind.where)
 
     @cached_property
     def model(self) -> Model:
