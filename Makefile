@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
+VENV_TQ := .venv-transferqueue
 VENV_ENGINES := .venv-engines
+VENV_JOBS := .venv-jobs
 BIN := $(VENV)/bin
 SEED ?= 0
 LOAD ?= 0
+LENGTHS ?= lognormal
 KILLS ?= 200
 PROGRAMS ?= 5000
 DRAWS ?= 100
@@ -15,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves curves-engines test test-engines lint chaos dry invariance programs reshard-engines bench-compile bench-engines bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-hosts bench-memory bench-memory-engines bench-phases bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -70,12 +73,30 @@ chaos: $(VENV)/ready
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --program $(PROGRAM)
 	$(BIN)/python bench/points.py --program $(PROGRAM)
 
+# Runs as jobs of Ray's, for which it needs more packages, and then starts more processes; a minute when they are there.
+$(VENV_JOBS)/ready: pyproject.toml constraints/cpu.txt
+	$(PYTHON) -m venv $(VENV_JOBS)
+	$(VENV_JOBS)/bin/pip install --quiet --constraint constraints/cpu.txt torch
+	$(VENV_JOBS)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev]' 'ray[default]'
+	touch $@
+
+test-jobs: $(VENV_JOBS)/ready
+	$(VENV_JOBS)/bin/pytest tests/test_jobs.py
+
+# Harms hosts of a cluster of four at random, their links and processes, and counts what that costs: 200 faults take some two hours.
+lost-hosts: $(VENV)/ready
+	$(BIN)/python bench/lost_hosts.py --faults $(KILLS)
+
 bench-compile: $(VENV)/ready
 	$(BIN)/python bench/compile.py
 
 # Tokens a second of all engines, for the example's model and one of 50M parameters, about 12 minutes.
 bench-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/python bench/engines.py
+
+# The example on 1, 2 and 4 hosts of namespaces: the same tokens and metrics; two iterations, about 3 minutes. Needs root.
+bench-hosts: $(VENV)/ready
+	$(BIN)/python bench/hosts.py
 
 # Predicted against measured on 1 to 4 ranks, about 5 minutes.
 bench-memory: $(VENV)/ready
@@ -95,6 +116,10 @@ reshard-engines: $(VENV_ENGINES)/ready
 
 bench-planner: $(VENV)/ready
 	$(BIN)/python bench/planner.py
+
+# Rows a second that a controller decides on, with up to 100,000 that wait.
+bench-controller: $(VENV)/ready
+	$(BIN)/python bench/controller.py
 
 bench-phases: $(VENV)/ready
 	$(BIN)/python bench/phases.py
@@ -145,6 +170,22 @@ $(VENV_VERL)/ready: constraints/verl.txt
 	$(VENV_VERL)/bin/pip install --quiet --no-deps --requirement constraints/verl.txt
 	touch $@
 
+$(VENV_TQ)/ready: constraints/transferqueue.txt
+	$(PYTHON) -m venv $(VENV_TQ)
+	$(VENV_TQ)/bin/pip install --quiet --constraint constraints/transferqueue.txt torch
+	$(VENV_TQ)/bin/pip install --quiet --no-deps --requirement constraints/transferqueue.txt
+	touch $@
+
+# Rows between 1, 2, 4 and 8 hosts through the dock, a central actor, TransferQueue and verl, and on one host; writes its tables and picture
+# into docs/performance.md. Needs root, and a machine that does nothing else; about 25 minutes.
+bench-dock: $(VENV)/ready $(VENV_TQ)/ready $(VENV_VERL)/ready
+	$(BIN)/python bench/dock.py --local --page
+	$(BIN)/python bench/dock.py --page
+
+# What `balance = tokens` moves, for lengths drawn at random or those of a file: make bench-dock-lengths LENGTHS=FILE
+bench-dock-lengths: $(VENV)/ready
+	$(BIN)/python bench/dock.py --page --lengths $(LENGTHS)
+
 # What trl and verl compute, to which tests/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
 peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
 	$(VENV_TRL)/bin/python tests/peers/from_trl.py
@@ -156,4 +197,4 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_ENGINES)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_JOBS)

@@ -43,16 +43,20 @@ def run(
     verbose: bool = False,
     measure_memory: bool = False,
     nice: int = 0,
+    watch: bool = False,
+    metrics_port: int | None = None,
     stderr: IO[str] | None = None,
 ) -> Outcome:
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
     new folder under runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
+    Both may be URLs.
 
     `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints.
     `iterations` and `seed` take the place of the plan's. `record` writes the rows of each iteration; `replay` is the
     folder of a run that did, whose responses are taken in place of generated ones. `dry_run` checks all that can be
     checked, prints what would run and starts nothing. `verbose` shows what the processes print, `measure_memory` what a
-    rank's tensors take. `nice`, from 0 to 19, is how much nicer than this process those are that compute. What is told
+    rank's tensors take. `nice`, from 0 to 19, is how much nicer than this process those are that compute. `watch`
+    serves a page on which the run can be watched, `metrics_port` (0: a free one) metrics for Prometheus. What is told
     on the way goes to `stderr` (default: the process's own).
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
@@ -61,7 +65,7 @@ def run(
     try:
         stated = _checked(
             plan,
-            {"iterations": iterations, "seed": seed, "nice": nice},
+            {"iterations": iterations, "seed": seed, "nice": nice, "metrics_port": metrics_port},
             {"out": out, "resume": resume, "replay": replay},
         )
         _guarded(plan, sys._getframe(1))
@@ -70,12 +74,22 @@ def run(
             known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed)
         )
         plan = replace(plan, deploy=replace(plan.deploy, run=asked))
-        options = Options(measure_memory, verbose, record, str(replay or ""), overwrite, stated.get("nice", 0))
+        options = Options(
+            measure_memory,
+            verbose,
+            record,
+            str(replay or ""),
+            overwrite,
+            stated.get("nice", 0),
+            watch,
+            stated.get("metrics_port"),
+        )
         if not dry_run:
             return supervisor.run(plan, out, str(resume or ""), options, stderr)
         made = supervisor.prepare(plan, out, str(resume or ""), options)
+        made.drop()
         print(shown("\n".join(made.lines())))
-        return Outcome(made.folder, {})
+        return Outcome(made.url or made.folder, {})
     except Fault as fault:
         from .compiler.pipeline import rendered
 
@@ -90,6 +104,7 @@ def _by_keyword(text: str) -> str:
     """What names flags of msrl-run, with the arguments of `run` in their place."""
     text = re.sub(r"(?<!\S)--(overwrite|record)\b", r"`\1=True`", text)
     text = re.sub(r"(?<!\S)--(resume|iterations) (?=\S)", r"\1=", text)
+    text = text.replace("--metrics-port", "`metrics_port`")
     return re.sub(r"(?<!\S)--(out|replay)\b", r"`\1`", text)
 
 

@@ -19,7 +19,7 @@ from msrl_graph import compile
 from msrl_graph.backends.spec import Asked, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.weights import checkpoint
+from msrl_graph.runtime.weights import checkpoint, parts
 from msrl_graph.runtime.weights.checkpoint import (
     Manifest,
     Source,
@@ -285,7 +285,7 @@ def read_whole(run, plan):
     import torch
 
     path, manifest, warnings = resumed(plan, str(run), NOWHERE)
-    tensor = Source(path).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
+    tensor = Source(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
         warnings,
@@ -347,7 +347,8 @@ def test_a_program_that_changed_is_told_and_where_it_stands_is_no_change(tmp_pat
 def test_a_box_is_read_from_however_many_files(tmp_path, plan):
     import torch
 
-    source = Source(save(tmp_path, plan, 1))
+    path = save(tmp_path, plan, 1)
+    source = Source(path, checkpoint.manifest_of(path))
     whole = torch.stack([torch.arange(3.0), torch.arange(3.0) + 3, torch.arange(3.0) + 1, torch.arange(3.0) + 4])
     assert torch.equal(source.read("actor/weights/w", ((0, 4), (0, 3)), torch.float32), whole)
     assert torch.equal(source.read("actor/weights/w", ((1, 3), (1, 3)), torch.float32), whole[1:3, 1:3])
@@ -418,7 +419,7 @@ def _go_on(rank, folder, layout, dtype, target, same):
     import torch
 
     _, engine = engine_on(layout, rank, dtype)
-    source = Source(Path(target))
+    source = Source(Path(target), checkpoint.manifest_of(Path(target)))
     with torch.no_grad():
         for s in engine.shards():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
@@ -476,3 +477,33 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
     assert sound(path).iteration == 3
     ranks.run(2, _go_on, LAYOUTS[new], dtype, str(path), old == new)
     shutil.rmtree(path)
+
+
+def test_a_host_says_what_is_wrong_with_its_part_and_takes_a_file_in_pieces(tmp_path, plan, monkeypatch):
+    path = save(tmp_path / "run", plan, 20)
+    monkeypatch.setattr(parts, "PIECE", 100)
+    (one, two, states), there = checkpoint.manifest_of(path).files, tmp_path / "other"
+    for file in (one, two):
+        for offset in range(0, file.bytes, 100):
+            if not offset or file == one:
+                assert parts.take(str(there), file.name, offset, parts.piece(str(path), file.name, offset)) == ""
+    assert parts.whole(str(there), one) == ""
+    assert parts.whole(str(there), two) == f"{two.name} came from another host and has 100 bytes of {two.bytes}"
+    assert parts.amiss(str(there), (one, two, states)) == {
+        one.name: "",
+        two.name: "is missing",
+        states.name: "is missing",
+    }
+    flip(there)
+    wrong = "was changed after it was written: its SHA-256 differs"
+    assert parts.amiss(str(there), (one,)) == {one.name: wrong}
+
+
+def test_a_checkpoint_whose_files_are_other_hosts_to_have_is_sound_without_them(tmp_path, plan):
+    hosts = tuple(checkpoint.Host(f"10.0.0.{r}", f"node{r}", (f"actor-rank-0000{r}.safetensors",)) for r in range(2))
+    path = save(tmp_path, plan, 20, written={"format_version": checkpoint.PARTED, "hosts": hosts})
+    (path / hosts[1].files[0]).unlink()
+    assert sound(path).hosts == hosts
+    flip(path)
+    with pytest.raises(Unsound, match=r"its file actor-rank-00000.safetensors was changed"):
+        sound(path)

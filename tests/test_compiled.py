@@ -56,8 +56,9 @@ deploy grpo on one {{
 """
 
 
-def planned(model, layout, stated="compile = layers", nodes="actor.update, reference.infer"):
-    return compile("compiled.rlg", text=TEXT.format(model=model, layout=layout, stated=stated, nodes=nodes))
+def planned(model, layout, stated="compile = layers", nodes="actor.update, reference.infer", **sets):
+    text = TEXT.format(model=model, layout=layout, stated=stated, nodes=nodes)
+    return compile("compiled.rlg", text=text.replace("  layout actor.update {  }\n", ""), sets=sets)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,13 @@ def test_what_cannot_be_compiled_is_refused(model, layout, nodes, message, help,
     assert ("layout-divide", message, help) in told(layout)
     for stated in mended:
         assert not any(code == "layout-divide" for code, _, _ in told(*stated))
+
+
+def test_the_planner_gives_compiled_layers_no_tp():
+    few = {"prompts": "2", "group": "1"}  # rows, which leave a tp or a cp of 2 to four devices
+    tp, cp = (planned("qwen2.5-7b", "", f"compile = {how}", **few) for how in ("none", "layers"))
+    assert tp.placement("actor.update").layout.tp > 1
+    assert all(cp.placement(node).layout.tp == 1 for node in ("actor.update", "reference.infer"))
 
 
 def test_a_plan_takes_compiled_layers_for_fused_ones():

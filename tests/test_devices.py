@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 
 
 def test_what_is_said_of_each_kind():
-    gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+    gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
     names = "name torch resource collectives asked_as interfaces visible files plugin"
     facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*", "")

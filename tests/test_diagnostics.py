@@ -34,6 +34,7 @@ ELSEWHERE = {
     "calibration",
     "unguarded-run",
     "unused-weight",
+    "port-taken",
 }
 
 

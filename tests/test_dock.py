@@ -1,5 +1,9 @@
 """The dock: any order of arrival, each unit once, the same mini-batches, and words for what is missing."""
 
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,19 +13,21 @@ from msrl_graph.ir.rowsets import Rowset
 from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, concatenate, ragged, texts
 from msrl_graph.runtime.dock.client import _found as found_here
 from msrl_graph.runtime.dock.client import assemble, wanted
-from msrl_graph.runtime.dock.controller import Controller, deal
+from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.segments import Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
-from msrl_graph.runtime.dock.wire import News
+from msrl_graph.runtime.dock.wire import News, Place
 from msrl_graph.runtime.process.task import Task
 
 READS = (Read("prompt", 0, "source"), Read("response", 1, "actor.generate"), Read("reward", 1, "host.reward"))
 
 
 def reader(fan=4, **changes):
-    """Of a node that works on `fan` responses to each prompt."""
+    """Of a node that works on `fan` responses to each prompt, in `groups` groups on as many hosts."""
     fields = {"node": "n", "reads": READS, "sets": (Rowset(0), Rowset(1, 0, fan)), "rows": 1, "unit": 1, "whole": False}
-    return Reader(**(fields | {"groups": 2, "chunk": 0, "balance": False, "seed": 3} | changes))
+    fields |= {"at": tuple(range(changes.pop("groups", 2))), "chunk": 0, "seed": 3}
+    return Reader(**(fields | {"tokens": {"response": 1}} | changes))
 
 
 def opened(r, prompts, iteration=0):
@@ -45,19 +51,20 @@ class Taker:
     """Takes each share of a controller once."""
 
     def __init__(self, controller):
-        self.controller, self.counts = controller, [0] * controller.reader.groups
+        self.controller, self.counts = controller, [0] * len(controller.reader.at)
 
     def all(self, key):
         found = []
         for group in range(len(self.counts)):
-            while (share := self.controller.take(key, group, self.counts[group])) is not None:
+            for share in self.controller.decided(key, group)[self.counts[group] :]:
                 found.append((group, share))
                 self.counts[group] += 1
         return found
 
 
 def hear(controller, key, *news):
-    rounds = controller.heard(key, [News(*news)])
+    column, rows, lengths, warehouse, *verdicts = news
+    rounds = controller.heard(key, [News(column, rows, lengths, Place(warehouse, "some"), *verdicts)])
     for round in rounds:
         controller.hand(key, round)
     return rounds
@@ -147,7 +154,13 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
     r = reader(
         fan, groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance
     )
-    warehouses = [Warehouse(i, 0) for i in range(2)]
+    with segments() as one, segments() as other:
+        warehouses = [Warehouse(i, files) for i, files in enumerate((one, other))]
+        _rebuilt(r, prompts, fan, random, data, warehouses)
+
+
+def _rebuilt(r, prompts, fan, random, data, warehouses):
+    groups, update = len(r.at), r.update
     controller, key = opened(r, prompts, 4)
     taker = Taker(controller)
     found, news = [], []
@@ -166,7 +179,7 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
             # Who asks again for what it was given gets the same rows, from where they lie now.
             for group in range(groups):
                 for index in range(taker.counts[group]):
-                    old, new = controller.take(key, group, index), heir.take(key, group, index)
+                    old, new = (c.decided(key, group)[index] for c in (controller, heir))
                     assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (
                         new.most,
                         new.last,
@@ -174,8 +187,9 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, ch
                     )
             taker.controller = controller = heir
         lengths = [row % 5 + 1]
-        warehouses[w].put(key, "n", {column: Piece(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))})
-        rounds = controller.heard(key, [News(column, np.array([row]), np.array(lengths), w)])
+        piece = Piece(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))
+        warehouses[w].segments.write(key, str(at), "n", {column: piece})
+        rounds = controller.heard(key, warehouses[w].put(key, str(at)))
         if lost and at + 1 == death:
             continue
         for round in rounds:
@@ -235,70 +249,79 @@ def test_what_is_missing_is_named():
     )
 
 
-@given(st.lists(st.integers(0, 100), min_size=1, max_size=40), st.integers(1, 5))
-def test_balance_by_length_is_within_one_row(weights, groups):
-    units, weight = np.arange(len(weights)), np.array(weights)
-    parts = deal(units, np.zeros(len(units), int), weight, groups)
-    loads = [weight[p].sum() for p in parts]
-    assert sorted(np.concatenate(parts)) == list(units)
-    assert max(loads) - min(loads) <= max(weights)
-
-
-def test_rows_stay_where_they_lie():
-    units, home = np.arange(8), np.array([1, 0, 1, 0, 1, 0, 1, 0])
-    assert [list(p) for p in deal(units, home, None, 2)] == [[1, 3, 5, 7], [0, 2, 4, 6]]
-
-
 rows = st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=12)
+
+
+@contextmanager
+def segments():
+    """Of a room that holds nobody up."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Segments(Room(Path(folder)))
+
+
+def written(warehouse, name, pieces):
+    warehouse.segments.write("k/0", name, "writer", pieces)
+    return warehouse.put("k/0", name)
 
 
 @given(rows, st.randoms(use_true_random=False))
 def test_a_warehouse_gives_back_what_it_was_given(values, random):
-    warehouse = Warehouse(0, 0)
-    order = list(range(len(values)))
+    with segments() as files:
+        _gives_back(Warehouse(0, files), values, random)
+
+
+def _gives_back(warehouse, values, random):
+    order, at, names = list(range(len(values))), {}, iter("abc")
     random.shuffle(order)
     cut = random.randint(0, len(order))
     for part in (order[:cut], order[cut:], order[:1]):  # the first row is written twice
         if part:
-            column = ragged([np.array(values[i]) for i in part], np.int32)
-            warehouse.put(
-                "k",
-                "writer",
-                {"c": Piece(np.array(part), column), "s": Piece(np.array(part), Column(np.array(part, np.float32)))},
-            )
+            column, name = ragged([np.array(values[i]) for i in part], np.int32), next(names)
+            scalars = Column(np.array(part, np.float32))
+            written(warehouse, name, {"c": Piece(np.array(part), column), "s": Piece(np.array(part), scalars)})
+            at |= dict.fromkeys(part, name)
     asked = np.array(random.sample(range(len(values)), random.randint(1, len(values))))
-    got = warehouse.get("k", "reader", 1, {"c": asked, "s": asked})
-    assert [list(got["c"][i]) for i in range(len(asked))] == [values[i] for i in asked]
-    assert list(got["s"].values) == list(asked)
-    moved = warehouse.drop("k")
-    assert moved["reader get away"] == got["c"].nbytes + got["s"].nbytes
-    assert warehouse.drop("k") == {}
+    for name in set(at.values()):
+        mine = np.array([i for i in asked if at[i] == name], int)
+        got = warehouse.get("k/0", {name: {"c": mine, "s": mine}})[name]
+        assert [list(got["c"][i]) for i in range(len(mine))] == [values[i] for i in mine]
+        assert list(got["s"].values) == list(mine)
+    whole = warehouse.whole("k/0")
+    assert [list(whole["c"].column[i]) for i in range(len(values))] == values
+    warehouse.drop("k/0")
+    assert warehouse.whole("k/0") == {} and not [*warehouse.segments.tasks()]
 
 
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=6), min_size=1, max_size=4)
 )
-def test_verdicts_stay_verdicts_in_a_warehouse_and_on_the_way(written):
+def test_verdicts_stay_verdicts_in_a_warehouse_and_on_the_way(parts):
     """Controllers hear how often each row goes on, not how long it is; of a row that was written twice the later
     verdict counts."""
-    warehouse, times = Warehouse(3, 0), {}
-    for part in written:
+    with segments() as files:
+        _stay_verdicts(files, parts)
+
+
+def _stay_verdicts(files, parts):
+    warehouse, times = Warehouse(3, files), {}
+    for i, part in enumerate(parts):
         rows, verdicts = (np.array(x) for x in zip(*part, strict=True))
-        warehouse.put("train/0", "n", {"n.times": Verdicts(rows, Column(verdicts.astype(np.int32)))})
+        written(warehouse, str(i), {"n.times": Verdicts(rows, Column(verdicts.astype(np.int32)))})
         times |= dict(part)
-    known, whole = warehouse.known(Task("train", 0, 3)), warehouse.whole("train/0")["n.times"]
+    known, whole = warehouse.known(Task("k", 0, 3)), warehouse.whole("k/0")["n.times"]
     told = [
-        (n.column, n.warehouse, n.verdicts, row, times)
+        (n.column, n.place, n.verdicts, row, times)
         for n in known.news
         for row, times in zip(n.rows, n.lengths, strict=True)
     ]
-    assert told == [("n.times", 3, True, row, times) for part in written for row, times in part]
+    expected = [(Place(3, str(i)), sorted(dict(part).items())) for i, part in enumerate(parts)]
+    assert told == [("n.times", place, True, row, times) for place, part in expected for row, times in part]
     assert (
         isinstance(whole, Verdicts)
         and dict(zip(whole.rows, whole.told, strict=True)) == times
         and list(whole.rows) == sorted(times)
     )
-    plain = News.of("reward", Piece(np.arange(2), Column(np.array([5.0, 7.0]))), 0)
+    plain = News.of("reward", Piece(np.arange(2), Column(np.array([5.0, 7.0]))), Place(0, "some"))
     assert not plain.verdicts and list(plain.lengths) == [1, 1]
 
 
@@ -307,7 +330,7 @@ def test_columns_of_prompts_are_laid_out_by_response():
     controller, key = opened(r, 3)
     hear(controller, key, "prompt", np.arange(3), np.ones(3), 0)
     hear(controller, key, "response", np.arange(6), np.ones(6), 0)
-    share = controller.take(key, 0, 0)
+    share = controller.decided(key, 0)[0]
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
     numbers = r.numbers(Task("train", 0, 3))
     batch = assemble(share, r, numbers, wanted(share, r, numbers), fetched)

@@ -4,6 +4,7 @@ handed out once."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import dry
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 
+from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unready import unready
 from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import Plan
@@ -72,7 +74,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> str:
                 found.truth(task).key(reader.numbers(task), int(r), reader.rows) for _, s in shares for r in s.rows
             )
             assert got == expected(found, task, name), (name, task.key)
-            for group in range(reader.groups):
+            for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
     return "to its end"
 
@@ -100,6 +102,33 @@ def holds(text: str, folder: Path, seed: int, kindness: float) -> str:
 @given(programs(), st.integers(0, 10**6), KINDNESS)
 def test_what_compiles_runs_to_its_end(folder: Path, text: str, seed: int, kindness: float) -> None:
     event(holds(text, folder, seed, kindness))
+
+
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@given(programs(), st.integers(0, 10**6))
+def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_below(
+    folder: Path, text: str, seed: int
+) -> None:
+    """The compiler's rule, held against the rows that a run really writes: with so many bytes a host it comes to its
+    end, whoever writes how much where, and with less than all rows take it says so."""
+    made, _ = compiled(text, "a.rlg", folder)
+    if made is None or made.plan is None or unready(made.plan):
+        return
+    plan = made.plan
+    free, hosts = dry.Dry(plan, seed, 1.0), len(plan.docks.warehouses)
+    free.run(DATA)
+    need = max(free.stored.values())
+
+    def bounded(capacity: int) -> dry.Dry:
+        return dry.Dry(replace(plan, docks=replace(plan.docks, capacity=capacity)), seed, 1.0)
+
+    enough = bounded(least_capacity(-(-need // hosts), free.largest, hosts))
+    enough.run(DATA)
+    assert enough.stored == free.stored
+    if need >= hosts:
+        with pytest.raises(RunError, match="full on every host"):
+            bounded((need - 1) // hosts).run(DATA)
+    event(f"{hosts} hosts, {'some' if enough.away else 'no'} rows went to another host")
 
 
 # What random programs have found.

@@ -15,6 +15,7 @@ from place import MINE, ONE_RANK, ROOT, SMALL, metrics, weights
 
 from msrl_graph.runtime.metrics.record import TIMES
 from msrl_graph.runtime.process.points import file as points_file
+from msrl_graph.runtime.weights import checkpoint
 
 
 def computed(folder):
@@ -42,9 +43,8 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     assert again == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]
     assert all((first[t] == second[t]).all() for t in first)  # bit for bit
     # On another layout, in another folder: the first lines are the old ones.
-    (place.folder / "p.rlg").write_text(
-        (place.folder / "p.rlg").read_text().replace("{ dp = 2, zero = 3 }", "{ tp = 2 }")
-    )
+    written = (place.folder / "p.rlg").read_text()
+    (place.folder / "p.rlg").write_text(written.replace("{ dp = 2, zero = 3 }", "{ tp = 2 }"))
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002", "--out", "other")
     assert code == 0, err
     other, third = computed(place.folder / "other")
@@ -61,6 +61,13 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of
     # it.
     assert max(abs(first[t] - third[t]).max() for t in first if not t.endswith("k_proj.bias")) < 1e-6
+    # With pools of their own: ranks that take no step of an update do not speak of its steps.
+    apart = "layout actor.generate { dp = 1 }\n  apart actor.update, actor.generate"
+    text = written.replace("{ dp = 2, zero = 3 }", "{ dp = 1 }").replace("layout actor.generate { tp = 2 }", apart)
+    (place.folder / "p.rlg").write_text(text)
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002", "--out", "apart")
+    assert code == 0, err
+    assert all(checkpoint.newest(place.folder / f)[1].iteration == 4 for f in ("whole", "again", "other", "apart"))
     place.assert_clean()
     # What is there is not overwritten by mistake.
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002")
@@ -86,7 +93,7 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     """The next iteration's functions are asked for already where they die in one: `make chaos` dies everywhere."""
     program(place, iterations=12)
     (points := place.folder / "points").mkdir()
-    functions, controllers = "functions of host 0", "controllers beside warehouse 0"
+    functions, controllers = "functions of host 0", "dock of host 0"
     deaths = [
         points_file(points, functions, "share of host.reward in train/2"),
         points_file(points, functions, "before put of host.advantage in train/4"),

@@ -52,6 +52,7 @@ HEAVY = {
     "numpy",
     "pyarrow",
     "tensordict",
+    "fsspec",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {p.relative_to(PACKAGE).with_suffix("").parts for p in FILES}

@@ -78,11 +78,11 @@ def results(
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
     reads = tuple(Read(c, rows.columns[c], "x") for c in READS)
-    reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", 1, 0, False)
+    reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", (0,))
     units = np.arange(4) if per == "row" else np.arange(prompts) if per == "prompt" else np.zeros(1, int)
     sizes = np.full(len(units), 4 // len(units))
     batch = Batch(
-        Share(units, sizes, np.arange(4), {}, 4, 4, {}, 0, True), np.arange(4),
+        Share(units, sizes, np.arange(4), {}, (), 4, 4, {}, 0, True), np.arange(4),
         {
             "answer": columns.texts(["x", "x", "y", "y"]),
             "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),

@@ -2,20 +2,24 @@
 cannot be joined."""
 
 import http.server
+import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
-from hosts import Hosts, possible
-from place import EXAMPLE, SMALL, metrics
+from hosts import Hosts, inner, possible
+from place import EXAMPLE, ONE_RANK, SMALL, metrics
 
 from msrl_graph import compile
 from msrl_graph.runtime.process import joining
+from msrl_graph.runtime.weights.checkpoint import sound
 
 TWO = [
     ("cluster laptop", "cluster two"),
@@ -64,46 +68,129 @@ def test_what_answers_and_is_no_ray_is_told(plan, monkeypatch):
         server.shutdown()
 
 
-def test_what_hosts_lack_is_told_with_the_host(plan, tmp_path):
-    with joining.marked(tmp_path) as marker:
-        assert joining.absent([str(marker), str(tmp_path / "none")]) == [str(tmp_path / "none")]
-        wanted = joining.wanted(plan, marker)
-    assert not marker.exists()
-    (told,) = joining.differing(wanted, [("10.0.0.1", []), ("10.0.0.2", [next(iter(wanted))])])
-    assert told.code == "host-differs" and told.message.startswith("the host 10.0.0.2 has no model folder ")
+@pytest.fixture
+def command(place):
+    """The start of a run of the place's program on a host."""
+
+    def start(made, host, *arguments, **environment):
+        main = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
+        words = [*made.on(host, place.folder), sys.executable, "-c", main, "p.rlg", *SMALL, *arguments]
+        variables = {**os.environ, "TMPDIR": str(place.temporary), "RAY_ADDRESS": made.address, **environment}
+        heed = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # whatever nohup has the tests ignore
+        return subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+
+    return start
+
+
+def ended(process):
+    _, err = process.communicate(timeout=200)
+    return process.returncode, err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
-def test_a_cluster_whose_hosts_names_have_the_address_of_the_loopback_trains_and_tells_what_a_host_lacks(place):
+def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(place, command):
+    """Of a cluster whose hosts' names have the address of the loopback, and whose ranks speak by an interface that the
+    program states."""
     shared, own = place.folder / "shared", place.folder / "own"
     shutil.copytree(EXAMPLE / "model", own / "model")
+    place.function("import beside\n    return beside.score(response, answer)")
+    (place.folder / "mine.py").rename(own / "mine.py")
+    (own / "beside.py").write_text("def score(response, answer):\n    return float(response == answer)\n")
+    once, mine = ["--iterations", "1"], ("call = exact_match()", 'call = "own/mine.py:score"')
     place.write(*TWO, ('"./model"', '"./own/model"'), evaluated=False)
-    made = Hosts(2, hidden=[own])
-
-    def run(*arguments, **environment):
-        main = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
-        command = [*made.on(0), sys.executable, "-c", main, "p.rlg", *SMALL, "--iterations", "1", *arguments]
-        variables = {**os.environ, "TMPDIR": str(place.temporary), "RAY_ADDRESS": made.address, **environment}
-        done = subprocess.run(command, cwd=place.folder, env=variables, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stderr
-
+    made = Hosts(2, hidden=[own], twice=True)
     try:
-        code, err = run("--out", str(shared), RAY_AUTH_MODE="disabled")
+        code, err = ended(command(made, 0, *once, "--out", str(shared), RAY_AUTH_MODE="disabled"))
         assert (
             code == 3 and f"the Ray cluster at {made.address} asks for a token that this process does not give" in err
         ), err
-        code, err = run("--out", str(own / "out"), **made.environment)
-        told = f"error[host-differs]: the host {made.ip(1)} does not see the folder of the run, {own / 'out'}"
-        assert code == 3 and told in err, err
-        assert f"error[host-differs]: the host {made.ip(1)} has no model folder {own / 'model'}" in err, err
+        code, err = ended(command(made, 0, *once, "--out", str(own / "out"), **made.environment))
+        told, *table = err[err.index("error[") :].splitlines()[:4]
+        assert (
+            code == 3 and told == "error[host-differs]: model policy is not on every host that reads it, as it is here"
+        ), err
+        assert [line.split() for line in table] == [
+            ["host", "model", "policy"],
+            [made.ip(0), "there"],
+            [made.ip(1), "none", "!"],
+        ]
         assert not (own / "out").exists()
-        place.write(*TWO, evaluated=False)
-        code, err = run("--out", str(shared), **made.environment)
+        place.write(*TWO, mine, ("cluster two {", 'cluster two { interface = "eth1",'), evaluated=False)
+        before = made.wire("eth1")
+        code, err = ended(command(made, 0, *once, "--out", str(shared), **made.environment))
         assert code == 0, err
-        assert metrics(shared)[0]["rows"] == 32 and (shared / "checkpoints" / "000001").is_dir()
+        assert metrics(shared)[0]["rows"] == 32 and not sound(shared / "checkpoints" / "000001").hosts
+        away = sum(v for k, v in metrics(shared)[0]["dock_bytes"].items() if k.endswith(" get away"))
+        trace = json.loads((shared / "trace.json").read_text())["traceEvents"]
+        fetched = [e for e in trace if e["name"].startswith("rows from host ")]
+        assert sum(e["args"]["bytes"] for e in fetched) == away > 0
+        lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+        assert all(lanes[e["pid"], e["tid"]] == f"dock, host {e['args']['host']}" for e in fetched)
+        # A gradient of the model has some 100 kB, which each sends to the other.
+        assert all(b > a + 100_000 for a, b in zip(before, made.wire("eth1"), strict=True))
+        assert not made.left()
         made.stop(1)
-        code, err = run("--out", str(place.folder / "again"), **made.environment)
+        code, err = ended(command(made, 0, *once, "--out", str(place.folder / "again"), **made.environment))
         assert code == 3 and "the plan asks for 2 hosts of 1 CPU; Ray has 1 host, 1 CPU in all" in err, err
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
+def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_has_them(place, command):
+    """One is driven from a host that has no devices, the other from a host that is not the head."""
+    place.write(*ONE_RANK, evaluated=False)
+    made, long, short = Hosts(3, cpus=(1, 1, 0)), place.folder / "long", place.folder / "short"
+    try:
+        first = command(made, 2, "--iterations", "100000", "--out", str(long), **made.environment)
+        place.wait_for_lines("long", 2)
+        code, err = ended(command(made, 1, "--iterations", "2", "--out", str(short), **made.environment))
+        assert code == 0 and len(metrics(short)) == 2, err
+        place.write(*TWO, evaluated=False)
+        code, err = ended(command(made, 0, "--out", str(place.folder / "none"), **made.environment))
+        assert code == 3, err
+        told = err[err.index("error[") :].splitlines()
+        assert told[0] == (
+            "error[no-resources]: the plan asks for 2 hosts of 1 CPU; Ray has 3 hosts, 2 CPU in all, 1 of them free"
+        )
+        assert f"  msrl-run arithmetic, into {long} has 1 CPU" in told[1:5]
+        assert f"  {made.ip(2)} has 0 of 0 CPU free" in told[1:5]
+        assert "= help: wait for the end of the run that has them, or end it" in err
+        assert first.poll() is None
+        os.kill(inner(first.pid), signal.SIGHUP)
+        assert ended(first)[0] == 129
+        assert not made.left()
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
+@pytest.mark.parametrize("when", ["ranks start", "checkpoint"])
+def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
+    """A link is cut: the host is missed long before Ray misses it, and the program, which states no layout, is planned
+    anew for one host. Each row enters the update once."""
+    out = place.folder / "out"
+    open_ = [("  layout actor.update   { dp = 2, zero = 3 }\n", ""), ("  layout actor.generate { tp = 2 }\n", "")]
+    place.write(
+        *TWO, *open_, ("run { save = 1, iterations", "run { save = 1, restarts = 1, iterations"), evaluated=False
+    )
+    made = Hosts(2)
+    try:
+        process = command(made, 0, "--iterations", "6", "--out", str(out), **made.environment)
+        until = time.monotonic() + 100
+        while not ((out / "checkpoints" / "000002").is_dir() if when == "checkpoint" else made.runs(1, "RankHost")):
+            assert process.poll() is None and time.monotonic() < until, ended(process)
+            time.sleep(0.05)
+        made.cut(1)
+        code, err = ended(process)
+        assert code == 0, err
+        begins = "from the checkpoint after" if when == "checkpoint" else "from the beginning"
+        # Where Ray misses it first, the line begins with who died.
+        assert f"\nthe host {made.ip(1)} does not answer any more; starting anew {begins}" in f"\n{err}", err
+        assert "1 host of 2 left: planned anew for 1 host\n" in err, err
+        assert [line["rows"] for line in metrics(out)] == [32] * 6
     finally:
         made.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import page
 import pytest
 
+from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
@@ -21,6 +22,7 @@ from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.options import ReshardOptions
 from msrl_graph.ir.plan import EngineChoice, Plan, from_json
 from msrl_graph.model.models import load
+from msrl_graph.passes.dock import Dock
 from msrl_graph.planner.place import Place
 from msrl_graph.sharding.layout import Layout
 
@@ -164,6 +166,46 @@ def test_a_controller_for_each_state_and_a_warehouse_on_each_host() -> None:
     )
     assert not PLAN.controller("actor.generate").lockstep
     assert PLAN.controller("host.reward").groups == 2
+
+
+SPREAD = """import grpo
+cluster two { device = "h100", nodes = 2, devices_per_node = 2 }
+deploy grpo on two {
+  model policy = "qwen2.5-7b"
+  data source = "deepscaler.jsonl" { prompt = "problem", answer = "answer" }
+  layout actor.update { dp = 4 }
+  layout actor.generate { dp = 4 }
+  dock { mode = distributed }
+}
+"""
+
+
+def spread(*changes: tuple[str, str]) -> Plan:
+    text = SPREAD
+    for old, new in changes:
+        text = text.replace(old, new)
+    return compile("spread.rlg", text=text)
+
+
+def test_controllers_are_spread_over_the_hosts() -> None:
+    # Four groups of ranks ask, or the functions of two hosts: the next is always where fewer do.
+    assert {c.node: (c.host, c.groups) for c in spread().docks.controllers} == {
+        "actor.generate": (0, 4),
+        "actor.infer": (1, 4),
+        "actor.update": (0, 4),
+        "reference.infer": (1, 4),
+        "host.advantage": (0, 2),
+        "host.reward": (1, 2),
+    }
+    central = spread(("distributed", "central"))
+    assert {c.host for c in central.docks.controllers} == {0} == {*central.docks.warehouses}
+
+
+def test_controllers_are_where_devices_are_idle() -> None:
+    plan = spread()
+    half = tuple(replace(p, devices=2) for p in plan.pools)  # all on host 0
+    found = Dock(ENGINES).apply(replace(plan, pools=half))
+    assert {c.host for c in found.docks.controllers} == {1}
 
 
 def test_central_and_stream() -> None:

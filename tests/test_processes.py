@@ -28,7 +28,7 @@ leader = subprocess.Popen(sleep, start_new_session=True)
 kept.ends(leader.pid)
 marked = subprocess.Popen(sleep, env={**os.environ, MARK: str(kept.folder)}, start_new_session=True)
 (kept.folder / "file").write_text("x")
-print(kept.folder, kept.keeper.pid, leader.pid, marked.pid, flush=True)
+print(kept.folder, kept.keeper, leader.pid, marked.pid, flush=True)
 time.sleep(300)
 """
 
@@ -56,7 +56,7 @@ def owner():
 def test_the_folder_is_there_until_it_is_closed(here):
     with closing(Temporary()) as kept:
         assert kept.folder.parent == here and kept.folder.is_dir()
-        keeper = kept.keeper.pid
+        keeper = kept.keeper
         bystander = subprocess.Popen(SLEEP)
         process = subprocess.Popen(SLEEP, env={**os.environ, MARK: str(kept.folder)})
     assert not kept.folder.exists() and not alive(keeper)
@@ -76,8 +76,8 @@ def test_an_owner_that_is_killed_leaves_nothing():
 def test_a_keeper_that_is_killed_is_stood_in_for():
     kept = Temporary()
     process = subprocess.Popen(SLEEP, start_new_session=True)
-    kept.keeper.kill()
-    kept.keeper.wait()
+    os.kill(kept.keeper, signal.SIGKILL)
+    assert until(lambda: not alive(kept.keeper))
     kept.ends(process.pid)
     kept.close()
     assert not alive(process.pid) and not kept.folder.exists()
@@ -126,7 +126,7 @@ def test_shared_memory_that_is_named_after_the_folder_is_gone():
 
 def test_what_terminals_send_does_not_reach_the_keeper():
     with closing(Temporary()) as kept:
-        assert os.getsid(kept.keeper.pid) == kept.keeper.pid != os.getsid(0)
+        assert os.getsid(kept.keeper) == kept.keeper != os.getsid(0)
 
 
 def test_what_was_killed_altogether_is_swept_up_and_what_is_held_is_not():

@@ -8,7 +8,8 @@ from stage import Stage, one_rank
 
 from msrl_graph import compile
 from msrl_graph.cost import between as costs
-from msrl_graph.runtime.metrics.record import Recorder
+from msrl_graph.ir.plan import METRICS
+from msrl_graph.runtime.metrics.record import Recorder, imbalances
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
@@ -40,7 +41,8 @@ def test_what_each_of_two_edges_received(plan, tmp_path):
     first.bytes, second.bytes = {ONE: 300, TWO: 50}, {ONE: 280, TWO: 90}
     first.count("reward", 1.0, 2)
     recorder = Recorder(tmp_path, plan, 0)
-    line = recorder.training(0, 1.0, [first, second], {})
+    line = recorder.training(0, 1.0, [first, second], {}, 3)
+    assert {key for key in line if "/" not in key} - {"reward"} <= METRICS  # what no column may be called
     assert (line["reshard_bytes"], line["actor.generate/reshard_bytes"], line["second/reshard_bytes"]) == (370, 300, 90)
     gathered = {e.dst: next(s.bytes for s in e.steps if s.name.endswith("by bucket")) for e in plan.reshards}
     table = {what: (predicted, measured) for what, _, predicted, measured, _ in recorder.table()}
@@ -109,3 +111,12 @@ deploy talk on laptop {
     assert len(plan.pools) == 2 and whole.seconds == max(
         (costs.reshard(plan, edge) for edge in plan.reshards), key=lambda f: f.value
     )
+
+
+def test_imbalance_is_that_of_each_round() -> None:
+    """Two rounds that are uneven the other way round do not make up for each other."""
+    reports = [Report("rank 0"), Report("rank 1"), Report("host 0")]
+    reports[0].loads = {"actor.update": [30, 10], "actor.infer": [5]}
+    reports[1].loads = {"actor.update": [10, 30], "actor.infer": [5]}
+    reports[2].loads = {"host.reward": [40]}
+    assert imbalances(reports) == {"actor.update": 1.5, "actor.infer": 1.0}

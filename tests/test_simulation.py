@@ -29,7 +29,7 @@ from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.dock.wire import News, Round
+from msrl_graph.runtime.dock.wire import News, Place, Round
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.flow import Done
@@ -294,8 +294,8 @@ DOCKS = {
 @given(st.integers(0, 2**32), st.integers(0, 5))
 @settings(max_examples=10, phases=(Phase.generate,))  # a smaller seed says nothing
 def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
-    """Rows come to a run's controllers one by one, in the order in which the simulation has them, all in one
-    warehouse."""
+    """Rows come to a run's controllers one by one, in the order in which the simulation has them, to groups that are
+    all on one host."""
     plan, random = DOCKS[name], Random(seed)
     flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
     prompts, responses = plan.graph.rows
@@ -313,12 +313,12 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
             c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))]
             for c in ("prompt", "response")
         }
-        controller, rounds = Controller(reader), list[Round]()
+        controller, rounds = Controller(replace(reader, at=(0,) * len(reader.at))), list[Round]()
         task = Task("train", iteration, prompts)
         controller.open(task)
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
-            rounds += controller.heard(task.key, [News(column, np.array([row]), np.array([size]), 0)])
+            rounds += controller.heard(task.key, [News(column, np.array([row]), np.array([size]), Place(0, "some"))])
         fan = responses // prompts
         weight = (
             [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)]

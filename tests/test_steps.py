@@ -166,10 +166,8 @@ def test_a_run_that_goes_on_takes_the_same_steps(learnt, name, tmp_path):
         stage.act("actor.update", columns)
     partial = checkpoint.begin(tmp_path, 1)
     files, counts, _ = stage.checkpoint(str(partial), {})
-    again.resume(
-        str(checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, counts, {}, tuple(files)), 2)),
-        counts,
-    )
+    manifest = checkpoint.Manifest(checkpoint.FORMAT, 1, 0, counts, {}, tuple(files))
+    again.resume(str(checkpoint.commit(partial, manifest, 2)), manifest)
     rates = []
     for one in (stage, again):
         one.told = Report("rank")

@@ -10,7 +10,7 @@ from stage import one_rank
 from msrl_graph import compile
 from msrl_graph.runtime.data.columns import Column
 from msrl_graph.runtime.metrics.spread import Means, spreads
-from msrl_graph.runtime.metrics.symptoms import PAGE, Symptoms, judged
+from msrl_graph.runtime.metrics.symptoms import CALM, PAGE, Symptoms, judged
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
@@ -30,31 +30,37 @@ def stated(text):
 
 def test_a_reward_without_spread():
     flat = {"reward/flat": 1.0}
-    found = told([flat] * 7 + [{"reward/flat": 0.5}] + [flat] * 6)
+    found = told([flat] * 7 + [{"reward/flat": 0.5}] * CALM + [flat] * 6)
     words = (
         "`reward` has been the same for all responses to a prompt for 5 iterations: nothing is learnt from it, "
         "in iteration {}"
     )
-    assert found == {i: [f"warning: {words.format(i)} ({WHERE['reward']}): {PAGE}"] for i in (5, 13)}
+    assert found == {i: [f"warning: {words.format(i)} ({WHERE['reward']}): {PAGE}"] for i in (5, 7 + CALM + 5)}
     assert told([flat] * 3, stated("warn_flat = 2")).keys() == {2} and told([flat] * 20, stated("warn_flat = 0")) == {}
     # An iteration that tells nothing of it, as one without rows, begins anew.
     assert told([flat] * 4 + [{}] + [flat] * 4) == {}
 
 
 def test_responses_that_are_cut():
-    found = told([{"truncated": x} for x in (0.5, 0.51, 0.9, 0.2, 0.625)])
+    found = told([{"truncated": x} for x in (0.5, 0.51, 0.9, *[0.2] * CALM, 0.625)])
     assert found[2] == [
         f"warning: 51% of the responses were cut at their bound in iteration 2 ({WHERE['generate']}): {PAGE}"
     ]
-    assert found.keys() == {2, 5} and told([{"truncated": 1.0}], stated("warn_truncated = 1")) == {}
+    assert found.keys() == {2, 4 + CALM} and told([{"truncated": 1.0}], stated("warn_truncated = 1")) == {}
 
 
 def test_an_entropy_that_collapses():
-    found = told([{"entropy": x} for x in (2.0, 1.0, 0.21, 0.19, 0.1, 0.3, 0.1)])
+    found = told([{"entropy": x} for x in (2.0, 1.0, 0.21, 0.19, 0.1, *[0.3] * CALM, 0.1)])
     assert found[4] == [
         f"warning: the entropy has fallen from 2 to 0.19 nats a token in iteration 4 ({WHERE['update']}): {PAGE}"
     ]
-    assert found.keys() == {4, 7} and told([{"entropy": 2.0}, {"entropy": 0.0}], stated("warn_entropy = 0")) == {}
+    assert (
+        found.keys() == {4, 6 + CALM} and told([{"entropy": 2.0}, {"entropy": 0.0}], stated("warn_entropy = 0")) == {}
+    )
+
+
+def test_a_figure_that_swings_about_its_threshold_is_told_of_once():
+    assert told([{"entropy": 2.0}] + [{"entropy": x} for x in (0.19, 0.21)] * CALM).keys() == {2}
 
 
 def test_a_divergence_past_its_bound():

@@ -48,7 +48,7 @@ def test_it_is_what_it_would_be_written_out(name: str) -> None:
 STATEMENTS = """
   data test = "test.jsonl" { prompt = "problem" }
   evaluate test { every = 5, report = reward, samples = 4 }
-  dock { deadline = 5 min, replicas = 2 }
+  dock { deadline = 5 min, imbalance = 2 }
   engine actor.generate, actor.update = OTHER { micro_batch = 4 }
   apart actor, reference
   actor.generate -> actor.infer, reference.infer { stream = 8 }
@@ -63,7 +63,7 @@ def test_each_statement_changes_what_it_is_of() -> None:
     )
     own = """deploy b extends base {
   evaluate test { samples = 1, label = "held out" }
-  dock { replicas = 3 }
+  dock { imbalance = 3 }
   engine actor.infer = fsdp { micro_batch = 2 }
   place actor.generate on nodes 0 devices 0..3
   actor.generate -> actor.infer { balance = tokens }
@@ -74,7 +74,7 @@ def test_each_statement_changes_what_it_is_of() -> None:
     assert deploy is not None
     (evaluation,) = deploy.evaluations
     assert (evaluation.every, evaluation.samples, evaluation.label) == (5, 1, "held out")
-    assert (deploy.dock.deadline, deploy.dock.replicas) == (300, 3)
+    assert (deploy.dock.deadline, deploy.dock.imbalance) == (300, 3)
     assert {n: c.options["micro_batch"] for n, c in deploy.engines.items()} == {"actor.infer": 2, "actor.update": 4}
     assert [pool.nodes for pool in deploy.pools] == [("actor.generate",)]
     assert {*edges["actor.generate", "actor.infer"]} == {"balance"} and {

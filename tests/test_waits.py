@@ -1,6 +1,7 @@
 """Processes that wait for an answer of the dock's controllers, on Ray: however many there are, and whoever was answered
 before."""
 
+import os
 import sys
 from dataclasses import dataclass
 
@@ -9,13 +10,14 @@ import pytest
 from test_dock import reader
 
 from msrl_graph.ir.rowsets import Sieve
-from msrl_graph.runtime.dock.actors import ControllerHost, DockTimeout
 from msrl_graph.runtime.dock.controller import Again, Question
-from msrl_graph.runtime.dock.wire import News
+from msrl_graph.runtime.dock.host import DockHost, DockTimeout
+from msrl_graph.runtime.dock.wire import Member, News, Place, Way
 from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow
 TASK = Task("train", 0, 2)
+PLACE = Place(0, "some")
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +31,10 @@ def ray():
 
 def controllers(ray, deadline):
     """The controllers of a host: of a filter that may ask three times for two more prompts with four responses each."""
-    made = ControllerHost.remote(
-        [reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)], deadline, "near", []
+    found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
+    member = Member("dock", 0, 0, frozenset(found.hears))
+    made = DockHost.options(name="dock").remote(
+        [member], 0, [found], deadline, Way({}, [], [], b""), f"msrl-test-{os.getpid()}", 0
     )
     ray.get(made.open.remote(TASK))
     return made
@@ -44,19 +48,19 @@ class Rows(Question[int]):
     least: int
 
     def answer(self, controller):
-        count = int((controller.books[self.key].where[self.column].get(np.arange(16)) >= 0).sum())
+        count = int((controller.books[self.key].progress.where[self.column].get(np.arange(16)) >= 0).sum())
         return count if count >= self.least else None
 
 
 def verdicts(made, round, times):
     rows = np.arange(8 * round, 8 * round + 8)
-    return made.heard.remote(TASK.key, [News("filter.times", rows, np.full(8, times), 0, verdicts=True)])
+    return made.heard.remote(TASK.key, [News("filter.times", rows, np.full(8, times), PLACE, verdicts=True)])
 
 
 def responses(made, prompt):
     """News by which nothing is decided."""
     rows = np.arange(4 * prompt, 4 * prompt + 4)
-    return made.heard.remote(TASK.key, [News("response", rows, np.ones(4, int), 0)])
+    return made.heard.remote(TASK.key, [News("response", rows, np.ones(4, int), PLACE)])
 
 
 def test_news_get_past_more_waits_than_a_cluster_has_processes(ray):

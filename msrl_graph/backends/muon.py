@@ -32,24 +32,23 @@ class Matrices(Part):
 
     def _turn(self, options: dict[str, Any]) -> None:
         own = list(self._own()) if self.flat else [(i, slice(None), slice(None)) for i in range(len(self.shards))]
-        for i, (tensor, shard) in enumerate(zip(self.tensors, self.shards, strict=True)):
-            master = self.masters[0 if self.flat else i]
-            # The elements that are this rank's to step: where they are in their master, and in the shard.
-            pieces = [(where, piece) for j, where, piece in own if j == i]
-            turned = self._whole(self._momenta(master, pieces, shard, options), tensor, shard)
-            if tensor.experts:
-                for matrix in turned:
-                    matrix.copy_(orthogonal(matrix.clone()))
-            else:
-                turned = orthogonal(turned)
-            part = turned[slices(_kept(tensor, shard))]
-            for where, piece in pieces:
-                # A weight that is its own master may be a part of another tensor.
-                values, change = (master[where], part.reshape(-1)[piece]) if self.flat else (master, part)
-                values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
-                    change, alpha=-options["lr"] * _scale(tensor, options)
-                )
-            del turned, part  # or the next matrix would have them beside its own
+        for i in range(len(self.shards)):
+            self._step(i, [(where, piece) for j, where, piece in own if j == i], options)
+
+    def _step(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
+        """A step of the i-th shard: of its `pieces` that are this rank's to step, each where it is in its master, and
+        in the shard. What it makes is gone when it returns, or the next matrix would have it beside its own."""
+        tensor, shard, master = self.tensors[i], self.shards[i], self.masters[0 if self.flat else i]
+        turned = self._whole(self._momenta(master, pieces, shard, options), tensor, shard)
+        for matrix in turned.view(-1, *turned.shape[-2:]):  # of experts each
+            orthogonalize(matrix)
+        part = turned[slices(_kept(tensor, shard))]
+        for where, piece in pieces:
+            # A weight that is its own master may be a part of another tensor.
+            values, change = (master[where], part.reshape(-1)[piece]) if self.flat else (master, part)
+            values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
+                change, alpha=-options["lr"] * _scale(tensor, options)
+            )
 
     def _momenta(
         self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
@@ -103,9 +102,9 @@ def _kept(tensor: Tensor, shard: Shard) -> Box:
     return ((0, first[1] - first[0]), *rest) if tensor.experts else shard.box
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with the same singular vectors and singular values near 1, by Newton-Schulz iterations, which take the
-    place of `matrix`.
+def orthogonalize(matrix: torch.Tensor) -> None:
+    """Makes of a matrix, in place, one with the same singular vectors and singular values near 1, by Newton-Schulz
+    iterations.
 
     Coefficients and number are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which computes
     in bf16. There the last bit of a gradient moved weights by up to 4e-4 in six steps of a rate of 1e-3: layouts would
@@ -114,14 +113,16 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     import torch
 
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    del matrix
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x.div_(x.norm().clamp(min=1e-7))
+    following = torch.empty_like(x)
     for _ in range(ITERATIONS):
         square = x @ x.T
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a, out=following)
+        x, following = following, x
+        del square
+    if ITERATIONS % 2:
+        following.copy_(x)
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:

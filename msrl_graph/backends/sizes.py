@@ -230,11 +230,14 @@ def step(s: Sizes) -> Moments:
     # Of what every token passes, and of experts.
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)
     found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
-    if any(count and number > 1 for number, count in zip(copies, s.parts(work.model.kinds), strict=True)):
-        found["the gradients' sum"] = {
-            "gradients": gradients,
-            "workspace": GRADIENT * min(s.elements, max(s.largest, CHUNK)),
-        }
+    for number, experts in zip(copies, (False, True), strict=True):
+        summed = tuple(k for k in work.model.kinds if k.tensor.experts is experts)
+        if summed and number > 1:
+            size = min(s.parts(summed)[experts], max(_largest(summed, s.side), CHUNK))
+            found["the gradients' sum" + " of experts" * experts] = {
+                "gradients": gradients,
+                "workspace": GRADIENT * size,
+            }
     if work.optimizer is None:
         return found
     left = gradients
@@ -261,11 +264,15 @@ def step(s: Sizes) -> Moments:
             if rule.whole:
                 found["a matrix is made orthogonal" + " of experts" * experts] = {
                     **stepping_by,
-                    "workspace": master + max(map(orthogonal, own_kinds), default=0),
+                    "workspace": master + max(orthogonal(k, s.side) for k in own_kinds if k.tensor.experts is experts),
                 }
     return found
 
 
-def orthogonal(kind: TensorKind) -> int:
-    """A matrix and its next value, and two squares of its shorter side."""
-    return 8 * kind.tensor.elements + 8 * min(kind.tensor.shape) ** 2
+def orthogonal(kind: TensorKind, side: Side) -> int:
+    """A matrix and its next value, and two squares of its shorter side; of experts all of a rank are made whole beside
+    its own part of them, and orthogonal one by one."""
+    tensor = kind.tensor
+    whole = tensor.elements // (side.layout.ep if tensor.experts else 1)
+    own, (rows, columns) = elements(box_at(tensor, side, (0, 0, 0))), tensor.shape[-2:]
+    return max(4 * (whole + rows * columns) + 8 * min(rows, columns) ** 2, 4 * (whole + own))

@@ -165,6 +165,11 @@ def compiled(placement: Placement) -> bool:
     return placement.engine.options.get("compile") == "layers"
 
 
+def compiles(model: Model, layout: Layout) -> bool:
+    """Whether torch's compiler takes a model's layers: it fails on those that tp divides, and on experts."""
+    return layout.tp == 1 and not model.experts
+
+
 @dataclass(frozen=True)
 class Weights:
     """What an engine is built to hold: the weights of a `model`, in the type that the plan gives them, and by what

@@ -148,8 +148,8 @@ class Steps:
         """As of Trainer; a gradient lives as long as it is in the list, which is emptied."""
         for experts, held_by in self.copies.items():
             if held_by.number > 1:
-                own = [g for g, t in zip(gradients, self.tensors, strict=True) if t.experts is experts]
-                add_up(own, held_by.group)
+                # The list goes with the call, or the gradients in it would live as long as the step.
+                add_up([g for g, t in zip(gradients, self.tensors, strict=True) if t.experts is experts], held_by.group)
         norm = self._norm(gradients, sound)
         if math.isfinite(norm):
             self._apply(gradients, min(1.0, clip_grad / (norm + 1e-6)) if clip_grad else 1.0, lr, optimizer)

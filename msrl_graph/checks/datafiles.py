@@ -1,6 +1,7 @@
 """The data files: whether those at hand have the fields that the deploy reads, and rows for an iteration.
 
-Invariant: only the head of a file is read; a run looks at all of it before it starts, and tells the same of a row.
+Invariant: only the head of a file is read, and one at a URL only where it is no longer than that; a run looks at all of
+it before it starts, and tells the same of a row.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..data.datafile import few, head
+from ..data.datafile import CHARACTERS, few, head
 from ..diagnostics import Diagnostic, Fault
+from ..files import urls
 from ..files.paths import is_file
-from ..ir.plan import Plan
+from ..ir.plan import Data, Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:
@@ -23,18 +25,27 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 def _found(plan: Plan) -> Iterator[Diagnostic]:
     for name, data in plan.deploy.data.items():
-        if not is_file(Path(data.path)):
-            continue  # told
         most = plan.graph.rows[0] if name == "source" else 1
         try:
+            if not is_file(Path((data := _at_hand(data)).path)):
+                continue  # told, or more than the compiler fetches
             count = head(data, most)
         except ModuleNotFoundError:
             continue  # what reads Parquet comes with what runs plans
         except Fault as fault:
             yield from (
-                replace(d, severity="warning") if d.code in ("missing-file", "no-data") else d
+                replace(d, severity="warning") if d.code in ("missing-file", "no-data", "not-installed") else d
                 for d in fault.diagnostics
             )
             continue
         if count < most:
             yield few(data, f"{count:,} row{'s' * (count > 1)}", most)
+
+
+def _at_hand(data: Data) -> Data:
+    """With the copy of a short file at a URL."""
+    if not urls.is_url(data.path):
+        return data
+    (size,) = urls.look(data.path, span=data.span).files.values()
+    short = size is not None and size <= CHARACTERS
+    return replace(data, path=str(urls.copy(data.path, span=data.span))) if short else data

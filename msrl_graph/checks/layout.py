@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..backends.dividing import misfits, rows_in_step
-from ..backends.spec import EngineSpec, compiled
+from ..backends.spec import EngineSpec, compiled, compiles
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import Update
 from ..ir.graph import Graph, Node
@@ -80,7 +80,7 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
             )
         return
     model = plan.model(node)
-    if compiled(placement) and (layout.tp > 1 or model.experts):
+    if compiled(placement) and not compiles(model, layout):
         what = "layers that tp divides" if layout.tp > 1 else f"experts, as `{model.name}` has them"
         message, at = f"the engine `{spec.name}` of `{node}` compiles no {what}", placement.engine.span
         yield Diagnostic("layout-divide", message, at, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1))

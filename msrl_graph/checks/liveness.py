@@ -91,7 +91,13 @@ def _capacity(plan: Plan) -> Iterator[Diagnostic]:
         yield Diagnostic("bad-value", message, span, "leave it out: the hosts' memory is the bound")
         return
     worst = max((m for m in plan.memory if m.place == "host"), key=_held, default=None)
-    if worst is None or (need := _held(worst)) <= capacity:
+    if worst is None:
+        return
+
+    def least(rows: int) -> int:
+        return least_capacity(rows, _largest(plan.graph), len(plan.docks.warehouses))
+
+    if (need := least(held := _held(worst))) <= capacity:
         return
     ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
@@ -101,21 +107,32 @@ def _capacity(plan: Plan) -> Iterator[Diagnostic]:
         f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and "
         f"`capacity` is {_size(capacity)}"
     )
-    help = f"`capacity = {_least(need)}`"
+    help = f"`capacity = {_rounded(need)}`"
     if need > host:
         help = f"a host has {_size(host)}: more hosts share the rows, or fewer prompts an iteration"
     elif ahead:
-        help += f"; or without `staleness`, `capacity = {_least(-(-need // (1 + ahead)))}`"
+        help += f"; or without `staleness`, `capacity = {_rounded(least(-(-held // (1 + ahead))))}`"
     else:
         help += "; or more hosts, or fewer prompts an iteration"
     yield Diagnostic("dock-starves", message, span, help)
+
+
+def least_capacity(rows: int, largest: int, warehouses: int) -> int:
+    """The bytes of each warehouse that are enough for so many bytes of rows a host, the largest row having so many:
+    rows that find no place where they are made go to another host, and as long as the largest finds none anywhere, less
+    than it is left in each."""
+    return rows + (largest if warehouses > 1 else 0)
+
+
+def _largest(graph: Graph) -> int:
+    return max((size // max(graph.rows[graph.column(c).level], 1) for c, size in graph.column_bytes.items()), default=0)
 
 
 def _held(memory: Memory) -> int:
     return memory.items.get("rows", 0)
 
 
-def _least(need: float) -> str:
+def _rounded(need: float) -> str:
     """A quantity that is not below, of three digits."""
     unit, size = next((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)) if need >= s or s == 1)
     step = max(1, 10 ** (len(str(int(need))) - 3))

@@ -43,10 +43,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--iterations", metavar="N", type=natural, help="override the number of iterations")
     p.add_argument("--seed", metavar="N", type=natural, help="override the seed")
     p.add_argument(
-        "--out", metavar="DIR", help="where metrics, curve, trace and weights go (default: a new folder under runs/)"
+        "--out",
+        metavar="DIR",
+        help="where metrics, curve, trace and weights go, a folder or a URL (default: a new folder under runs/)",
     )
     p.add_argument(
-        "--resume", metavar="DIR", help="go on with a run, or from a checkpoint; without --out, in the run's folder"
+        "--resume",
+        metavar="DIR",
+        help="go on with a run, or from a checkpoint, in a folder or at a URL; without --out, in the run's folder",
     )
     p.add_argument(
         "--overwrite",
@@ -66,6 +70,17 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--verbose", action="store_true", help="show what the processes print, each line with its process in front"
+    )
+    p.add_argument(
+        "--watch",
+        action="store_true",
+        help="serve a page on which the run can be watched, at an address that is printed; on a terminal show more too",
+    )
+    p.add_argument(
+        "--metrics-port",
+        metavar="N",
+        type=natural,
+        help="serve metrics for Prometheus at this port of 127.0.0.1; 0: a free one, which is printed",
     )
     p.add_argument(
         "--nice",
@@ -106,7 +121,8 @@ def _run(argv: Sequence[str]) -> int:
             sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
             result = translate(source, deploy=options.deploy, sets=sets)
             # Of data its own check tells more: that they are not there is an error of the run.
-            tell([w for w in result.warnings if w.code not in ("missing-file", "no-data", "few-rows")], source, options)
+            own = ("missing-file", "no-data", "few-rows", "not-installed")
+            tell([w for w in result.warnings if w.code not in own], source, options)
             if result.plan is None:
                 raise no_deploy()
             plan = result.plan
@@ -135,6 +151,8 @@ def run_plan(text: str, out: str | None) -> int:
             verbose=False,
             measure_memory=False,
             nice=0,
+            watch=False,
+            metrics_port=None,
         )
         try:
             return _execute(load(text.encode(), "the plan of this script"), options)
@@ -153,11 +171,19 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         return 2
     resume = options.resume or ""
     watched = supervisor.Options(
-        options.measure_memory, options.verbose, options.record, options.replay or "", options.overwrite, options.nice
+        options.measure_memory,
+        options.verbose,
+        options.record,
+        options.replay or "",
+        options.overwrite,
+        options.nice,
+        options.watch,
+        options.metrics_port,
     )
     if options.dry_run:
         made = supervisor.prepare(plan, options.out, resume, watched)
         tell(made.warnings, None, options)
+        made.drop()
         print(shown("\n".join(made.lines())))
         return 0
     try:

@@ -24,6 +24,7 @@ from ..dsl import ast
 from ..dsl.lower import Context, Refused, lower
 from ..dsl.parse import parse
 from ..ir.graph import Graph
+from ..ir.located import at_hand
 from ..ir.plan import Plan
 from ..ir.searched import Searched
 from ..model import models
@@ -197,12 +198,26 @@ def translate(
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
-    told = [*tokenizers.check(plan), *folders.check(plan), *datafiles.check(plan)]
+    known = at_hand(plan)
+    told = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]
     if any(d.severity == "error" for d in told):
         raise Fault(*told)
-    warnings = (*warnings, *told)
+    stages, more = _staged(plan, LAST[until], after, budget)
+    warnings, placed = (*warnings, *told, *more), stages[LAST["placed"]]
+    if until == "placed":
+        return Compilation(source, tree, graph, placed, None, warnings)
+    plan = stages[LAST["plan"]]
+    plan = replace(plan, notes=(*plan.notes, *unready.notes(plan)))
+    return Compilation(source, tree, graph, placed, plan, warnings)
+
+
+def _staged(
+    plan: Plan, last: str, after: Hook = lambda name, seconds, plan: None, budget: float | None = None
+) -> tuple[dict[str, Plan], list[Diagnostic]]:
+    """What each pass makes of a plan, up to the `last` one, and the warnings. Raises Fault."""
     stages: dict[str, Plan] = {}
-    for step in pipeline(budget).until(LAST[until]):
+    warnings: list[Diagnostic] = []
+    for step in pipeline(budget).until(last):
         began = time.perf_counter()
         plan = step.apply(plan)
         after(step.name, time.perf_counter() - began, plan)
@@ -210,15 +225,22 @@ def translate(
         told = CHECKS[step.name](plan) if step.name in CHECKS else []
         if any(d.severity == "error" for d in told):
             raise Fault(*told)
-        warnings = (*warnings, *told)
+        warnings += told
         wrong = next(step.verify(plan), "")
         assert not wrong, f"the pass `{step.name}` broke its promise: {wrong}"
         stages[step.name] = plan
-    placed = stages[LAST["placed"]]
-    if until == "placed":
-        return Compilation(source, tree, graph, placed, None, warnings)
-    plan = replace(plan, notes=(*plan.notes, *unready.notes(plan)))
-    return Compilation(source, tree, graph, placed, plan, warnings)
+    return stages, warnings
+
+
+def with_hosts(plan: Plan, nodes: int) -> Plan | None:
+    """The same program planned for so many hosts; None where it does not fit, or what its deploy states is for more."""
+    try:
+        found = _staged(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
+            LAST["plan"]
+        ]
+    except Fault:
+        return None
+    return None if unready.unready(found) else replace(found, notes=(*found.notes, *unready.notes(found)))
 
 
 def unstated(plan: Plan, budget: float | None = None) -> Searched | None:

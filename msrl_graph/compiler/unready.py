@@ -106,10 +106,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
     backend = plan.cluster.device.backend
     if lacking := not RUNS.get(backend):
         tell(f"devices of kind {backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
-    if plan.docks.capacity:
-        tell("`capacity` of the dock", plan.deploy.dock.span, "leave it out: the hosts' memory is the bound")
-    if plan.docks.imbalance > 1:
-        tell("`imbalance` of the dock", plan.deploy.dock.span, "leave it out: shares are even")
     for placement in plan.placements:
         if placement.engine.name in ENGINES and not runs(placement.engine.name, "" if lacking else backend):
             verb = plan.graph.node(placement.node).verb

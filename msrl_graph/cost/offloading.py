@@ -32,7 +32,7 @@ def by_parts(work: Work, gradients: int) -> Moments:
             part = max(part, -(-largest // copies) if flat else largest)
         master = 4 * part if flat and not mastered else 0
         if rule.whole:
-            turned = max(map(orthogonal, kinds), default=0)
+            turned = max((orthogonal(k, side) for k in kinds), default=0)
         else:
             # Of AdamW a root and a quotient, of a stretch or piece by piece: gradients of parts before are gone.
             first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))

@@ -20,7 +20,7 @@ from .. import codes
 from .shown import SIGNS, shown
 
 # What is wrong is not the program but the machines: the exit status is 3.
-UNFIT = frozenset({"no-resources", "host-differs"})
+UNFIT = frozenset({"no-resources", "host-differs", "port-taken"})
 # Of a longer line an excerpt shows this many characters.
 LONGEST = 240
 P = ParamSpec("P")

@@ -62,4 +62,5 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
         devices_per_node=said.devices_per_node,
         network=stated.get("network", NETWORK),
         span=cluster.span,
+        interface=said.interface,
     )

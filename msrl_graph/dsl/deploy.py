@@ -13,6 +13,7 @@ from pathlib import Path
 from ..backends.spec import EngineSpec
 from ..diagnostics import Span, nearest
 from ..files.paths import hub_name, is_file
+from ..files.urls import is_url
 from ..hardware import calibration
 from ..hardware.cluster import NETWORK, Cluster
 from ..ir.attributes import SampleEdge, Update
@@ -211,9 +212,9 @@ class _Deploy:
             raise mistake("bad-value", message, span, help)
         if not target.endswith((".jsonl", ".parquet")):
             raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
-        path = self.folder(span) / target
-        self.data[name] = Data(name, str(path), fields, span, {k: v.span for k, v in stated.items()})
-        if not is_file(path):
+        path = target if is_url(target) else str(self.folder(span) / target)
+        self.data[name] = Data(name, path, fields, span, {k: v.span for k, v in stated.items()})
+        if not is_url(path) and not is_file(Path(path)):
             help = "a run needs it; the path is relative to the program's folder"
             self.problems.tell("missing-file", f"`{target}` is not on this machine", span, help, "warning")
 
@@ -294,21 +295,15 @@ class _Deploy:
             case "dock":
                 attributes = self._read(statement.attrs, "dock", DockOptions.kinds())
                 self.dock = replace(DockOptions.of_stated(attributes), span=statement.span)
-                if self.dock.mode == "central" and self.dock.replicas != 1:
-                    where = attributes["replicas"].span
-                    raise mistake(
-                        "bad-value",
-                        "a central dock has one warehouse",
-                        where,
-                        "leave `replicas` out, or `mode = central`",
-                    )
             case "reshard":
                 attributes = self._read(statement.attrs, "reshard", ReshardOptions.kinds())
                 self.reshard = replace(ReshardOptions.of_stated(attributes), span=statement.span)
             case _:
                 attributes = self._read(statement.attrs, "run", Run.kinds())
                 run = replace(Run.of_stated(attributes), span=statement.span)
-                resume = str(self.folder(attributes["resume"].span) / run.resume) if run.resume else ""
+                resume = run.resume
+                if resume and not is_url(resume):
+                    resume = str(self.folder(attributes["resume"].span) / resume)
                 self.run = replace(run, resume=resume)
 
     def _evaluate(self, statement: ast.Evaluate) -> None:

@@ -136,6 +136,7 @@ def _cluster(plan: Plan) -> Section:
     found = {
         "hosts": Fact(float(plan.cluster.nodes), "hosts"),
         "devices a host": Fact(float(plan.cluster.devices_per_node), "devices"),
+        "interface": Fact(plan.cluster.interface),
     }
     found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
     found |= _figure("network", plan.cluster.network, "bytes/s")
@@ -191,7 +192,6 @@ def _docks(plan: Plan) -> Section:
     found[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
     found[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("what its memory holds")
     found[""]["largest share"] = Fact(docks.imbalance, "x an even one")
-    found[""]["hosts with warehouses"] = Fact(float(len(docks.hosts)), "hosts")
     for c in docks.controllers:
         found[f"controller of {c.node}"] = _leaves(c, skip=("node",))
     return found

@@ -95,7 +95,7 @@ def graph_html(graph: Graph) -> str:
     """A page of an algorithm: its graph, workers, columns, states and edges."""
     sheet = Sections()
     write_graph(sheet, graph)
-    return _page(f"Algorithm {graph.name}", sheet, **_drawn(graph_picture(graph)))
+    return _page(f"Algorithm {graph.name}", sheet, **drawn(graph_picture(graph)))
 
 
 def placed_html(plan: Plan) -> str:
@@ -105,7 +105,7 @@ def placed_html(plan: Plan) -> str:
     return _page(
         f"Placed graph of {plan.graph.name} on {plan.cluster.name}",
         sheet,
-        **_drawn(placed_picture(plan)),
+        **drawn(placed_picture(plan)),
         **_devices(plan),
     )
 
@@ -115,7 +115,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
     sheet = Sections()
     write_plan(sheet, plan)
     shown = {
-        **_drawn(plan_picture(plan)),
+        **drawn(plan_picture(plan)),
         **_devices(plan),
         "memory": _memory(plan),
         "timeline": _timeline(plan, timeline),
@@ -126,7 +126,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
 def fragment(picture: Picture) -> str:
     """A picture with its legend, for a page that is not ours (a notebook)."""
     # A plain string: the template's own kind escapes whatever it is put together with.
-    return str(_template("drawing.html.j2").module.fragment(**_drawn(picture)))  # type: ignore[attr-defined]
+    return str(template("drawing.html.j2").module.fragment(**drawn(picture)))  # type: ignore[attr-defined]
 
 
 def graph_fragment(graph: Graph) -> str:
@@ -137,7 +137,7 @@ def plan_fragment(plan: Plan) -> str:
     return fragment(plan_picture(plan))
 
 
-def _template(name: str) -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
     here = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         loader=here, undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -148,10 +148,10 @@ def _template(name: str) -> jinja2.Template:
 
 def _page(title: str, sheet: Sections, **more: Any) -> str:
     shown = {"figures": [], "hosts": [], "memory": [], "timeline": None, **more}
-    return _template("page.html.j2").render(title=title, parts=sheet.parts, end=sheet.end, **shown) + "\n"
+    return template("page.html.j2").render(title=title, parts=sheet.parts, end=sheet.end, **shown) + "\n"
 
 
-def _drawn(picture: Picture) -> dict[str, Any]:
+def drawn(picture: Picture) -> dict[str, Any]:
     kinds = {b.kind for b in picture.boxes}
     legend = [(n % COLOURS, name, more) for n, (name, more) in enumerate(picture.groups)]
     arrows = dict.fromkeys(a.kind for a in picture.arrows)
@@ -163,7 +163,7 @@ def _drawn(picture: Picture) -> dict[str, Any]:
     }
 
 
-def _colours(plan: Plan) -> dict[str, int]:
+def colours(plan: Plan) -> dict[str, int]:
     """By pool, as the picture has them."""
     return {name: n % COLOURS for n, (name, _) in enumerate(plan_picture(plan).groups)}
 
@@ -201,7 +201,7 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _devices(plan: Plan) -> dict[str, Any]:
     """Hosts in classes of those whose devices are in the same pools, and the pools with their nodes."""
-    colours, each = _colours(plan), plan.cluster.devices_per_node
+    of, each = colours(plan), plan.cluster.devices_per_node
     # Pools are runs of devices: what a host holds changes only on hosts where a run begins or ends.
     cuts = {0, plan.cluster.nodes}
     for p in plan.pools:
@@ -215,7 +215,7 @@ def _devices(plan: Plan) -> dict[str, Any]:
             for start, stop in runs(p.first, p.devices, p.each, each):
                 begin, end = max(start, first * each), min(stop, (first + 1) * each)
                 if begin < end:
-                    here.append((begin, p.name, colours.get(p.name, 0), end - begin))
+                    here.append((begin, p.name, of.get(p.name, 0), end - begin))
         parts: list[tuple[str, int | None, int]] = [(name, colour, number) for _, name, colour, number in sorted(here)]
         used = sum(n for _, _, n in parts)
         parts += [("no pool", None, each - used)] if used < each else []
@@ -232,7 +232,7 @@ def _devices(plan: Plan) -> dict[str, Any]:
         rows = [(s.node, str(s.layout) if on else "", s.engine.name if on else "") for s in placed]
         what = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
         pools.append(
-            {"name": name, "colour": colours.get(name), "what": what, "reason": on.reason if on else "", "states": rows}
+            {"name": name, "colour": of.get(name), "what": what, "reason": on.reason if on else "", "states": rows}
         )
     return {"hosts": hosts, "pools": pools}
 
@@ -273,7 +273,7 @@ def _kind(item: str) -> int:
 def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
     if timeline is None or not timeline.seconds:
         return None
-    colours = _colours(plan)
+    of = colours(plan)
     pools = []
     for pool in dict.fromkeys([*(p.name for p in plan.pools), FUNCTIONS]):
         rows = []
@@ -300,7 +300,7 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
             }
             rows.append({**row, "bars": bars})
         if rows:
-            pools.append({"name": pool, "colour": colours.get(pool, 0), "rows": rows})
+            pools.append({"name": pool, "colour": of.get(pool, 0), "rows": rows})
     ticks = [(100 * t / timeline.seconds, duration(t)) for t in _ticks(timeline.seconds)]
     return {"pools": pools, "ticks": ticks, "seconds": duration(timeline.seconds), "about": timeline.about}
 
@@ -326,4 +326,15 @@ def _ticks(seconds: float) -> list[float]:
         one *= 10
 
 
-__all__ = ["Stretch", "Timeline", "graph_fragment", "graph_html", "placed_html", "plan_fragment", "plan_html"]
+__all__ = [
+    "Stretch",
+    "Timeline",
+    "colours",
+    "drawn",
+    "graph_fragment",
+    "graph_html",
+    "placed_html",
+    "plan_fragment",
+    "plan_html",
+    "template",
+]

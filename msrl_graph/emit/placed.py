@@ -34,8 +34,8 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
         vertices.append(Vertex(p.node, "state", p.pool, facts))
     for c in plan.docks.controllers:
         where = (
-            f"host {c.host}; rows on {'host' if len(plan.docks.hosts) == 1 else 'hosts'} "
-            f"{', '.join(map(str, plan.docks.hosts))}"
+            f"host {c.host}; rows on {'host' if len(plan.docks.warehouses) == 1 else 'hosts'} "
+            f"{', '.join(map(str, plan.docks.warehouses))}"
         )
         vertices.append(
             Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)})

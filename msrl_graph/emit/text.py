@@ -245,8 +245,8 @@ def _layout(layout: Layout) -> str:
 def _docks(page: Sheet, plan: Plan) -> None:
     docks = plan.docks
     where = (
-        f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.hosts) == 1 else 'hosts'} "
-        f"{_range(docks.hosts)}"
+        f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
+        f"{_range(docks.warehouses)}"
     )
     what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
     what += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
@@ -255,6 +255,8 @@ def _docks(page: Sheet, plan: Plan) -> None:
         if docks.imbalance > 1
         else ""
     )
+    if len({c.host for c in docks.controllers}) > 1:
+        what += "; each controller is where the fewest groups ask, of the hosts with the fewest ranks"
     page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:

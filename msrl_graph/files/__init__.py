@@ -1,1 +1,1 @@
-"""The files that a user names: whether they are there, and what is in them."""
+"""The files that a user names, by paths or URLs: whether they are there, and what is in them."""

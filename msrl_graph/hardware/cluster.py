@@ -172,6 +172,7 @@ class Cluster:
     devices_per_node: int
     network: Figure  # bytes/s that are reached between two hosts: what rows go over
     span: Span = NOWHERE
+    interface: str = ""  # by which hosts speak to each other; "": that of the address that Ray has of each
 
     @property
     def devices(self) -> int:

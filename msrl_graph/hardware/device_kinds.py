@@ -19,8 +19,9 @@ Where = Literal["host", "device"]
 class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
-    such speak, `visible` the variable that says which devices a process sees, `files` are those of a host's devices in
-    /dev; a host's cores have neither."""
+    such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
+    `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev; a
+    host's cores have neither."""
 
     name: str
     torch: str
@@ -62,7 +63,7 @@ HOST = DeviceKind(
     resource="CPU",
     collectives="gloo",
     asked_as="num_cpus",
-    interfaces=("GLOO_SOCKET_IFNAME",),
+    interfaces=("GLOO_SOCKET_IFNAME={}",),
     is_host=True,
     shares_host_memory=True,
     runs_ahead=False,
@@ -73,7 +74,7 @@ CUDA = DeviceKind(
     resource="GPU",
     collectives="nccl",
     asked_as="num_gpus",
-    interfaces=("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    interfaces=("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}"),
     visible="CUDA_VISIBLE_DEVICES",
     files="nvidia[0-9]*",
 )
@@ -83,7 +84,7 @@ ASCEND = DeviceKind(
     resource="NPU",
     collectives="hccl",
     asked_as="",
-    interfaces=("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"),
+    interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
     files="davinci[0-9]*",
     plugin="torch_npu",

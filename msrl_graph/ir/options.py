@@ -38,6 +38,12 @@ class ClusterOptions(Declared):
         NETWORK,
         "Between two hosts, each way, what is reached: what rows and, without `fabric`, collectives go over.",
     )
+    interface: str = attr(
+        String(),
+        "",
+        "The network interface by which ranks of different hosts speak, as `eth1`; the same name on every host.",
+        "that of Ray's address of the host",
+    )
     memory: float | None = attr(BYTES, None, "Of a device.", OF_DEVICE)
     memory_bandwidth: float | None = attr(RATE, None, "Of a device's memory.", OF_DEVICE)
     host_link: float | None = attr(RATE, None, "Between a device and its host's memory, one way.", OF_DEVICE)
@@ -136,7 +142,6 @@ class DockOptions(Declared):
         "distributed",
         "`central` is one warehouse for all hosts, the conventional replay buffer, for comparison.",
     )
-    replicas: int = attr(COUNT, 1, "Warehouses a host; each row is kept once.")
     deadline: float = attr(
         TIME,
         600.0,
@@ -153,7 +158,7 @@ class DockOptions(Declared):
         1.0,
         (
             "How many times an even share a group may get, for rows to be computed on the host that has them; 1: "
-            "shares are even."
+            "as even as can be."
         ),
     )
     span: Span = NOWHERE
@@ -222,7 +227,7 @@ class Run(Declared):
     )
     save: int = attr(COUNT, 0, "A checkpoint every so many iterations, and after the last.", "none")
     keep: int = attr(COUNT, 2, "How many of the newest checkpoints stay.")
-    resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from.", "")
+    resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from, or its URL.", "")
     restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are started anew before the run ends.")
     on_nan: str = attr(
         Words(("stop", "skip")),

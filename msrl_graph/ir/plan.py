@@ -15,7 +15,7 @@ from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import Cluster, Figure
 from ..model.architecture import Model
 from ..sharding.layout import Layout, Tensor
-from ..sharding.stretch import Stretch
+from ..sharding.stretch import Stretch, runs
 from .attributes import ReshardingEdge
 from .graph import Edge, Expr, Graph, Value
 from .instruction import Stream
@@ -47,6 +47,8 @@ METRICS = frozenset(
             "prompts",
             "phases",
             "dock_bytes",
+            "dock_messages",
+            "imbalance",
             "reshard_bytes",
             "evaluation",
             "after_iterations",
@@ -183,15 +185,10 @@ class Controller:
 class Docks:
     mode: str
     controllers: tuple[Controller, ...]
-    warehouses: tuple[int, ...]  # the host of each
+    warehouses: tuple[int, ...]  # the host of each, one a host
     deadline: float
     capacity: int = 0
     imbalance: float = 1.0
-
-    @property
-    def hosts(self) -> tuple[int, ...]:
-        """The hosts that have warehouses."""
-        return tuple(sorted(set(self.warehouses)))
 
 
 @dataclass(frozen=True)
@@ -331,6 +328,23 @@ class Plan(PlanViews):
 
     def pool(self, name: str) -> Pool:
         return next(p for p in self.pools if p.name == name)
+
+    def on_hosts(self, pool: str) -> list[int]:
+        """How many devices of a pool each host has."""
+        found, each = self.pool(pool), self.cluster.devices_per_node
+        held = [0] * self.cluster.nodes
+        for first, stop in runs(found.first, found.devices, found.each, each):
+            for host in range(first // each, min(self.cluster.nodes, -(-stop // each))):
+                held[host] += min(stop, (host + 1) * each) - max(first, host * each)
+        return held
+
+    def group_hosts(self, node: str) -> list[int]:
+        """The host of each data-parallel group of a node, where its first rank is; a function has one group a host."""
+        placement, each = self.placement(node), self.cluster.devices_per_node
+        if placement.pool == FUNCTIONS:
+            return [*range(self.cluster.nodes)]
+        layout = placement.layout
+        return [placement.device(layout.rank(tp=0, dp=group), each) // each for group in range(layout.dp)]
 
     def controller(self, node: str) -> Controller:
         return self._by_node[1][node]

@@ -48,6 +48,16 @@ def is_tokens(graph: Graph, column: str) -> bool:
     return found.element in ("i32", "i64") and len(found.dims) == 1 and not found.dims[0].like
 
 
+def weighs(graph: Graph, node: Node) -> dict[str, int]:
+    """The columns by whose lengths a node's rows are as long as they are, and how often each counts: the tokens that it
+    computes on; of a function those that it reads, or where it reads none all that it does."""
+    if graph.worker(node.worker).kind != "function":
+        found = sequences(graph, node)
+        scored = found.scored if node.verb != "generate" else ()  # are not there yet
+        return dict.fromkeys(found.context, max(1, len(scored))) | dict.fromkeys(scored, 1)
+    return dict.fromkeys([c for c in node.reads if is_tokens(graph, c)] or node.reads, 1)
+
+
 def of_response(graph: Graph, node: Node, element: str) -> str:
     """The first column of an element that a generation writes of each token of its response: its log-probabilities, its
     mask; "" where it writes none."""

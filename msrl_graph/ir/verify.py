@@ -147,9 +147,12 @@ def docks(plan: Plan) -> Iterator[str]:
     if sorted(c.node for c in plan.docks.controllers) != sorted(n.name for n in plan.graph.nodes[1:]):
         yield _unfilled("dock")
         return
-    hosts, used = plan.cluster.nodes, {*plan.docks.warehouses, *(c.host for c in plan.docks.controllers)}
-    if not plan.docks.warehouses or not all(0 <= host < hosts for host in used):
+    stores = plan.docks.warehouses
+    hosts, used = plan.cluster.nodes, {*stores, *(c.host for c in plan.docks.controllers)}
+    if not stores or not all(0 <= host < hosts for host in used):
         yield "a controller or a warehouse of it is on no host of the cluster, or it has no warehouse"
+    if len(set(stores)) < len(stores):
+        yield "two of its warehouses are on one host"
     for c in plan.docks.controllers:
         placement = plan.placement(c.node)
         if c.columns != plan.graph.node(c.node).reads:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
+from ..files import urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
@@ -30,6 +31,9 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+
+
+SHAPE = ("config.json", "tokenizer.json")  # what is read of a folder at a URL before a run takes all of it
 
 
 def tokens(path: str, special: bool = True) -> dict[int, str] | None:
@@ -59,6 +63,8 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not
     there yet), bad-value.
     """
+    if urls.is_url(target) and not hub_name(target):
+        return _at_url(target, dtype, span)
     bare = "/" not in target and target not in (".", "..")
     config = folder / target / "config.json"
     hub = "" if bare or is_folder(config.parent) else hub_name(target)
@@ -66,11 +72,25 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
         return _model(target, "", presets.PRESETS[preset], dtype, span)
     if bare or not is_file(config):
         raise Fault(_unknown(target, folder, hub, span))
-    stated = content(config.parent, target, span)
+    return _read(target, config.parent, str(config.parent.resolve()), dtype, span)
+
+
+def _at_url(url: str, dtype: str | None, span: Span) -> Model:
+    """The model in a folder at a URL; its path is the URL, with the version that was read."""
+    path = urls.pinned(url, True, span)
+    folder = urls.copy(path, True, SHAPE, span)
+    if not is_file(folder / "config.json"):
+        help = "a Hugging Face model folder holds a config.json"
+        raise Fault(Diagnostic("unknown-model", f"the model folder `{url}` has no config.json", span, help))
+    return _read(url, folder, path, dtype, span)
+
+
+def _read(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
+    stated = content(folder, target, span)
     if stated.get("quantization_config") is not None:
         message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
         raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
-    return _model(target, str(config.parent.resolve()), stated, dtype, span)
+    return _model(target, path, stated, dtype, span)
 
 
 def _unknown(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:

@@ -1,6 +1,7 @@
-"""dock: a controller for every node, `replicas` warehouses on every host (arXiv:2507.19017, figure 4).
+"""dock: a controller for every node, a warehouse on every host (arXiv:2507.19017, figure 4).
 
-Invariant: a controller hears only of the columns that its node reads, and lives on the host of the node's first rank.
+Invariant: a controller hears only of the columns that its node reads. Controllers are spread: each is on the host whose
+controllers the fewest groups ask, of those hosts with the fewest busy devices; of equals one with ranks of its node.
 """
 
 from __future__ import annotations
@@ -30,14 +31,20 @@ class Dock(Pass):
 
     def apply(self, plan: Plan) -> Plan:
         options = plan.deploy.dock
-        controllers = tuple(
-            self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source"
-        )
-        hosts = 1 if options.mode == "central" else plan.cluster.nodes
-        warehouses = tuple(host for host in range(hosts) for _ in range(options.replicas))
+        hosts = range(1 if options.mode == "central" else plan.cluster.nodes)
+        # By host: devices of each pool, those that have a rank, and groups that ask its controllers.
+        every = {pool.name: plan.on_hosts(pool.name) for pool in plan.pools}
+        busy, asked = [*map(sum, zip(*every.values(), strict=True))], [0] * plan.cluster.nodes
+        found = [self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source"]
+        at: dict[str, int] = {}
+        for controller in sorted(found, key=lambda c: (-c.groups, c.node)):
+            own = every.get(plan.placement(controller.node).pool, busy)
+            at[controller.node] = host = min(hosts, key=lambda h: (busy[h], asked[h], not own[h], h))
+            asked[host] += controller.groups
+        controllers = tuple(replace(c, host=at[c.node]) for c in found)
         return replace(
             plan,
-            docks=Docks(options.mode, controllers, warehouses, options.deadline, options.capacity, options.imbalance),
+            docks=Docks(options.mode, controllers, tuple(hosts), options.deadline, options.capacity, options.imbalance),
         )
 
     def _controller(self, plan: Plan, placement: Placement) -> Controller:
@@ -50,7 +57,7 @@ class Dock(Pass):
         )
         return Controller(
             node=node.name,
-            host=0 if on_hosts else plan.cluster.host(placement.first),
+            host=0,
             columns=node.reads,
             groups=plan.cluster.nodes if on_hosts else layout.dp,
             chunk=_chunk(plan.graph, node.name),

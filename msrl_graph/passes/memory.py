@@ -15,7 +15,6 @@ from ..ir import verify
 from ..ir.attributes import Call, ReshardingEdge
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
-from ..sharding.stretch import runs
 from .spec import Pass
 
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
@@ -38,7 +37,7 @@ class CountMemory(Pass):
         away: dict[str, int] = {}
         for pool in plan.pools:
             for item, size in holdings.offloaded(plan, self.engines, pool.name).items():
-                away[item] = away.get(item, 0) + size * max(_on_hosts(plan, pool.name))
+                away[item] = away.get(item, 0) + size * max(plan.on_hosts(pool.name))
         rounds = _rounds(plan.graph)
         rows = sum(size * rounds.get(column, 1) for column, size in plan.graph.column_bytes.items())
         hosts = [
@@ -165,24 +164,24 @@ class CountMemory(Pass):
         if phase == "update":
             for node in plan.graph.verb("update"):
                 if size := holdings.activations_away(plan, self.engines, node.name):
-                    items[f"{node.name} activations"] = size * max(_on_hosts(plan, plan.placement(node.name).pool))
+                    items[f"{node.name} activations"] = size * max(plan.on_hosts(plan.placement(node.name).pool))
         # Frozen nodes infer while the weights are on their way back.
         if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:
                 name = f"swapped {plan.graph.node(r.src).worker} weights"
-                ranks = max(_on_hosts(plan, plan.placement(r.src).pool))
+                ranks = max(plan.on_hosts(plan.placement(r.src).pool))
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
             # Under staleness a generation is ahead by so many iterations of rows that no update has read.
             ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
-            items["rows"] = (1 + ahead) * rows // len(plan.docks.hosts)
+            items["rows"] = (1 + ahead) * rows // len(plan.docks.warehouses)
         if cluster.device.kind.shares_host_memory:
             # A pool that has no such phase is in any of its own meanwhile.
             held = [0] * cluster.nodes
             for pool in plan.pools:
                 own = [m for m in devices if m.pool == pool.name]
                 most = max(m.total for m in [m for m in own if m.phase == phase] or own)
-                held = [h + n * most for h, n in zip(held, _on_hosts(plan, pool.name), strict=True)]
+                held = [h + n * most for h, n in zip(held, plan.on_hosts(pool.name), strict=True)]
             items["ranks"] = max(held)
         kept = {k: v for k, v in items.items() if v}
         return Memory("host", "hosts", phase, kept, cluster.device.host_memory)
@@ -208,13 +207,3 @@ def over(memory: Iterable[Memory]) -> str:
         f"{worst.phase} needs {holdings.gigabytes(worst.total)} a {worst.place} of "
         f"{holdings.gigabytes(worst.capacity.value)}"
     )
-
-
-def _on_hosts(plan: Plan, pool: str) -> list[int]:
-    """How many devices of a pool each host has."""
-    found, each = plan.pool(pool), plan.cluster.devices_per_node
-    held = [0] * plan.cluster.nodes
-    for first, stop in runs(found.first, found.devices, found.each, each):
-        for host in range(first // each, min(plan.cluster.nodes, -(-stop // each))):
-            held[host] += min(stop, (host + 1) * each) - max(first, host * each)
-    return held

@@ -72,7 +72,7 @@ class _Edges:
         if hosts == 1:
             seconds = central = self._nothing
         elif plan.docks.mode != "central":
-            seconds = Figure(amount * share / len(plan.docks.hosts) / network.value, network.source, spread)
+            seconds = Figure(amount * share / len(plan.docks.warehouses) / network.value, network.source, spread)
         how = self._how(dst, epochs) if columns else "order only: what it reads comes by other edges"
         return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
 
@@ -85,7 +85,7 @@ class _Edges:
         """Where seconds are from, through a central buffer and through the dock."""
         hosts, network = self.plan.cluster.nodes, self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"
-        spread = f"{parts} / {len(self.plan.docks.hosts)} hosts with warehouses / network; {network.basis}"
+        spread = f"{parts} / {len(self.plan.docks.warehouses)} warehouses / network; {network.basis}"
         return f"{parts} through one host, puts and gets; {network.basis}", spread
 
     def _how(self, dst: str, epochs: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..backends import runs
 from ..backends.dividing import misfits, rows_in_step
-from ..backends.spec import EngineSpec
+from ..backends.spec import EngineSpec, compiled, compiles
 from ..cost import holdings
 from ..ir.graph import Node
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, Pool
@@ -82,16 +82,21 @@ class Choices:
             return
         for spec in specs:
             for layout in layouts(plan, node, spec, pool, wide):
-                if self._allowed(plan, owner, spec, layout):
-                    yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
+                choice = replace(now, layout=layout, engine=self._engine(plan, node, spec))
+                if self._allowed(plan, owner, spec, choice):
+                    yield choice
 
     def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
         return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
 
-    def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, layout: Layout) -> bool:
+    def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, choice: Placement) -> bool:
+        layout, model = choice.layout, plan.model(owner.node)
         rows = (rows_in_step(plan.graph, plan.graph.node(n)) for n in owner.nodes)
-        return not any(n is not None and n % layout.dp for n in rows) and not any(
-            misfits(plan.model(owner.node), spec, layout)
+        stated = (replace(choice, engine=plan.deploy.engines.get(n, choice.engine)) for n in owner.nodes)
+        return (
+            not any(n is not None and n % layout.dp for n in rows)
+            and not any(misfits(model, spec, layout))
+            and (compiles(model, layout) or not any(map(compiled, stated)))
         )
 
     def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:

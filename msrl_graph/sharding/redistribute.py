@@ -201,16 +201,12 @@ class Movement:
 def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
     """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all
     that an all-gather over blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
-    hosts = range(target.first // per_host, target.device(target.devices - 1, per_host) // per_host + 1)
-    received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(hosts, 0)
+    received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(_hosts(target, per_host), 0)
     demand = [0] * source.layout.pp  # elements that hosts take from each stage
     for experts in (False, True):
         found = _laid((k for k in kinds if k.tensor.experts is experts), source, target)
         counting = _Hosts(source, target, per_host, block, experts)
-        classes: dict[tuple[object, ...], list[int]] = {}
-        for host in hosts if found else ():
-            classes.setdefault(counting.signature(host), []).append(host)
-        for alike in classes.values():
+        for alike in _alike(source, target, per_host, block, experts) if found else ():
             amounts, taken = counting.count(found, alike[0])
             for host in alike:
                 inward[host] += sum(taken)
@@ -222,6 +218,19 @@ def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host
         low, high = (source.device(rank, per_host) // per_host for rank in (stage * width, (stage + 1) * width - 1))
         outward = max(outward, -(-amount // (high - low + 1)))
     return Movement(max(received.values()), max(inward.values()), outward, sum(received.values()), sum(inward.values()))
+
+
+def _hosts(side: Side, per_host: int) -> range:
+    return range(side.first // per_host, side.device(side.devices - 1, per_host) // per_host + 1)
+
+
+@lru_cache(maxsize=1 << 10)
+def _alike(source: Side, target: Side, per_host: int, block: int, experts: bool) -> tuple[list[int], ...]:
+    """The hosts of the target in classes that hold the same, whichever tensors."""
+    counting, classes = _Hosts(source, target, per_host, block, experts), dict[tuple[object, ...], list[int]]()
+    for host in _hosts(target, per_host):
+        classes.setdefault(counting.signature(host), []).append(host)
+    return tuple(classes.values())
 
 
 @lru_cache(maxsize=1 << 12)

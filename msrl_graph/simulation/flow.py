@@ -2,6 +2,7 @@
 
 Invariant: a node gets every unit of an iteration once (an update: once an epoch). Without `stream` it begins when all
 its rows are there and moved; with it, batches go on as soon as they are ready, one after another along each edge.
+Rows are dealt to groups as the docks of a run deal them, as if all lay on one host.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 
 from ..cost import between as costs
 from ..ir.attributes import Update
+from ..ir.dealing import Units, deal
 from ..ir.graph import Node
 from ..ir.plan import Plan, Traffic
-from .rows import Draws, deal
+from .rows import Draws
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,16 @@ class Flow:
         edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
         controller = self.plan.controller(node.name)
         units, handover = self.units(node), costs.handover(self.plan).value
-        loads = dict(enumerate(weight)) if weight is not None else None
+        had = [0.0] * controller.groups
+
+        def dealt(some: list[int]) -> list[list[int]]:
+            one = [0] * len(some)
+            each = 1 if node.per == "batch" else self.plan.graph.fan(self.plan.graph.unit_level(node), 0)
+            shared = Units([u // each for u in some], one, [weight[u] for u in some] if weight is not None else None)
+            found = deal(shared, [0] * controller.groups, had=had)
+            had[:] = [h + shared.load(part) for h, part in zip(had, found, strict=True)]
+            return [[some[i] for i in part] for part in found]
+
         if node.verb == "update":
             said = Update.of(node)
             epochs, size = range(said.epochs), said.step_rows(units)
@@ -78,7 +89,7 @@ class Flow:
             ready, by = max(
                 ((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, "")
             )
-            return [Batch(ready, by, deal(r, loads, controller.groups)) for r in rounds]
+            return [Batch(ready, by, dealt(r)) for r in rounds]
         times = [self._there(node, done[s]) for s, _ in edges]
         if node.verb != "update":
             order = sorted(range(units), key=lambda u: (max(t[u] for t in times), u))
@@ -88,7 +99,7 @@ class Flow:
             for i, ((_, traffic), there) in enumerate(zip(edges, times, strict=True)):
                 link[i] = max(link[i], max(there[u] for u in r)) + costs.dispatch(traffic, 1 / len(rounds)).value
             ready, by = max((t, s) for t, (s, _) in zip(link, edges, strict=True))
-            found.append(Batch(ready + handover, by, deal(sorted(r), loads, controller.groups)))
+            found.append(Batch(ready + handover, by, dealt(sorted(r))))
         return found
 
     def _traffic(self, src: str, dst: str) -> Traffic:

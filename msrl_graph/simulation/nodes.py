@@ -14,6 +14,7 @@ from ..cost import holdings
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..ir.attributes import SampleEdge
+from ..ir.dealing import split
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
@@ -22,7 +23,6 @@ from .flow import Batch, Done, Flow
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span
 from .rollout import Group, Rollout
-from .rows import split
 
 Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
 

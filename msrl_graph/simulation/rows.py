@@ -1,25 +1,20 @@
-"""Rows: how long each is, who is slow, and who gets which.
+"""Rows: how long each is, and who is slow.
 
 Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the
-plan's places, nor of the order in which it is asked for. `deal` shares out as a dock's controller does
-(runtime/dock/controller.py), rows of all homes alike.
+plan's places, nor of the order in which it is asked for.
 """
 
 from __future__ import annotations
 
-import heapq
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TypeVar
 
 from ..cost import holdings
 from ..ir.plan import Plan
 from ..ir.sequences import bound
 from .specs import Distribution, Recorded, Specs
 
-T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 
@@ -99,23 +94,3 @@ class Draws:
             for _, u in sorted(zip(keys((self.specs.seed, iteration, epoch), range(units)), range(units), strict=True))
         ]
         return [sorted(order[i : i + size]) for i in range(0, units, size)]
-
-
-def deal(units: Sequence[int], weight: Mapping[int, float] | None, groups: int) -> list[list[int]]:
-    """Shares units among groups: with weights, the heaviest first to the lightest group; else even stretches."""
-    if weight is None:
-        return split(units, groups)
-    heap = [(0.0, g) for g in range(groups)]
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    for unit in sorted(units, key=lambda u: (-weight[u], u)):
-        load, group = heapq.heappop(heap)
-        parts[group].append(unit)
-        heapq.heappush(heap, (load + weight[unit], group))
-    return [sorted(p) for p in parts]
-
-
-def split(items: Sequence[T], parts: int) -> list[list[T]]:
-    """Even stretches, the longer ones first."""
-    each, over = divmod(len(items), parts)
-    ends = [i * each + min(i, over) for i in range(parts + 1)]
-    return [list(items[a:b]) for a, b in pairwise(ends)]

@@ -8,9 +8,11 @@ filters say what `Truth` says. The order is `world.py`'s.
 from __future__ import annotations
 
 import random
+import tempfile
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +20,18 @@ from unittest.mock import patch
 
 import numpy as np
 from truth import Truth
-from world import Strand, Stuck, World
+from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
 from msrl_graph.runtime.data.columns import Array, Column, Piece, Verdicts, ragged, texts
 from msrl_graph.runtime.data.wrong import drawn
-from msrl_graph.runtime.dock import actors, client
-from msrl_graph.runtime.dock.readers import home, readers
+from msrl_graph.runtime.dock import client
+from msrl_graph.runtime.dock import host as dock
+from msrl_graph.runtime.dock.readers import members, readers
+from msrl_graph.runtime.dock.segments import Room
+from msrl_graph.runtime.dock.warehouse import Warehouse, payload
 from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.driver.carried import Carried
 from msrl_graph.runtime.driver.driver import Driver
@@ -35,15 +40,13 @@ from msrl_graph.runtime.driver.supervisor import Options
 from msrl_graph.runtime.functions import host as functions
 from msrl_graph.runtime.functions.calling import Results
 from msrl_graph.runtime.functions.note import Note
+from msrl_graph.runtime.metrics.ports import Ports
 from msrl_graph.runtime.process.report import NextValues, Report
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
 
-CLASSES = {
-    kind: kind.__ray_metadata__.modified_class
-    for kind in (actors.ControllerHost, actors.WarehouseHost, functions.FunctionHost)
-}
+CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (dock.DockHost, functions.FunctionHost)}
 
 
 def cells(graph: Graph, column: str, rows: Array) -> Column:
@@ -73,6 +76,57 @@ class Handed(client.Client):
             assert np.array_equal(batch.columns[column].values, right.values), (node, column, task.key)
         self.dry.handed[task.key, node].append((group, batch.share))
         return batch
+
+    def put(self, node: str, task: Task, pieces: dict[str, Piece], asks: bool = False) -> None:
+        super().put(node, task, pieces, asks)
+        self.dry.stored[task.key] += payload(pieces)
+        rows = (payload({c: p.take(np.array([i]))}) for c, p in pieces.items() for i in range(len(p.rows)))
+        self.dry.largest = max([self.dry.largest, *rows])
+        assert not self.way.capacity or all(w.free >= 0 for w in self.dry.warehouses)
+
+    def _placed(self, *arguments: Any) -> Iterator[Any]:
+        for warehouse, name, some in super()._placed(*arguments):
+            self.dry.away += warehouse != self.home
+            yield warehouse, name, some
+
+
+class Plain(Room):
+    """A room that somebody else removes."""
+
+    @classmethod
+    def made(cls, path: Path) -> Plain:
+        path.mkdir()
+        return cls(path)
+
+    def join(self) -> None:
+        pass
+
+
+@dataclass
+class Telling:
+    """A coroutine's line in a world."""
+
+    world: World
+    name: str
+
+    async def send(self, method: str, *arguments: Any) -> Any:
+        return await Method(self.world, self.name, method).remote(*arguments)
+
+
+@dataclass
+class Lines:
+    """Lines in a world."""
+
+    world: World
+
+    def to(self, name: str) -> Any:
+        def send(method: str, *arguments: Any, wait: bool = False) -> Any:
+            return SimpleNamespace(get=Method(self.world, name, method).remote(*arguments).result)
+
+        return SimpleNamespace(send=send, flush=lambda: None)
+
+    def wait(self, asked: Ref) -> Any:
+        return asked.result()
 
 
 class Computed:
@@ -118,9 +172,7 @@ class DryRank(Rank):
         Training.__init__(self, dry.plan, rank)
         plan, host = dry.plan, dry.plan.cluster.host(rank)
         self.dry = dry
-        self.client = Handed(
-            dry, f"rank {rank}", list(dry.readers.values()), dry.controllers, dry.stores, host, home(plan, host, rank)
-        )
+        self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.way, host)
         self.asking = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
         self.asked = {}
         self.times: Counter[Any] = Counter()
@@ -204,10 +256,13 @@ class Dry:
         self.readers = {r.node: r for r in readers(plan)}
         self.handed: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
         self.shared: dict[Any, Any] = {}
+        self.stored: Counter[str] = Counter()  # by task, bytes of rows that were written
+        self.largest = 0  # of these rows
+        self.away = 0  # how often rows found their place on another host
+        self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
-        hosts = {c.node: c.host for c in plan.docks.controllers}
-        self.controllers = {node: f"controllers of host {h}" for node, h in hosts.items()}
-        self.stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
+        self.members, self.way = members(plan, list(self.readers.values()), b"")
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
 
     def truth(self, task: Task) -> Truth:
         return Truth(self.plan, (self.seed, task.number), self.kindness)
@@ -223,7 +278,15 @@ class Dry:
     def run(self, rows: int) -> Carried:
         """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a
         process."""
-        with patch.object(actors, "ray", self.world), patch.object(client, "ray", self.world):
+        world = self.world
+        with (
+            self.folder,
+            patch.object(dock, "ray", world),
+            patch.object(dock, "Post", lambda name, *_: Telling(world, name)),
+            patch.object(client, "Lines", lambda *_: Lines(world)),
+            patch.object(client, "Room", Plain),
+            patch.object(dock, "Room", SimpleNamespace(made=lambda name, _: Plain.made(Path(self.folder.name, name)))),
+        ):
             try:
                 driver = self._driver(rows)
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
@@ -234,24 +297,12 @@ class Dry:
 
     def _driver(self, rows: int) -> Driver:
         plan, world = self.plan, self.world
-        stores = [
-            world.actor(n, CLASSES[actors.WarehouseHost](i, plan.docks.warehouses[i]))
-            for i, n in enumerate(self.stores)
-        ]
-        by_host: dict[str, list[Any]] = defaultdict(list)
-        for node, host in self.controllers.items():
-            by_host[host].append(self.readers[node])
-        hosts = {self.controllers[c.node]: c.host for c in plan.docks.controllers}
-        made_hosts = []
-        for name, some in by_host.items():
-            near = self.stores[home(plan, hosts[name], 0)]
-            made_hosts.append(
-                world.actor(name, CLASSES[actors.ControllerHost](some, plan.docks.deadline, near, self.stores))
-            )
-        heard = [sorted({c for r in some for c in r.hears}) for some in by_host.values()]
-        for store in stores:
-            made = world.actors[store._name][0]
-            made.controllers = [(b, frozenset(columns)) for b, columns in zip(made_hosts, heard, strict=True)]
+        docks = []
+        for i, member in enumerate(self.members):
+            some = [self.readers[node] for node, name in self.way.controllers.items() if name == member.name]
+            made = CLASSES[dock.DockHost](self.members, i, some, plan.docks.deadline, self.way, member.name, 0)
+            docks.append(world.actor(member.name, made))
+            self.warehouses.append(made.warehouse)
         self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
         ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
         hosted = FunctionHosts(
@@ -260,8 +311,8 @@ class Dry:
             lambda host, _: world.actor(f"functions of host {host}", self._functions(host, rows)),
             lambda asked: {r: None for r in asked if r.done},
         )
-        attempt = SimpleNamespace(plan=plan, resume="", lines=0, options=Options(), out="")
-        pool = SimpleNamespace(ranks=ranks, functions=hosted, warehouses=stores, controllers=made_hosts)
+        attempt = SimpleNamespace(plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="")
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute())
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
         driver.recorder = Mute()  # type: ignore[assignment]
@@ -279,7 +330,7 @@ class Dry:
         }
         with patch.multiple(functions, **instead):
             plan = zlib.compress(self.plan.to_json().encode())
-            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.controllers, self.stores, False)
+            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.way, False)
             made.start()
         made._source = lambda *arguments: self._source(made, *arguments)
         return made
@@ -288,12 +339,13 @@ class Dry:
         """The real source, whose columns get the numbers of their rows."""
         put = host.client.put
 
-        def numbered(node: str, task: Task, pieces: dict[str, Piece]) -> None:
+        def numbered(node: str, task: Task, pieces: dict[str, Piece], asks: bool) -> None:
             states = {s.name for s in self.plan.graph.states}
             put(
                 node,
                 task,
                 {c: p if c in states else Piece(p.rows, cells(self.plan.graph, c, p.rows)) for c, p in pieces.items()},
+                asks,
             )
 
         with patch.object(host.client, "put", numbered):
@@ -302,7 +354,7 @@ class Dry:
     def _words(self) -> str:
         lines = []
         for made, _ in self.world.actors.values():
-            if isinstance(made, CLASSES[actors.ControllerHost]):
+            if isinstance(made, CLASSES[dock.DockHost]):
                 lines += [str(w) for w in self.world.loop.run_until_complete(made.status()).waits]
         lines += [f"{s.name} waits" for s in self.world.strands if s.calls or s.name == "driver"]
         return "\n".join(lines) or "nobody waits"

@@ -332,7 +332,7 @@ class Program:
                 zero = f", zero = {self.one((0, 1, 3))}" if group is others and tp == 1 and updates else ""
                 found += [f"  layout {', '.join(group)} {{ dp = {devices // tp}, tp = {tp}{zero} }}"] if group else []
         if self.often(30):
-            found.append(f"  dock {{ {self.one(('replicas = 2', 'mode = central'))} }}")
+            found.append(f"  dock {{ {self.one(('imbalance = 1.5', 'mode = central'))} }}")
         if generations and self.often(30):
             reported = [c.name for c in self.known("number") if c.type.startswith("f32")]
             if reported:

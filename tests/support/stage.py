@@ -25,7 +25,7 @@ PROMPTS = [
 
 def share(rows, most, whole, elements):
     """A share of a round of `whole` rows, each a unit; the largest share has `most`."""
-    return Share(rows, np.ones(len(rows), int), rows, {}, most, whole, elements, 0, True)
+    return Share(rows, np.ones(len(rows), int), rows, {}, (), most, whole, elements, 0, True)
 
 
 def one_rank(*changes):

@@ -153,8 +153,11 @@ class Walk(Rank):
     def at(self, what):
         pass
 
-    def flush(self, task):
-        return {}
+    def flush(self, task, report):
+        pass
+
+    def did(self, node, task, rows):
+        pass
 
     def walk(self, pool, instructions, task, walker, around):
         Client.walk(self, pool, instructions, task, walker, around)
@@ -391,6 +394,30 @@ CASES = (
     case("experts, bf16", "qwen3_moe", WIDE, "dp = 1", dtype="bf16", experts=ROUTED),
     case("experts, tp 2", "qwen3_moe", WIDE, "tp = 2", "tp = 2", ranks=2, experts=ROUTED),
     case("experts, dp 2 x ep 2", "qwen3_moe", WIDE, "dp = 2, ep = 2", "dp = 2", 4, 2, ranks=2, experts=ROUTED),
+    case(
+        "experts, dp 2 x ep 2, muon",
+        "qwen3_moe",
+        FLAT,
+        "dp = 2, ep = 2",
+        "dp = 2",
+        2,
+        1,
+        ranks=2,
+        experts=ROUTED,
+        changes=by("muon(lr = 2e-4)"),
+        **SHORT,
+    ),
+    case(
+        "experts, tp 2, muon",
+        "qwen3_moe",
+        FLAT,
+        "tp = 2",
+        "tp = 2",
+        ranks=2,
+        experts=ROUTED,
+        changes=by("muon(lr = 2e-4)"),
+        **SHORT,
+    ),
     case("experts, tp 2 x ep 2", "qwen3_moe", WIDE, "tp = 2, ep = 2", "tp = 2", ranks=2, experts=ROUTED),
     heavy("llama", "llama", WIDE, "dp = 1"),
     heavy("qwen2, bf16", "qwen2", WIDE, "dp = 1", dtype="bf16"),

@@ -8,6 +8,7 @@ real controllers and warehouses. When it ends, or is killed, no process and no t
 from __future__ import annotations
 
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -34,15 +35,15 @@ from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
 from ..data.columns import Column, Piece, ragged
 from ..data.wrong import drawn
-from ..dock.actors import ControllerHost, WarehouseHost
 from ..dock.client import Client
-from ..dock.readers import readers
+from ..dock.host import DockHost
+from ..dock.readers import members, readers
 from ..dock.wire import Batch, Share
 from ..functions.calling import Function
 from ..metrics.record import Recorder
 from ..process import computing
-from ..process.processes import MARK, Temporary, nicer
-from ..process.report import Report
+from ..process.processes import MARK, ROWS, Temporary, nicer
+from ..process.report import Event, Report
 from ..process.surroundings import waits
 from ..process.task import Task
 from . import probes
@@ -182,13 +183,11 @@ class Docked:
 
 
 def dock(plan: Plan, folder: Path) -> Docked:
-    names = {c.node: "controllers" for c in plan.docks.controllers}
-    kinds: Any = (WarehouseHost, ControllerHost)
-    warehouse = kinds[0].options(name="warehouse").remote(0, 0)
-    found = readers(plan)
-    host = kinds[1].options(name="controllers").remote(found, 60.0, "warehouse", ["warehouse"])
-    ray.get(warehouse.connect.remote([host], [sorted({c for r in found for c in r.hears})]))
-    writer, reader = (Client(name, found, names, ["warehouse"], 0, 0) for name in ("writer", "reader"))
+    found, kind = readers(plan), cast(Any, DockHost)
+    (member,), way = members(plan, found, secrets.token_bytes(32))
+    size = 8 * sum(plan.graph.column_bytes.values())
+    host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, f"{folder.name}-{ROWS}-0", size)
+    writer, reader = (Client(name, found, way, 0) for name in ("writer", "reader"))
     prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
@@ -200,7 +199,6 @@ def dock(plan: Plan, folder: Path) -> Docked:
             start_of = _spent()
         task = Task("train", number, prompts)
         start = time.perf_counter()
-        ray.get(warehouse.open.remote(task))
         ray.get(host.open.remote(task))
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
@@ -216,13 +214,11 @@ def dock(plan: Plan, folder: Path) -> Docked:
         hands.append((time.perf_counter() - start) / 2)
         start = time.perf_counter()
         for client in (writer, reader):
-            client.flush(task)
-        host.close.remote(task.key)
-        ray.get(warehouse.drop.remote(task.key))
+            client.flush(task, Report(client.process))
+        ray.get(host.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
     spent = _spent() - start_of
-    for actor in (warehouse, host):
-        ray.kill(actor)
+    ray.kill(host)
     turn = statistics.median(turns[WARM:]) + _books(plan, folder)
     return Docked(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
 
@@ -240,12 +236,14 @@ def _spent() -> float:
 def _books(plan: Plan, folder: Path) -> float:
     """Seconds that the driver takes to write an iteration down."""
     report = Report(
-        "rank 0", seconds={n.name: 0.1 for n in plan.graph.nodes}, events=[(n.name, 0.0, 0.1) for n in plan.graph.nodes]
+        "rank 0",
+        seconds={n.name: 0.1 for n in plan.graph.nodes},
+        events=[Event(n.name, 0.0, 0.1) for n in plan.graph.nodes],
     )
     for name in ("prompt_tokens", "response_tokens", "response_length", "loss", "grad_norm"):
         report.count(name, 1.0, 1.0)
     recorder = Recorder(folder, plan, 0)
-    return probes.seconds(lambda: recorder.training(0, 1.0, [report, report], {}), 0.2)
+    return probes.seconds(lambda: recorder.training(0, 1.0, [report, report], {}, 0), 0.2)
 
 
 def function(plan: Plan) -> float:
@@ -255,7 +253,9 @@ def function(plan: Plan) -> float:
     called, (prompts, rows) = Function(node, plan, reader), plan.graph.rows
     response = ragged([np.ones(4, np.int32)] * rows, np.int32)
     columns = {"response": response, "reward": Column(np.random.default_rng(0).random(rows, np.float32))}
-    share = Share(np.arange(prompts), np.full(prompts, rows // prompts), np.arange(rows), {}, rows, rows, {}, 0, True)
+    share = Share(
+        np.arange(prompts), np.full(prompts, rows // prompts), np.arange(rows), {}, (), rows, rows, {}, 0, True
+    )
     return probes.seconds(lambda: called(Batch(share, share.rows, columns), Task("train", 0, prompts)), 0.3) / rows
 
 

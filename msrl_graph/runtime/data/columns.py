@@ -51,6 +51,13 @@ class Column:
     def text(self, row: int) -> str:
         return bytes(self[row]).decode("utf-8")
 
+    def stretch(self, start: int, stop: int) -> Column:
+        """The rows from position `start` to before `stop`, whose values are a view."""
+        if self.offsets is None:
+            return Column(self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
     def take(self, rows: Array) -> Column:
         """The rows at these positions, in this order (a copy)."""
         if self.offsets is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, sequences, speaker
+from ..process import shipped
 from .columns import Array, Column, ragged
 
 
@@ -139,7 +139,7 @@ def of_node(plan: Plan, node: Node) -> Tokens:
 def _tokenizer(folder: str) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(shipped.found(folder) / "tokenizer.json"))
     # Many files store how their authors padded and cut batches; here nothing is padded or cut.
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -152,7 +152,7 @@ def _chat(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(shipped.found(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadMessages(f"the tokenizer of {folder} cannot be loaded: {error}") from error
 
@@ -176,7 +176,7 @@ def ends(folder: str) -> tuple[int, ...]:
 
 def _config(folder: str, name: str) -> dict[str, Any]:
     try:
-        content: dict[str, Any] = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads((shipped.found(folder) / name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     return content

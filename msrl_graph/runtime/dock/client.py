@@ -6,106 +6,157 @@ so that who takes a dead process's place is given the same ones.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import ray
 
 from ...ir.instruction import Instruction, Walk, Walker
 from ...ir.rowsets import Numbers
 from ..data.columns import Array, Column, Piece, concatenate, joined
 from ..process import log, points
+from ..process.report import Event, Report
 from ..process.task import Task
 from .controller import Again, Question, Take
+from .lines import Address, Lines
 from .readers import Reader
-from .wire import Batch, Share
+from .segments import Note, Room, Segments
+from .warehouse import SPLIT, payload, taken
+from .wire import Batch, Share, Way
 
 T = TypeVar("T")
+DOCK = "dock"  # what a process has with the dock beside its work, in the trace
 
 
 class Client:
-    """A process's way into the dock: `process` is its name, `home` the warehouse that it writes to. Actors are named,
-    by node the controllers."""
+    """A process's way into the dock: `process` is its name. What it writes goes to its host's warehouse, or where there
+    is none, to the first one."""
 
-    def __init__(
-        self,
-        process: str,
-        readers: list[Reader],
-        controllers: dict[str, str],
-        warehouses: list[str],
-        host: int,
-        home: int,
-    ) -> None:
-        self.process = process
+    def __init__(self, process: str, readers: list[Reader], way: Way, host: int) -> None:
+        self.process, self.host, self.way = process, host, way
         self.readers = {r.node: r for r in readers}
-        hosts = {name: ray.get_actor(name) for name in sorted(set(controllers.values()))}
-        self.controllers = {node: hosts[name] for node, name in controllers.items()}
-        self.warehouses = [ray.get_actor(name) for name in warehouses]
-        self._at = next(iter(hosts.values())).at.options(num_returns=0)
-        self.host, self.home = host, home
-        self.taken: dict[str, tuple[str, int]] = {}  # by node: the task, and how many of its shares were asked for
-        self.known: dict[str, list[Piece]] = {}  # by column: the rows of the task that this process wrote or read
-        self.here: dict[str, int] = {}  # by `node get here`: bytes that were read again from these
+        self.lines = Lines(found, way.token)
+        self.home = way.hosts.index(host) if host in way.hosts else 0
+        self.segments: Segments | None = None  # of this host, once it is asked for
+        self.note: Note | None = None
+        # By node: the task, how many of its shares were handed on, and those that have come beside them.
+        self.taken: dict[str, tuple[str, int, list[Share]]] = {}
+        self.known: dict[str, list[Piece]] = {}  # by column: the rows of the task that came from other hosts
+        self.loads: dict[str, list[int]] = {}  # by node: the tokens of each share
+        self.moved: dict[str, int] = {}  # by `node put`, `node get`, `node get away` and `node get here`: bytes
         self.pending: list[Any] = []
+        self.written = 0  # segments so far
+        self.events: list[Event] = []  # of the task: waits for answers and for rows of other hosts
         self.waited = 0.0  # seconds spent waiting for shares
         self.moving = 0.0  # seconds spent fetching and writing rows
 
     def _reach(self, what: str, task: Task) -> None:
         points.reach(self.process, f"{what} in {task.key}")
 
+    def _line(self, warehouse: int) -> Any:
+        return self.lines.to(self.way.warehouses[warehouse])
+
+    def _here(self) -> Segments | None:
+        """The segments of this host, None where it has no warehouse."""
+        if self.segments is None and self.way.hosts[self.home] == self.host:
+            room = Room(Path(self._line(self.home).send("folder").get()))
+            room.join()
+            self.segments, self.note = Segments(room), Note(room, self.process)
+        return self.segments
+
     def at(self, what: str) -> None:
         """Tells what this process begins to do; nobody waits for it."""
         log.at(what)
-        self._at.remote(self.process, what)
+        if self._here() is None:
+            self.pending.append(self._line(self.home).send("at", self.process, what))
+        elif self.note is not None:
+            self.note.say(what)
 
     def _ask(self, question: Question[T]) -> T:
         """The answer of a node's controller, as soon as it has one."""
-        answer: T = ray.get(self.controllers[question.node].ask.remote(question))
+        home, line = self._line(self.home), self.lines.to(self.way.controllers[question.node])
+        if line is not home:
+            home.flush()
+        start = time.perf_counter()
+        answer: T = line.send("ask", question).get()
+        of: dict[str, str | int] = {"asked": self.way.controllers[question.node], "group": question.of_group}
+        self.events.append(Event.since(start, f"{question.node} waits", DOCK, **of))
         return answer
 
     def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
         """The group's next share with its rows; `at_once`: this process begins with it now."""
         reader = self.readers[node]
         start = time.perf_counter()
-        key, count = self.taken.get(node, ("", 0))
-        count = count if key == task.key else 0
-        share = self._ask(Take(node, task.key, group, count, self.process if at_once else ""))
+        key, count, shares = self.taken.get(node, ("", 0, []))
+        if key != task.key:
+            count, shares = 0, []
+        shares = shares or self._ask(Take(node, task.key, group, count))
+        share = shares[0]
+        if at_once and len(share.units):
+            self.at(f"{node} in {task.key}")
         self._reach(f"share of {node}", task)
-        self.taken[node] = (task.key, count + 1)
-        taken = time.perf_counter()
-        self.waited += taken - start
+        self.taken[node] = (task.key, count + 1, shares[1:])
+        told = time.perf_counter()
+        self.waited += told - start
         numbers = reader.numbers(task)
-        asked_of: dict[int, dict[str, Array]] = {}
-        order: dict[str, list[Array]] = {}
-        fetched, asked_for = {}, wanted(share, reader, numbers)
-        for name, rows in asked_for.items():
-            if (mine := _found(rows, self.known.get(name, []))) is not None:
-                fetched[name] = mine
-                self.here[f"{node} get here"] = self.here.get(f"{node} get here", 0) + mine.nbytes
-                continue
-            for warehouse, positions in split(share.where[name]):
-                asked_of.setdefault(warehouse, {})[name] = rows[positions]
-                order.setdefault(name, []).append(positions)
-        asked = {
-            w: self.warehouses[w].get.remote(task.key, node, self.host, columns) for w, columns in asked_of.items()
-        }
-        got = {w: ray.get(reference) for w, reference in asked.items()}
-        for name, places in order.items():
-            parts = [got[w][name] for w in sorted(got) if name in got[w]]
-            column = concatenate(parts)
-            if len(parts) > 1:
-                back = np.empty(len(column), np.int64)
-                back[np.concatenate(places)] = np.arange(len(column))
-                column = column.take(back)
-            fetched[name] = column
-            self.known.setdefault(name, []).append(Piece(asked_for[name], column))
+        asked_for = wanted(share, reader, numbers)
+        batch = assemble(share, reader, numbers, asked_for, self._fetched(node, task, share, asked_for))
+        tokens = [
+            times * int(batch.columns[c].lengths.sum()) for c, times in reader.tokens.items() if c in batch.columns
+        ]
+        self.loads.setdefault(node, []).append(sum(tokens))
         self._reach(f"rows of {node}", task)
-        batch = assemble(share, reader, numbers, asked_for, fetched)
-        self.moving += time.perf_counter() - taken
+        self.moving += time.perf_counter() - told
         return batch
+
+    def _fetched(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, Column]:
+        """The rows of a share, by column: those of this host are views of its segments, others come from theirs, with
+        one request to each."""
+        parts: dict[str, list[tuple[Array, Column]]] = {}  # by column: positions, and what belongs there
+        asked: dict[int, dict[str, dict[str, Array]]] = {}  # by warehouse, segment and column
+        order: dict[tuple[int, str, str], Array] = {}
+        away = set()
+        for name, rows in asked_for.items():
+            parts[name] = []
+            if (mine := _found(rows, self.known.get(name, []))) is not None:
+                parts[name].append((np.arange(len(rows)), mine))
+                self._count(f"{node} get here", mine)
+                continue
+            for index, positions in split(share.where[name]):
+                place = share.places[index]
+                if place.warehouse == self.home and (here := self._here()) is not None:
+                    column = taken(here.read(task.key, place.segment)[name], rows[positions])
+                    parts[name].append((positions, column))
+                    self._count(f"{node} get", column)
+                else:
+                    away.add(name)
+                    asked.setdefault(place.warehouse, {}).setdefault(place.segment, {})[name] = rows[positions]
+                    order[place.warehouse, place.segment, name] = positions
+        start = time.perf_counter()
+        answers = {w: self._line(w).send("get", task.key, segments) for w, segments in asked.items()}
+        for warehouse, answer in answers.items():
+            size = 0
+            for segment, columns in answer.get().items():
+                for name, column in columns.items():
+                    parts[name].append((order[warehouse, segment, name], column))
+                    self._count(f"{node} get away", column)
+                    size += column.nbytes
+            host = self.way.hosts[warehouse]
+            # Beside each other: all are asked at once.
+            names = ", ".join(sorted({name for columns in asked[warehouse].values() for name in columns}))
+            of: dict[str, str | int] = {"node": node, "host": host, "bytes": size, "columns": names}
+            self.events.append(Event.since(start, f"rows from host {host}", f"{DOCK}, host {host}", **of))
+        fetched = {name: _laid(some) for name, some in parts.items()}
+        for name in away:
+            self.known.setdefault(name, []).append(Piece(asked_for[name], fetched[name]))
+        return fetched
+
+    def _count(self, what: str, column: Column) -> None:
+        self.moved[what] = self.moved.get(what, 0) + column.nbytes
 
     def again(self, node: str, task: Task, rounds: int) -> bool:
         """Whether after so many rounds of prompts the filter `node` needs another one."""
@@ -131,32 +182,97 @@ class Client:
 
     def whole(self, task: Task) -> dict[str, Piece]:
         """All rows of a task by column, ascending."""
-        parts: list[dict[str, Piece]] = ray.get([w.whole.remote(task.key) for w in self.warehouses])
+        asked = [self._line(w).send("whole", task.key) for w in range(len(self.way.warehouses))]
+        parts: list[dict[str, Piece]] = [answer.get() for answer in asked]
         found = {}
         for name in {n for part in parts for n in part}:
             piece = joined([part[name] for part in parts if name in part])
             found[name] = piece.take(np.argsort(piece.rows))
         return found
 
-    def put(self, node: str, task: Task, pieces: Mapping[str, Piece]) -> None:
-        """Sends the rows that a node wrote, by column, to the home warehouse; does not wait for it."""
+    def put(self, node: str, task: Task, pieces: Mapping[str, Piece], asks: bool = False) -> None:
+        """Writes the rows that a node made, by column, into the memory of this host, and tells the warehouse; does not
+        wait for it. `asks`: this thread asks for rows now, or ends the task, and tells it with that."""
         start = time.perf_counter()
         self._reach(f"before put of {node}", task)
-        for name, piece in pieces.items():
-            self.known.setdefault(name, []).append(piece)
-        self.pending.append(self.warehouses[self.home].put.remote(task.key, node, pieces))
+        here = self._here()
+        for warehouse, name, some in self._placed(node, task, pieces):
+            if warehouse == self.home and here is not None:
+                here.write(task.key, name, node, some)
+                self.pending.append(self._line(warehouse).send("put", task.key, node, name, wait=asks))
+            else:
+                self.pending.append(self._line(warehouse).send("put", task.key, node, name, dict(some)))
+        for piece in pieces.values():
+            self._count(f"{node} put", piece.column)
         self.moving += time.perf_counter() - start
         self._reach(f"after put of {node}", task)
 
-    def flush(self, task: Task) -> dict[str, int]:
-        """Ends a task: raises what went wrong in its writes. By `node get here`, bytes that were read where they were
-        known already."""
+    def _placed(
+        self, node: str, task: Task, pieces: Mapping[str, Piece]
+    ) -> Iterator[tuple[int, str, Mapping[str, Piece]]]:
+        """Where rows are to be written, and the name of the segment: at home, or where that is full with others who
+        have place, in parts if need be. Waits for place."""
+        self.written += 1
+        name = f"{self.process.replace(' ', '-')}.{self.written:06}.{os.getpid()}"
+        if not self.way.capacity:
+            yield self.home, name, pieces
+            return
+        single = len(pieces) == 1 and all(len(p.rows) < 2 for p in pieces.values())
+        start = time.perf_counter()
+        found = self._line(self.home).send("place", task.key, node, name, payload(pieces), single).get()
+        self.events.append(Event.since(start, f"{node} waits for place", f"{DOCK}, place", bytes=payload(pieces)))
+        if found != SPLIT:
+            yield found, name, pieces
+            return
+        for part in _halves(pieces):
+            yield from self._placed(node, task, part)
+
+    def did(self, node: str, task: Task, rows: int) -> None:
+        """Tells that this process is done with so many more rows of a node that writes none."""
+        if self._here() is not None and self.note is not None:
+            self.note.did(task.key, node, rows)
+
+    def flush(self, task: Task, report: Report) -> None:
+        """Ends a task: raises what went wrong in its writes. Reports the bytes that it moved, the tokens of its
+        shares, and what it waited for."""
         self._reach("flush", task)
-        ray.get(self.pending)
+        for answer in self.pending:
+            answer.get()
         self._reach("end", task)
-        here, self.here = self.here, {}
-        self.pending, self.known = [], {}
-        return here
+        report.moved, self.moved = self.moved, {}
+        report.loads, self.loads = self.loads, {}
+        report.events += self.events
+        self.pending, self.known, self.events = [], {}, []
+        if self.segments is not None:
+            self.segments.forget(task.key)
+
+
+def found(name: str) -> Address:
+    """Where the process of a name listens, as Ray knows it; waits for one that is started again."""
+    import ray
+
+    address: Address = ray.get(ray.get_actor(name).address.remote())
+    return address
+
+
+def _halves(pieces: Mapping[str, Piece]) -> Iterator[Mapping[str, Piece]]:
+    """Columns by themselves, or the halves of one."""
+    if len(pieces) > 1:
+        yield from ({column: piece} for column, piece in pieces.items())
+        return
+    ((column, piece),) = pieces.items()
+    for some in np.array_split(np.arange(len(piece.rows)), 2):
+        yield {column: piece.take(some)}
+
+
+def _laid(parts: Sequence[tuple[Array, Column]]) -> Column:
+    """Columns by their positions in one."""
+    if len(parts) == 1:
+        return parts[0][1]
+    column = concatenate([part for _, part in parts])
+    back = np.empty(len(column), np.int64)
+    back[np.concatenate([positions for positions, _ in parts])] = np.arange(len(column))
+    return column.take(back)
 
 
 def _found(rows: Array, pieces: Sequence[Piece]) -> Column | None:
@@ -192,6 +308,6 @@ def assemble(
 
 
 def split(where: Array) -> Iterable[tuple[int, Array]]:
-    """(warehouse, the positions of its rows) for each warehouse that holds some."""
-    for warehouse in np.unique(where):
-        yield int(warehouse), np.flatnonzero(where == warehouse)
+    """(place, the positions of its rows) for each place that holds some."""
+    for place in np.unique(where):
+        yield int(place), np.flatnonzero(where == place)

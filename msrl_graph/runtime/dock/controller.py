@@ -4,12 +4,12 @@ Invariant: which rows form a round of an update is a function of (seed, iteratio
 controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an
 update: once an epoch), and whoever asks for a group's n-th share gets the same one however often it asks. What a
 controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses.
-Nothing here knows Ray or torch; actors.py puts it on processes.
+Nothing here knows Ray or torch; host.py puts it on processes.
 
 All that is decided for a node is decided here: what is handed out next and to whom, whether another round of prompts is
 needed, when an iteration is closed, and what of it must be kept safe. What a rank or a function host may ask is a
 `Question`, a class at the end of this file: a new one needs its class here and the line of client.py that asks it;
-actors.py passes all of them on alike.
+host.py passes all of them on alike.
 
 Rows are those of rowsets.py. A node's *units* are what it is handed at once: its rows, or with `per = prompt` whole
 groups. Filters say how often each row goes on (their *verdict*); who comes after one is handed the rows that are left,
@@ -19,7 +19,6 @@ the first groups that survive it, in the source's order, go on.
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
@@ -29,75 +28,63 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ... import noise
-from ...ir.rowsets import Numbers, chain
+from ...ir.dealing import Units, deal
 from ..data.columns import Array
 from ..process.report import RunError
 from ..process.task import Task
+from .progress import Progress
 from .readers import Reader
-from .view import Table, View, enumerate_rows, view
 from .wire import News, Part, Round, Share
 
 T_co = TypeVar("T_co", covariant=True)
+ALL = "nothing: all its rows are there"
 
 
-def deal(units: Array, home: Array, weight: Array | None, groups: int) -> list[Array]:
-    """Shares units among groups: with weights, the heaviest first to the lightest group; else even stretches, rows of
-    one home together."""
-    if weight is None:
-        order = units[np.lexsort((units, home))]
-        return [np.sort(part) for part in np.array_split(order, groups)]
-    heap = [(0, g) for g in range(groups)]
-    parts: list[list[int]] = [[] for _ in range(groups)]
-    for position in np.lexsort((units, -weight)):
-        load, group = heapq.heappop(heap)
-        parts[group].append(int(units[position]))
-        heapq.heappush(heap, (load + int(weight[position]), group))
-    return [np.sort(np.asarray(p, np.int64)) for p in parts]
+@dataclass
+class MiniBatches:
+    """Those of an update: `todo` are the ones to come, as (epoch, rows), and so many are `done`. `lacking` counts, of
+    each one of the first epoch, the rows that are not ready; `of` says in which of these each of the `rows` is."""
 
+    todo: deque[tuple[int, Array]]
+    rows: Array
+    of: Array
+    lacking: Array
+    done: int = 0
 
-def first_prompts(rows: Array, known: Array, above: Array, prompts: int, count: int) -> tuple[Array, Array, int]:
-    """Of the prompts 0 to `prompts` - 1, which are the first `count` that any row is left of, as far as that is
-    known?
+    @classmethod
+    def cut(cls, reader: Reader, number: int, rows: Array) -> MiniBatches:
+        """Of all rows of an iteration, ascending: a function of (seed, iteration, epoch, row)."""
+        size = reader.mini_batch or max(len(rows), 1)
+        todo: deque[tuple[int, Array]] = deque()
+        of = np.zeros(len(rows), np.int64)
+        for epoch in range(reader.epochs):
+            order = np.argsort(noise.keys(reader.seed, number, epoch, rows), kind="stable")
+            if epoch == 0:
+                of[order] = np.arange(len(rows)) // size
+            todo.extend((epoch, np.sort(rows[order[i : i + size]])) for i in range(0, max(len(rows), 1), size))
+        return cls(todo, rows, of, np.bincount(of, minlength=1))
 
-    `rows` are the rows that filters have not dropped, `above` the prompt of each, and `known` says of which it is
-    sure that they stay. Gives for each prompt whether it is one of the first `count`, for each prompt whether that is
-    decided, and how many are found so far. With count = 2, and rows left of the prompts 0, 2 and 3, the prompts 0 and
-    2 are the first; if it is open whether any row of prompt 1 stays, that is decided of prompt 0 only.
-    """
-    alive, open_ = np.zeros(prompts, bool), np.zeros(prompts, bool)
-    alive[above[known]] = True
-    open_[above[~known]] = True
-    open_ &= ~alive  # one row that stays is enough to know that the prompt does
-    decided = np.logical_and.accumulate(~open_)
-    rank = np.cumsum(alive & decided)
-    inside = alive & decided & (rank <= count)
-    full = int(rank[-1]) >= count if prompts else False
-    return inside, decided | full, int(min(rank[-1], count)) if prompts else 0
+    def ready(self, rows: Array) -> list[tuple[int, Array]]:
+        """More rows are ready: the mini-batches whose turn has come."""
+        self.lacking -= np.bincount(self.of[np.searchsorted(self.rows, rows)], minlength=len(self.lacking))
+        found: list[tuple[int, Array]] = []
+        # Of a later epoch all rows were dealt before.
+        while self.todo and (self.todo[0][0] or not self.lacking[self.done]):
+            found.append(self.todo.popleft())
+            self.done += 1
+        return found
 
 
 @dataclass
 class Book:
-    """What a controller knows of one iteration.
-
-    - `where` says of each row of a column which warehouse has it (-1: none yet); `heard` how long the row is, or of a
-      filter's verdict how often the row goes on.
-    - `dealt` marks the units that were handed out, `shares` are what each group got, in order.
-    - `opened` counts the rounds of prompts of which some row was heard; `ended` those that were handed out to their
-      end. Without a refill there is one round.
-    - `seen` is the view of the rows, kept once it is complete, since it changes no more.
-    - `rounds`, of an update whose rows are all known: its mini-batches that are still to come, each as (epoch, rows).
-    """
+    """What a controller knows of one iteration, and the shares that it has handed out of it, by group. `had` is what
+    each group has got so far, by weight."""
 
     task: Task
-    numbers: Numbers
-    where: dict[str, Table]
-    heard: dict[str, Table]
-    dealt: Table
-    shares: list[list[Share]]  # by group
-    opened: int = 1
-    ended: int = 0
-    seen: View | None = None
-    rounds: deque[tuple[int, Array]] | None = None  # of an update whose rows are all known: (epoch, rows), in order
+    progress: Progress
+    shares: list[list[Share]]
+    had: list[float]
+    mini_batches: MiniBatches | None = None  # of an update whose rows are all known
 
 
 class Controller:
@@ -127,42 +114,38 @@ class Controller:
         return self._deal(self.books[task.key])
 
     def _begin(self, task: Task) -> None:
-        reader, numbers = self.reader, self.reader.numbers(task)
-        self.books[task.key] = Book(
-            task=task,
-            numbers=numbers,
-            where={c: Table(numbers.size[rows], -1) for c, rows in reader.hears.items()},
-            heard={c: Table(numbers.size[rows], -1) for c, rows in reader.hears.items()},
-            dealt=Table(numbers.size[reader.unit], 0),
-            shares=[[] for _ in range(reader.groups)],
-        )
+        groups = len(self.reader.at)
+        self.books[task.key] = Book(task, Progress(self.reader, task), [[] for _ in range(groups)], [0.0] * groups)
 
     def close(self, key: str) -> None:
         self.books.pop(key, None)
 
     def heard(self, key: str, news: Iterable[News]) -> list[Round]:
         """Rows have come to lie in a warehouse."""
-        book = self.books.get(key)
-        if book is None:
+        if (book := self.books.get(key)) is None or not self._note(book, news):
             return []
-        return [round for n in news if n.column in book.where for round in self._heard(book, n)]
-
-    def _heard(self, book: Book, news: News) -> list[Round]:
-        self._note(book, news)
         return self._deal(book)
+
+    def _note(self, book: Book, news: Iterable[News]) -> bool:
+        """Whether any of the news concern the node."""
+        heard = [n for n in news if n.column in self.reader.hears]
+        for n in heard:
+            book.progress.note(n)
+        return bool(heard)
 
     def restore(self, task: Task, news: Iterable[News], rounds: Iterable[Round]) -> list[Round]:
         """Takes the place of a controller that had opened the iteration, heard the news and decided these rounds (those
         that were kept); the rounds that it decides beside them."""
         self._begin(task)
-        key, book = task.key, self.books[task.key]
-        for n in news:
-            if n.column in book.where:
-                self._note(book, n)
+        book = self.books[task.key]
+        self._note(book, news)
         for round in rounds:
-            book.dealt.set(np.concatenate([p.units for p in round.parts]), 1)
-            book.ended += round.last
-            self.hand(key, round)
+            for group, part in enumerate(round.parts):
+                book.progress.deal(part.units)
+                book.had[group] += self._weighed(book, part.rows, part.sizes).load(range(len(part.units)))
+            if round.last:
+                book.progress.end()
+            self.hand(task.key, round)
         return self._deal(book)
 
     def hand(self, key: str, round: Round) -> None:
@@ -170,28 +153,31 @@ class Controller:
         last rows led to."""
         if (book := self.books.get(key)) is None:
             return
-        reader = self.reader
-        columns = [(read.column, read.rows) for read in reader.reads]
+        progress = book.progress
+        columns = [(read.column, read.rows) for read in self.reader.reads]
         everyone = np.concatenate([p.rows for p in round.parts])
         most = max(len(p.rows) for p in round.parts)
-        elements = {c: int(book.heard[c].get(self._above(book, everyone, rows)).sum()) for c, rows in columns}
+        elements = {c: int(progress.heard[c].get(progress.above(everyone, rows)).sum()) for c, rows in columns}
         for shares, part in zip(book.shares, round.parts, strict=True):
-            where = {c: book.where[c].get(np.unique(self._above(book, part.rows, rows))) for c, rows in columns}
+            above = {rows: np.unique(progress.above(part.rows, rows)) for rows in {rows for _, rows in columns}}
+            lie = {c: progress.where[c].get(above[rows]) for c, rows in columns}
+            met = np.unique(np.concatenate([*lie.values(), part.rows[:0]]))
+            where = {c: np.searchsorted(met, at) for c, at in lie.items()}
+            of, all_ = tuple(progress.places[i] for i in met), len(everyone)
             shares.append(
-                Share(part.units, part.sizes, part.rows, where, most, len(everyone), elements, round.epoch, round.last)
+                Share(part.units, part.sizes, part.rows, where, of, most, all_, elements, round.epoch, round.last)
             )
 
-    def take(self, key: str, group: int, index: int) -> Share | None:
-        """The group's share number `index`, None while there is none."""
-        shares = self.books[key].shares[group]
-        return shares[index] if index < len(shares) else None
+    def decided(self, key: str, group: int) -> list[Share]:
+        """The group's shares so far."""
+        return self.books[key].shares[group]
 
     def again(self, key: str, rounds: int) -> bool | None:
         """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that
         is not known. RunError where there were as many rounds as there may be."""
         book, filter = self.books[key], self.reader.refilling
         assert filter is not None
-        _, decided, count = self._surviving(book, rounds)
+        _, decided, count = book.progress.surviving(rounds)
         if not decided.all():
             return None
         if count >= book.task.prompts:
@@ -208,142 +194,102 @@ class Controller:
             )
         return True
 
+    def counts(self, key: str) -> tuple[int, int]:
+        """Rows of a task that were handed out, and that there are as far as is known, each once an epoch."""
+        book = self.books[key]
+        handed = sum(len(share.rows) for shares in book.shares for share in shares)
+        return handed, max(handed, len(book.progress.every[0]) * self.reader.epochs)
+
     def missing(self, key: str) -> str:
         """What the node waits for, in words."""
-        book, reader, parts = self.books[key], self.reader, []
-        seen = self._view(book)
+        progress, reader, parts = self.books[key].progress, self.reader, list[str]()
+        if progress.ended and not reader.loops:  # what is heard since is no matter to it
+            return ALL
+        rows, known = progress.every
         for read in reader.reads:
-            wanted = np.unique(self._above(book, seen.rows, read.rows))
-            absent = wanted[book.where[read.column].get(wanted) < 0]
+            wanted = np.unique(progress.above(rows, read.rows))
+            absent = wanted[progress.where[read.column].get(wanted) < 0]
             if len(absent):
                 first = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
                 parts.append(
                     f"`{read.column}` from `{read.writer}` ({len(absent)} of {len(wanted)} rows missing: {first})"
                 )
-        if not seen.complete:
+        if not progress.complete:
             filters = ", ".join(f"`{s.node}`" for s in (reader.passed or (reader.refilling,)) if s)
             parts.append(
-                f"the verdict of {filters} on {int((~seen.known).sum())} of {len(seen.rows)} rows"
-                if filters
-                else "more prompts"
+                f"the verdict of {filters} on {int((~known).sum())} of {len(rows)} rows" if filters else "more prompts"
             )
-        return "; ".join(parts) or "nothing: all its rows are there"
-
-    def _note(self, book: Book, news: News) -> None:
-        book.heard[news.column].set(news.rows, news.lengths)
-        book.where[news.column].set(news.rows, news.warehouse)
-        if len(news.rows) and self.reader.refilling is not None and book.task.trains:
-            prompt = int(book.numbers.above(news.rows, self.reader.hears[news.column], 0).max())
-            book.opened = max(book.opened, prompt // book.task.prompts + 1)
-
-    def _above(self, book: Book, rows: Array, end: int) -> Array:
-        return book.numbers.above(rows, self.reader.rows, end)
-
-    def _surviving(self, book: Book, rounds: int) -> tuple[Array, Array, int]:
-        """`first_prompts` of the filter that refills, of so many rounds."""
-        filter, prompts = self.reader.refilling, rounds * book.task.prompts
-        assert filter is not None
-        sieves = (*self.reader.before_refill, filter)
-        rows, known = enumerate_rows(book.numbers, filter.left, np.arange(prompts), sieves, book.heard)
-        return first_prompts(rows, known, book.numbers.above(rows, filter.left, 0), prompts, book.task.prompts)
-
-    def _view(self, book: Book) -> View:
-        if book.seen is None:
-            found = self._look(book)
-            book.seen = found if found.complete else None
-            return found
-        return book.seen
-
-    def _look(self, book: Book) -> View:
-        reader, count = self.reader, book.task.prompts
-        prompts, sure, complete = np.arange(book.opened * count), None, True
-        if reader.refilling is not None and book.task.trains:
-            if reader.loops:  # the round that is under way
-                prompts = np.arange(book.ended * count, (book.ended + 1) * count)
-            else:
-                inside, decided, found = self._surviving(book, book.opened)
-                complete = found >= count
-                if reader.refilling in reader.passed:
-                    prompts = np.flatnonzero(inside | ~decided)
-                    sure = decided[prompts]
-        sieves = reader.passed if book.task.trains else ()
-        rows, known = enumerate_rows(book.numbers, reader.rows, prompts, sieves, book.heard)
-        if sure is not None:
-            known &= sure[np.searchsorted(prompts, book.numbers.above(rows, reader.rows, 0))]
-        units = np.zeros(len(rows), np.int64) if reader.whole else book.numbers.above(rows, reader.rows, reader.unit)
-        return view(rows, known, units, complete)
-
-    def _ready(self, book: Book, seen: View) -> Array:
-        """The units that are known whole and of which all is there."""
-        ready = seen.known.copy()
-        for read in self.reader.reads:
-            ready &= book.where[read.column].get(self._above(book, seen.rows, read.rows)) >= 0
-        return seen.each(ready)
+        return "; ".join(parts) or ALL
 
     def _deal(self, book: Book) -> list[Round]:
         if self.reader.update:
             return self._deal_update(book)
         found: list[Round] = []
-        while book.ended < (book.opened if self.reader.loops else 1):
-            some = self._deal_units(book, self._view(book))
+        progress = book.progress
+        while progress.ended < (progress.opened if self.reader.loops else 1):
+            progress.look()
+            some = self._deal_units(book)
             found += some
             if not some or not some[-1].last:
                 break
-            book.ended += 1
-            book.seen = None if self.reader.loops else book.seen  # of another round
+            progress.end()
         return found
 
-    def _deal_units(self, book: Book, seen: View) -> list[Round]:
-        """Batches of what is ready, to the end of a view."""
-        found: list[Round] = []
-        dealt = book.dealt.get(seen.units) > 0
-        fresh, left = seen.units[self._ready(book, seen) & ~dealt], int((~dealt).sum())
-        chunk = self.reader.chunk or max(left, 1)
-        while True:
-            enough = max(1, min(chunk, left)) if seen.complete else self.reader.chunk
-            if not enough or len(fresh) < enough or (self.reader.whole and not seen.complete):
-                break
-            units, fresh = fresh[:chunk], fresh[chunk:]
-            book.dealt.set(units, 1)
-            left -= len(units)
-            found.append(self._round(book, seen, 0, units, seen.complete and not left))
-        if seen.complete and not left and not found:
-            found.append(self._round(book, seen, 0, seen.units[:0], True))  # what was handed out before was all
-        return found
+    def _deal_units(self, book: Book) -> list[Round]:
+        """Batches of what is ready, to the end of what is under way."""
+        progress, found = book.progress, list[Round]()
+        while progress.left or not progress.complete:
+            left = progress.left if progress.complete else 0  # as far as that is known
+            enough = min(self.reader.chunk or left, left) if left else self.reader.chunk
+            if not enough or progress.fresh < enough:
+                return found
+            found.append(self._round(book, 0, progress.next(enough), left == enough))
+        # What was handed out before may have been all.
+        return found or [self._round(book, 0, progress.next(0), True)]
 
     def _deal_update(self, book: Book) -> list[Round]:
-        reader, seen, found = self.reader, self._view(book), []
-        if book.rounds is None and seen.complete:
-            book.rounds, size = deque(), reader.mini_batch or max(len(seen.rows), 1)
-            for epoch in range(reader.epochs):
-                order = np.argsort(noise.keys(reader.seed, book.task.number, epoch, seen.rows), kind="stable")
-                book.rounds.extend(
-                    (epoch, np.sort(seen.rows[order[i : i + size]])) for i in range(0, max(len(order), 1), size)
-                )
-        if book.rounds:
-            ready = self._ready(book, seen)
-            while book.rounds and ready[np.searchsorted(seen.units, book.rounds[0][1])].all():
-                epoch, rows = book.rounds.popleft()
-                found.append(self._round(book, seen, epoch, rows, not book.rounds))
-        return found
+        progress = book.progress
+        rows = progress.look()
+        if book.mini_batches is None:
+            if not progress.complete:
+                return []
+            book.mini_batches = MiniBatches.cut(self.reader, book.task.number, np.sort(progress.every[0]))
+            rows = np.concatenate([*progress.ready, rows[:0]])
+        ready = book.mini_batches.ready(rows)
+        last = 0 if book.mini_batches.todo else len(ready)
+        return [self._round(book, epoch, some, i == last) for i, (epoch, some) in enumerate(ready, 1)]
 
-    def _round(self, book: Book, seen: View, epoch: int, units: Array, last: bool) -> Round:
+    def _round(self, book: Book, epoch: int, units: Array, last: bool) -> Round:
         """Shares units among the groups."""
         reader = self.reader
-        rows, sizes = seen.rows_of(units)
-        home, weight = np.zeros(len(units), np.int64), np.zeros(len(units), np.int64)
-        if len(units) and not reader.whole:
-            starts = np.cumsum(sizes) - sizes
-            # The deepest says where a unit is at home.
-            for read in sorted(reader.reads, key=lambda r: len(chain(reader.sets, r.rows))):
-                above = self._above(book, rows, read.rows)
-                home = book.where[read.column].get(above[starts])
-                weight += np.add.reduceat(book.heard[read.column].get(above), starts)
-        parts = []
-        for some in deal(units, home, weight if reader.balance else None, reader.groups):
-            mine, each = seen.rows_of(some)
-            parts.append(Part(some, each, mine))
+        rows, sizes = book.progress.rows_of(units)
+        starts, parts = np.cumsum(sizes) - sizes, []
+        some = self._weighed(book, rows, sizes)
+        for group, positions in enumerate(deal(some, reader.at, reader.imbalance, book.had)):
+            mine = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
+            at = np.array(positions, np.int64)
+            parts.append(Part(units[at], sizes[at], np.concatenate([*mine, rows[:0]])))
+            book.had[group] += some.load(positions)
         return Round(epoch, tuple(parts), last)
+
+    def _weighed(self, book: Book, rows: Array, sizes: Array) -> Units:
+        """Of units that have so many rows each, these unit by unit, what decides who gets them."""
+        progress, warehouses = book.progress, book.progress.warehouses
+        unit = np.repeat(np.arange(len(sizes)), sizes)
+        weights, lies = np.zeros(len(sizes)), np.zeros((len(sizes), int(warehouses.max()) + 1))
+        for read in self.reader.reads:
+            above = progress.above(rows, read.rows)
+            length = progress.heard[read.column].get(above)
+            weights += self.reader.tokens.get(read.column, 0) * np.bincount(unit, length, len(sizes))
+            cell = unit * lies.shape[1] + warehouses[progress.where[read.column].get(above)]
+            lies += np.bincount(cell, length, lies.size).reshape(lies.shape)
+        first = np.cumsum(sizes) - sizes
+        return Units(
+            progress.above(rows, 0)[first[first < len(rows)]].tolist(),
+            lies.argmax(1).tolist(),
+            weights.tolist() if self.reader.balance else None,
+            lies.sum(1).tolist(),
+        )
 
 
 @dataclass(frozen=True)
@@ -369,16 +315,14 @@ class Question(ABC, Generic[T_co]):
 
 
 @dataclass(frozen=True)
-class Take(Question[Share]):
-    """The group's share number `index`. `process` is who begins with the share as soon as it has it: were it to tell
-    that itself, its word could die with it."""
+class Take(Question[list[Share]]):
+    """The group's shares from number `index` on, as far as they are decided, once there is one."""
 
     group: int
     index: int
-    process: str = ""
 
-    def answer(self, controller: Controller) -> Share | None:
-        return controller.take(self.key, self.group, self.index)
+    def answer(self, controller: Controller) -> list[Share] | None:
+        return controller.decided(self.key, self.group)[self.index :] or None
 
     @property
     def of_group(self) -> int:

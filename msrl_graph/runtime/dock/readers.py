@@ -5,14 +5,17 @@ Invariant: plain data, a function of the plan.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets
+from ...ir.sequences import weighs
 from ..data.wrong import comparison
 from ..process.task import Task, numbers
+from .wire import Member, Way
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Reader:
 
     - `reads`: the columns that it reads; `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of what it is
       handed at once. A function with `per = prompt` works on responses, and its units are prompts.
+    - `at`: of each data-parallel group that asks, the warehouse of its host (-1: it has none). `tokens`: by whose
+      lengths it is as long as it is, and how often each counts; `balance`: shares are even by these, else by number;
+      `imbalance`: how many times an even share one may be.
     - `passed`: the filters whose verdicts decide which rows it gets.
     - `refilling`: the graph's filter that asks for more prompts, if there is one, and `before_refill` the filters
       before it. `loops`: the node comes before that filter, or is it, so it works round by round of prompts.
@@ -43,9 +49,11 @@ class Reader:
     rows: int
     unit: int
     whole: bool  # per = batch: one unit holds all rows
-    groups: int
-    chunk: int
-    balance: bool
+    at: tuple[int, ...]
+    chunk: int = 0
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    balance: bool = False
+    imbalance: float = 1.0
     update: bool = False
     epochs: int = 1
     mini_batch: int = 0  # rows; 0: all
@@ -72,6 +80,7 @@ def readers(plan: Plan) -> list[Reader]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
     graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
     balanced = {e.dst for e in graph.samples() if SampleEdge.of(e).balance}
+    stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
     refilling, repeated = rows.refilling, looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
@@ -87,9 +96,11 @@ def readers(plan: Plan) -> list[Reader]:
                 rows=rows.nodes[node.name],
                 unit=rows.units[node.name],
                 whole=node.per == "batch",
-                groups=controller.groups,
+                at=tuple(stores.get(host, -1) for host in plan.group_hosts(node.name)),
                 chunk=controller.chunk,
+                tokens=weighs(graph, node),
                 balance=node.name in balanced,
+                imbalance=plan.docks.imbalance,
                 update=node.verb == "update",
                 epochs=Update.of(node).epochs,
                 mini_batch=Update.of(node).mini_batch or 0,
@@ -104,7 +115,13 @@ def readers(plan: Plan) -> list[Reader]:
     return found
 
 
-def home(plan: Plan, host: int, index: int) -> int:
-    """The warehouse that a process of a host writes to, the `index`-th of its kind: its host's take turns."""
-    near = [w for w, at in enumerate(plan.docks.warehouses) if at == host]
-    return near[index % len(near)] if near else 0
+def members(plan: Plan, found: Sequence[Reader], token: bytes) -> tuple[list[Member], Way]:
+    """The dock's processes, one for each host that has a warehouse or a controller, and the way to them."""
+    at = {c.node: c.host for c in plan.docks.controllers}
+    stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
+    names = {host: f"dock of host {host}" for host in sorted({*at.values(), *stores})}
+    hears = {h: frozenset(c for r in found if at[r.node] == h for c in r.hears) for h in names}
+    way = Way(
+        {node: names[h] for node, h in at.items()}, [names[h] for h in stores], [*stores], token, plan.docks.capacity
+    )
+    return [Member(name, h, stores.get(h, -1), hears[h]) for h, name in names.items()], way

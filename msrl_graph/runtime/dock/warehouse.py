@@ -1,105 +1,136 @@
 """A warehouse of the transfer dock: the rows of one host (arXiv:2507.19017, figure 4).
 
-Invariant: writes are idempotent: a row that is written again replaces itself. What controllers decided and what they
-were told is kept here, so that one that dies can be built anew. Nothing here knows Ray or torch; actors.py puts it on a
-process.
+Invariant: writes are idempotent: a row that is written again replaces itself. The rows lie in segments, which processes
+of the host write and read without the warehouse; it knows of them, hands rows to other hosts, and keeps beside them
+what its controllers decided and were told, so that who takes its place knows as much. Nothing here knows Ray or torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..data.columns import Array, Column, Piece, joined
+from ..data.columns import Array, Column, Piece, Verdicts, joined
 from ..process.task import Task
-from .wire import Known, News, Round
+from .segments import Segments
+from .wire import Known, News, Place, Round
 
-
-@dataclass(frozen=True)
-class Segment:
-    """All rows of a column that a warehouse has, in one piece: their numbers, ascending, and at which position of the
-    piece each is. Of a row that was written twice that is the later one."""
-
-    rows: Array
-    place: Array
-    piece: Piece
-
-    def take(self, rows: Array) -> Column:
-        """The data of rows by their numbers."""
-        return self.piece.column.take(self.place[np.searchsorted(self.rows, rows)])
+SPLIT = -1  # rows that fit into no warehouse at once, but in parts
 
 
 class Warehouse:
-    """The rows of one host, by key and column."""
+    """The rows of one host, by key and segment; it begins with what the `segments` have. With a `capacity` it promises
+    place before rows are written, and never for more bytes of values than that."""
 
-    def __init__(self, index: int, host: int) -> None:
-        self.index, self.host = index, host
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
-        self._merged: dict[tuple[str, str], Segment] = {}
+    def __init__(self, index: int, segments: Segments, capacity: int = 0) -> None:
+        self.index, self.segments, self.capacity = index, segments, capacity
+        self._promised: dict[str, dict[str, int]] = {}  # by key and segment, whoever writes it
+        self.tasks: dict[str, Task] = {}  # those open
+        self._names: dict[str, dict[str, None]] = {}  # by key, in the order in which they were put
         self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
-        self.traffic: dict[
-            str, dict[str, int]
-        ] = {}  # by key, then by `node put`, `node get` and `node get away`: bytes
+        for key in segments.tasks():
+            noted = segments.noted(key)
+            if "task" in noted:
+                self.tasks[key] = noted.pop("task")
+                self._names[key] = dict.fromkeys(segments.names(key))
+                for node, rounds in noted.values():
+                    self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
+                for name in self._names[key] if capacity else ():
+                    self._promised.setdefault(key, {})[_anyone(name)] = payload(segments.read(key, name))
 
-    def put(self, key: str, node: str, pieces: Mapping[str, Piece]) -> None:
-        """Keeps the rows that `node` wrote, by column."""
-        for name, piece in pieces.items():
-            self._pieces.setdefault((key, name), []).append(piece)
-            self._merged.pop((key, name), None)
-            self._count(key, f"{node} put", piece.column.nbytes)
+    def open(self, task: Task) -> None:
+        self.segments.note(task.key, "task", task)
+        self.tasks[task.key] = task
+
+    @property
+    def free(self) -> int:
+        return self.capacity - sum(map(sum, (of.values() for of in self._promised.values())))
+
+    def promise(self, key: str, name: str, size: int) -> bool:
+        """Whether there is place for a segment of so many bytes; it is kept for it, and for who writes it again in the
+        place of a process that died."""
+        mine = self._promised.setdefault(key, {})
+        if size - mine.get(_anyone(name), 0) > self.free:
+            return False
+        mine[_anyone(name)] = size
+        return True
+
+    def put(self, key: str, name: str) -> list[News]:
+        """A segment was written; what is new."""
+        self._names.setdefault(key, {})[name] = None
+        return self._news(key, name)
+
+    def _news(self, key: str, name: str) -> list[News]:
+        place = Place(self.index, name)
+        return [News.of(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
         """Keeps what the controller of a node decided."""
-        self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
+        kept = self._rounds.setdefault(key, {}).setdefault(node, [])
+        self.segments.note(key, f"{node}.{len(kept):06}", (node, rounds))
+        kept.extend(rounds)
 
     def known(self, task: Task) -> Known:
         """All that a controller which begins anew must hear of a task."""
-        news = [
-            News.of(name, p, self.index)
-            for (key, name), pieces in self._pieces.items()
-            if key == task.key
-            for p in pieces
-        ]
+        news = [n for name in self._names.get(task.key, ()) for n in self._news(task.key, name)]
         return Known(task, news, self._rounds.get(task.key, {}))
 
-    def get(self, key: str, node: str, host: int, wanted: Mapping[str, Array]) -> dict[str, Column]:
-        """The rows asked for, in the order asked for; `host` is the reader's."""
-        out = {}
-        for name, rows in wanted.items():
-            out[name] = self._merge(key, name).take(rows)
-            self._count(key, f"{node} get" if host == self.host else f"{node} get away", out[name].nbytes)
-        return out
+    def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, Column]]:
+        """By segment and column the rows asked for, in the order asked for."""
+        return {
+            name: {column: taken(pieces[column], rows) for column, rows in columns.items()}
+            for name, columns in wanted.items()
+            for pieces in [self.segments.read(key, name)]
+        }
+
+    def written(self, key: str) -> dict[str, int]:
+        """By node how many rows of a task it has written here."""
+        rows: dict[str, dict[str, list[Array]]] = {}
+        for name in self._names.get(key, ()):
+            by = rows.setdefault(self.segments.writer(key, name), {})
+            for column, piece in self.segments.read(key, name).items():
+                by.setdefault(column, []).append(piece.rows)
+        return {node: max(len(np.unique(np.concatenate(r))) for r in by.values()) for node, by in rows.items() if by}
 
     def whole(self, key: str) -> dict[str, Piece]:
-        """All rows of an iteration by column, ascending."""
+        """All rows of a task by column, ascending."""
+        pieces: dict[str, list[Piece]] = {}
+        for name in self._names.get(key, ()):
+            for column, piece in self.segments.read(key, name).items():
+                pieces.setdefault(column, []).append(piece)
         found = {}
-        for name in [n for k, n in self._pieces if k == key]:
-            segment = self._merge(key, name)
-            found[name] = segment.piece.take(segment.place)
-        return found
-
-    def drop(self, key: str) -> dict[str, int]:
-        """Forgets an iteration; what it moved, in bytes."""
-        for pair in [p for p in self._pieces if p[0] == key]:
-            del self._pieces[pair]
-            self._merged.pop(pair, None)
-        self._rounds.pop(key, None)
-        return self.traffic.pop(key, {})
-
-    def _count(self, key: str, what: str, size: int) -> None:
-        counts = self.traffic.setdefault(key, {})
-        counts[what] = counts.get(what, 0) + size
-
-    def _merge(self, key: str, name: str) -> Segment:
-        """All rows of a column; pieces are joined once, when they are first read."""
-        pair = (key, name)
-        if pair not in self._merged:
-            piece = joined(self._pieces[pair])
+        for column, some in pieces.items():
+            piece = joined(some)
             order = np.argsort(piece.rows, kind="stable")
             rows = piece.rows[order]
             newest = np.append(np.diff(rows) != 0, True)[: len(rows)]  # a later write of the same row wins
-            self._merged[pair] = Segment(rows[newest], order[newest], piece)
-            self._pieces[pair] = [piece]
-        return self._merged[pair]
+            found[column] = piece.take(order[newest])
+        return found
+
+    def drop(self, key: str) -> None:
+        """Forgets a task."""
+        self._names.pop(key, None)
+        self._rounds.pop(key, None)
+        self._promised.pop(key, None)
+        self.tasks.pop(key, None)
+        self.segments.drop(key)
+
+
+def taken(piece: Piece, rows: Array) -> Column:
+    """Of a piece whose rows ascend some by their numbers: a view where they lie in a row, else a copy."""
+    at = np.searchsorted(piece.rows, rows)
+    if len(at) and at[-1] - at[0] == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
+        return piece.column.stretch(int(at[0]), int(at[-1]) + 1)
+    return piece.column.take(at)
+
+
+def payload(pieces: Mapping[str, Piece]) -> int:
+    """Bytes of the rows' values, which is what a plan counts. How long each row is and which it is takes some more, and
+    filters' verdicts are the dock's own."""
+    return sum(p.column.values.nbytes for p in pieces.values() if not isinstance(p, Verdicts))
+
+
+def _anyone(name: str) -> str:
+    """A segment's name without the process that wrote it."""
+    return name.rpartition(".")[0]

@@ -8,26 +8,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..data.columns import Array, Column, Piece, Verdicts
 from ..process.task import Task
 
 
 @dataclass(frozen=True)
+class Member:
+    """A process of the dock, as the others know it: its name, its host, the warehouse that it has (-1: none), and the
+    columns that its controllers hear of."""
+
+    name: str
+    host: int
+    warehouse: int
+    hears: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a process needs to find the dock of its run.
+
+    - `controllers`: by node the name of the process that has its controller; `warehouses`: by the warehouse's index the
+      name of the process that has it, and `hosts` its host.
+    - `token`: what processes of the run know each other by.
+    - `capacity`: bytes of rows that a warehouse takes; 0: what its host's memory holds.
+    """
+
+    controllers: Mapping[str, str]
+    warehouses: Sequence[str]
+    hosts: Sequence[int]
+    token: bytes
+    capacity: int = 0
+
+
+class Place(NamedTuple):
+    """Where rows lie: a segment of a warehouse, by its name."""
+
+    warehouse: int
+    segment: str
+
+
+@dataclass(frozen=True)
 class News:
-    """What a warehouse tells controllers when it gets rows of a column: their numbers, how long each row is, and which
-    warehouse has them. Of a filter's verdicts (`verdicts`) `lengths` are how often each row goes on."""
+    """What a warehouse tells controllers when it gets rows of a column: their numbers, how long each row is, and where
+    they lie. Of a filter's verdicts (`verdicts`) `lengths` are how often each row goes on."""
 
     column: str
     rows: Array
     lengths: Array
-    warehouse: int
+    place: Place
     verdicts: bool = False
 
     @classmethod
-    def of(cls, column: str, piece: Piece, warehouse: int) -> News:
+    def of(cls, column: str, piece: Piece, place: Place) -> News:
         """The news that a piece makes."""
-        return cls(column, piece.rows, piece.told, warehouse, isinstance(piece, Verdicts))
+        return cls(column, piece.rows, piece.told, place, isinstance(piece, Verdicts))
 
 
 @dataclass(frozen=True)
@@ -64,7 +100,8 @@ class Share:
 
     - `units`: what it is to compute, as prompts or responses; `sizes`: how many rows each unit has; `rows`: those
       rows, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8 rows.
-    - `where`: by column the warehouse of each row that these rows need, the rows of the column ascending, each once.
+    - `where`: by column the place of each row that these rows need, as an index of `places`, the rows of the column
+      ascending, each once.
     - `most`: the rows of the round's largest share, so that all groups make equally many micro-batches;
       `round_units`: the rows of the whole round; `elements`: by column, how many elements the whole round has.
     - `epoch`, of an update; `last`: nothing comes after it in this iteration, or in this round of prompts.
@@ -74,6 +111,7 @@ class Share:
     sizes: Array
     rows: Array
     where: dict[str, Array]
+    places: tuple[Place, ...]
     most: int
     round_units: int
     elements: dict[str, int]
@@ -98,6 +136,17 @@ class Doing:
     seconds: float
 
 
+class Said(NamedTuple):
+    """What a process says of itself: what it does, since when (time.monotonic), its id on its host (0: not told), and
+    how many rows it is done with of nodes that write none, by node, in the task of this key."""
+
+    what: str
+    since: float
+    pid: int = 0
+    key: str = ""
+    done: Mapping[str, int] = {}
+
+
 @dataclass(frozen=True)
 class Wait:
     """A process that waits for a controller's answer: `who` names the node, and its group where one asks for rows;
@@ -113,11 +162,34 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What the dock of a host tells those who watch a run.
+
+    - `rows`: by task and node, of the controllers here, how many rows were handed out and how many there are as far as
+      that is known, each once an epoch.
+    - `done`: by task and node how many rows were written here, or of a node that writes none are behind its processes.
+    - `held`: bytes of rows in the warehouse, None where there is none.
+    - `memory`: by process of this host its resident bytes, what it shares included; `used` and `total`: of the host.
+    - `pid`: of this process, by which one that took another's place is known.
+    """
+
+    host: int
+    rows: dict[str, dict[str, tuple[int, int]]]
+    done: dict[str, dict[str, int]]
+    held: int | None
+    memory: dict[str, int]
+    used: int
+    total: int
+    pid: int
+
+
+@dataclass(frozen=True)
 class Status:
-    """What the controllers of a host know of the run. `last` is the node that took rows last, `moves` grows while rows
-    move; `doing` is what each process said last."""
+    """What the dock of a host knows of the run. `last` is the node that took rows last, `moves` grows while rows move;
+    `doing` is what each process said last."""
 
     last: str
     moves: int
     waits: tuple[Wait, ...]
     doing: dict[str, Doing]
+    seen: Seen | None = None  # where somebody watches

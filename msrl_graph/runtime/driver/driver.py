@@ -8,7 +8,6 @@ started (processes.py).
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -17,29 +16,34 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ...diagnostics import Fault
 from ...emit.page import many
+from ...ir.located import here
 from ...ir.plan import Evaluation, Plan
-from ..dock.actors import DockTimeout
+from ..dock.host import DockTimeout
 from ..dock.wire import Status
 from ..metrics.display import Display, Screen, Tail, comparison
 from ..metrics.record import Recorder
+from ..metrics.serve import Watching
 from ..metrics.symptoms import Symptoms
 from ..process import points
 from ..process.report import Loaded, RankFailed, Report, RunError
 from ..process.task import Task
 from ..weights import checkpoint
+from . import words
 from .carried import Carried
+from .devices import TooFew
+from .docks import Docks, HostLost
 from .function_hosts import Call, FunctionHosts, reference
+from .leaving import LOOK, leave, watch
 from .pool import Pool
 from .signals import HEEDED, Signals
 from .supervisor import Attempt, Result
 
-LOOK = 0.5  # seconds between two looks at the processes
 # Seconds that a driver leaves the docks to tell of a wait before it does.
 AFTER = 2.0
 # Seconds that an iteration which is to be the last may stand still, twice the longest so far where that is more.
@@ -56,11 +60,13 @@ def main(folder: str) -> int:
     os.dup2(1, 2)
     console = Screen(file=screen)
     console = console if console.is_terminal else Screen(file=screen, width=120)
-    display = Display(attempt.plan, console)
+    display = Display(attempt.plan, console, attempt.options.watch)
+    display.facts.restarts["run"] = attempt.restarts
+    watching = Watching(attempt.plan, display.facts, attempt.ports)
     signals = Signals(display.say)
-    pool = Pool(attempt.plan, folder, str(Path(attempt.out).absolute() / "logs"))
+    pool = Pool(attempt, display.say)
     over = threading.Event()
-    threading.Thread(target=_watch, args=(attempt, pool, over), daemon=True).start()
+    threading.Thread(target=watch, args=(attempt, pool, over), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
     try:
         (Path(folder) / "ready").touch()
@@ -73,6 +79,7 @@ def main(folder: str) -> int:
     if tail is not None:
         tail.close()
     display.close()
+    watching.end(result.kind, result.message)
     over.set()
     for number in HEEDED:
         signal.signal(number, signal.SIG_IGN)
@@ -81,7 +88,7 @@ def main(folder: str) -> int:
     for stream in (sys.stdout, sys.stderr, screen):
         with suppress(OSError):
             stream.flush()
-    _leave(attempt, result)
+    leave(attempt, result)
 
 
 def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
@@ -99,40 +106,26 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         joint = isinstance(cause, RankFailed) and cause.joint
         if isinstance(cause, RunError) and not isinstance(cause, DockTimeout) and not joint:
             return Result("failed", str(cause))
-        words = driver.words(str(cause))
+        waits = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
-            return Result("failed", f"{cause}{words}")
+            return Result("failed", f"{cause}{waits}")
         # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
         dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
-            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{words}")
+            gone = pool.gone()
+            lost = f"; {words.silent(gone)}" if gone else ""
+            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{lost}{waits}")
         if joint:
             return Result("failed", str(cause))
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
-        return Result("failed", f"{told}{words}")
+        return Result("failed", f"{told}{waits}")
     except Fault as fault:
-        return Result("fault", diagnostics=list(fault.diagnostics))
+        hosts = fault.hosts if isinstance(fault, TooFew) else 0
+        return Result("fault", diagnostics=list(fault.diagnostics), hosts=hosts)
+    except HostLost as error:
+        return Result("died", f"{error}{driver.words()}")
     except (RunError, OSError, checkpoint.Unsound) as error:
         return Result("failed", str(error))
-
-
-_leaving = threading.Lock()
-
-
-def _leave(attempt: Attempt, result: Result) -> NoReturn:
-    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is
-    left of the run. Who comes first is heard."""
-    _leaving.acquire()
-    with suppress(OSError):  # a full disk
-        os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
-    os._exit(0)
-
-
-def _watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
-    """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
-    while not over.wait(LOOK):
-        if (gone := pool.look()) and not over.is_set():
-            _leave(attempt, Result("died", f"{' and '.join(gone)} died"))
 
 
 class _Running(NamedTuple):
@@ -151,8 +144,9 @@ class Driver:
 
         self.ray = ray
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
-        self.plan: Plan = attempt.plan
-        self.statuses: list[Status] = []
+        self.plan: Plan = here(attempt.plan)
+        self.docks = Docks()
+        self.looked = 0.0  # when the docks were asked (time.monotonic)
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
         self.ahead: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that the ranks have not begun
@@ -168,15 +162,16 @@ class Driver:
         self.signals.heed()
         pool.start()
         loaded: dict[str, Loaded] = self._wait(pool.started, DISK)[0]
-        (out / "plan.json").write_text(self.plan.to_json(), encoding="utf-8")
+        (out / "plan.json").write_text(self.attempt.plan.to_json(), encoding="utf-8")
         for name, data in loaded.items():
             if data.left_out:
                 display.say(f"{name}: {data.left_out}")
         self.recorder = Recorder(out, self.plan, self.attempt.lines)
+        display.knows(self.recorder.lines, self.recorder.evaluations)
         try:
             result = self._train({name: data.rows for name, data in loaded.items()}, out)
         except KeyboardInterrupt:
-            display.say(f"interrupted; the files of the run so far are in {out}")
+            display.say(f"interrupted; the files of the run so far are in {self.attempt.url or out}")
             raise
         finally:
             display.close()
@@ -190,10 +185,12 @@ class Driver:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
         self.carried = Carried(plan, sizes["source"])
         if self.attempt.resume:
-            manifest = checkpoint.manifest_of(Path(self.attempt.resume))
-            self.carried.restore(Path(self.attempt.resume), manifest)
+            folder = Path(self.attempt.resume)
+            manifest = checkpoint.manifest_of(folder)
+            self.pool.parted.bring(folder, manifest, self._written)
+            self.carried.restore(folder, manifest)
             begin = manifest.iteration
-            self._wait([r.resume.remote(self.attempt.resume, manifest.steps) for r in self.pool.ranks], DISK)
+            self._wait([r.resume.remote(str(folder), manifest) for r in self.pool.ranks], DISK)
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
@@ -213,7 +210,8 @@ class Driver:
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
             # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
             goes_on = not (last or saves or evaluations or self.attempt.options.record)
-            if goes_on and self.carried.known:
+            # Where the dock's capacity is bounded, rows of an iteration that comes must not take what this one needs.
+            if goes_on and self.carried.known and not plan.docks.capacity:
                 self._prepare(self.carried.task(i + 1))
             seconds, reports = self._end(done)
             self.longest = max(self.longest, seconds)
@@ -222,10 +220,10 @@ class Driver:
             running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
             if self._measured(i):
                 self.recorder.memory(reports)
-            line = self.recorder.training(i, seconds, reports, self._clear(done.task, reports))
-            self.display.iteration(line, scalars)
-            for words in symptoms.look(line):
-                self.display.say(words)
+            line = self.recorder.training(i, seconds, reports, *self._clear(done.task, reports))
+            self.display.iteration(line, scalars, reports)
+            for remark in symptoms.look(line):
+                self.display.say(remark)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
             if running is not None:
@@ -233,9 +231,8 @@ class Driver:
             if self.signals.asked or saves:
                 self._checkpoint(i + 1, out)
             if self.signals.asked:
-                self.display.say(
-                    f"ended after {many(i + 1, 'iteration')}" + ("" if self.unsaved else f"; go on with --resume {out}")
-                )
+                go_on = "" if self.unsaved else f"; go on with --resume {self.attempt.url or out}"
+                self.display.say(f"ended after {many(i + 1, 'iteration')}{go_on}")
                 return Result("interrupted", status=128 + self.signals.asked)
         self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
@@ -243,45 +240,43 @@ class Driver:
             if not evaluation.every or run.iterations % evaluation.every:
                 self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
-            self._wait(
-                [r.save.remote(worker, str((out / "weights" / worker).absolute())) for r in self.pool.ranks], DISK
-            )
+            folder = (out / "weights" / worker).absolute()
+            self._wait([r.save.remote(worker, str(folder)) for r in self.pool.ranks], DISK)
+            self.pool.parted.collect(folder)
+        if self.attempt.url:
+            self.pool.parted.leave(out.absolute(), self.attempt.url)
         # All else is done; but who asked for checkpoints must not take this run for one that has its last.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
         """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
         self.display.phase(f"saving after {many(iteration, 'iteration')}")
-        partial = None
         try:
-            partial = checkpoint.begin(out, iteration)
-            points.reach("driver", f"begun checkpoint {iteration}")
-            program, position, lines = checkpoint.program(self.plan), self.carried.position, self.recorder.written
-            says = checkpoint.said(iteration, lines, position, program)
-            parts = self._wait([r.checkpoint.remote(str(partial.absolute()), says) for r in self.pool.ranks], DISK)
-            if wrong := next((wrong for _, _, wrong in parts if wrong), ""):
-                raise OSError(wrong)
-            files = (*(f for files, _, _ in parts for f in files if f.pieces), *self.carried.save(partial, says))
-            steps = {name: count for _, steps, _ in parts for name, count in steps.items()}
-            manifest = checkpoint.Manifest(checkpoint.FORMAT, iteration, lines, steps, program, files, position)
-            points.reach("driver", f"written checkpoint {iteration}")
-            checkpoint.commit(partial, manifest, self.plan.deploy.run.keep)
-            points.reach("driver", f"kept checkpoint {iteration}")
+            program = checkpoint.program(self.plan)
+            saved = self.pool.parted.save(out, iteration, self.recorder.written, program, self.carried, self._written)
             self.unsaved = ""
         except OSError as error:
-            if partial is not None:
-                shutil.rmtree(partial, ignore_errors=True)
             kept = checkpoint.found(out)
             older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
             self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
+            return
+        try:
+            if self.attempt.url:
+                self.display.phase(f"sending what was saved after {many(iteration, 'iteration')}")
+                self.pool.parted.send(saved, self.attempt.url)
+        except (OSError, Fault) as error:
+            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} lies in {saved} alone: {error}"
+            self.display.say(self.unsaved)
+
+    def _written(self, asked: Sequence[Any]) -> list[Any]:
+        """The results of what reads or writes weights."""
+        return self._wait(asked, DISK)
 
     def _open(self, task: Task) -> None:
-        """Makes a task known: first to the warehouses, since a controller that dies is rebuilt from what they know."""
+        """Makes a task known to the docks."""
         points.reach("driver", f"open {task.key}")
-        self.ray.get([w.open.remote(task) for w in self.pool.warehouses])
-        points.reach("driver", f"opened in warehouses {task.key}")
-        self.ray.get([c.open.remote(task) for c in self.pool.controllers])
+        self._wait([d.open.remote(task) for d in self.pool.docks])  # Ray would wait for ever for one of a lost host
         points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
@@ -303,29 +298,28 @@ class Driver:
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
+        self.display.begin(running.task)
         reports = self._wait(running.streams)
         points.reach("driver", f"ended {running.task.key}")
         return time.perf_counter() - running.start, reports
 
-    def _clear(self, task: Task, reports: list[Report]) -> dict[str, int]:
-        """Forgets the rows of a task that has ended; bytes moved by the dock."""
+    def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
+        """Forgets the rows of a task that has ended; bytes moved by the dock, and the messages that it took."""
         pool = self.pool
         points.reach("driver", f"clear {task.key}")
         for remark in [r for report in reports for r in report.remarks]:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
-            for words in filter(
-                None, self._wait([self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))])
-            ):
-                self.display.say(words)
+            asked = [self.functions.ask(0, "record", task, str(Path(self.attempt.out).absolute()))]
+            for wrong in filter(None, self._wait(asked)):
+                self.display.say(wrong)
         moved: dict[str, int] = {}
-        for counts in (*self._wait([w.drop.remote(task.key) for w in pool.warehouses]), *(r.here for r in reports)):
-            for what, size in counts.items():
+        for report in reports:
+            for what, size in report.moved.items():
                 moved[what] = moved.get(what, 0) + size
-        for host in pool.controllers:  # last: one that is rebuilt takes for open what the warehouses know
-            host.close.remote(task.key)
+        messages = sum(self._wait([d.drop.remote(task.key) for d in pool.docks]))
         points.reach("driver", f"cleared {task.key}")
-        return moved
+        return moved, messages
 
     def _wait(self, asked: Sequence[Any], deadline: float = 0.0) -> list[Any]:
         """The results, of Ray's references and of calls of function hosts. It fails as soon as one of them fails, or
@@ -333,18 +327,19 @@ class Driver:
         row has moved. Meanwhile it keeps the display alive."""
         left, moves, since, rows = list(asked), -1, time.monotonic(), not deadline
         deadline = deadline or self.plan.docks.deadline
+        often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while left:
-            ended, _ = self.ray.wait([reference(x) for x in left], num_returns=1, timeout=min(LOOK, deadline))
+            ended, _ = self.ray.wait([reference(x) for x in left], num_returns=1, timeout=often)
             for host in self.functions.mend():  # the calls of a process that died have other references now
                 name = f"functions of host {host}"
                 self.display.say(f"{name} died{self.place([name])}; started again")
+                self.display.restarted(name)
             done = [x for x in left if reference(x) in ended]
             self.ray.get([reference(x) for x in done])
             left = [x for x in left if x not in done]
             now = moves
-            if not done:
-                self._look()
-                now = sum(s.moves for s in self.statuses)
+            if self._look(not done):
+                now = sum(s.moves for s in self.docks.statuses)
             if done or now != moves:
                 moves, since = now, time.monotonic()
             elif (
@@ -356,7 +351,7 @@ class Driver:
                 raise KeyboardInterrupt
             elif time.monotonic() - since > deadline + AFTER:
                 # The dock's own deadline would have told of a wait by now: this is work that does not end.
-                last = ", ".join(f"`{s.last}`" for s in self.statuses if s.last)
+                last = ", ".join(f"`{s.last}`" for s in self.docks.statuses if s.last)
                 raise RunError(
                     f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}"
                 )
@@ -367,36 +362,35 @@ class Driver:
         and ends."""
         return max(STILL, 2 * self.longest)
 
-    def _look(self) -> None:
-        """Asks controllers and warehouses; whoever is dead fails at once."""
-        with suppress(self.ray.exceptions.GetTimeoutError):
-            asked = [c.status.remote() for c in self.pool.controllers]
-            self.ray.get([w.__ray_ready__.remote() for w in self.pool.warehouses], timeout=5)
-            self.statuses = self.ray.get(asked, timeout=5)
-            self.display.phase(self.statuses[0].last)
+    def _look(self, idle: bool) -> bool:
+        """Asks the docks where it is time to: where nothing has ended for a while, or somebody watches; whoever is dead
+        fails at once."""
+        watched = bool(self.display.wanted())
+        if not watched and not (idle and time.monotonic() - self.looked >= 0.8 * LOOK):
+            return False
+        self.looked = time.monotonic()
+        self.docks.look(self.ray, self.pool.docks, 2.0, watched)
+        if statuses := self.docks.statuses:
+            self.display.phase(statuses[0].last)
+            self.display.look(statuses)
+        if lost := self.docks.lost(self.pool.addresses):
+            raise HostLost(words.silent(lost))
+        return True
 
     def place(self, names: list[str]) -> str:
         """What these processes did when they were last heard of, in words."""
-        with suppress(self.ray.exceptions.RayError):
-            self.statuses = self.ray.get([c.status.remote() for c in self.pool.controllers], timeout=2)
-        # A process tells the controllers of one host what it does; those of another may know of a share that it has
-        # taken since.
-        heard = sorted((item for s in self.statuses for item in s.doing.items()), key=lambda item: -item[1].seconds)
-        doing = {name: told.what for name, told in heard}
-        told = [f"in {doing[name]}" for name in names if name in doing]
+        told = words.places(self._heard(), names)
         return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
 
     def words(self, told: str = "") -> str:
         """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
+        return "".join(f"\n  {line}" for line in words.waits(self._heard(), told))
+
+    def _heard(self) -> list[Status]:
+        """What the docks that can still tell say now, and the others said last."""
         with suppress(self.ray.exceptions.RayError):
-            self.statuses = self.ray.get([c.status.remote() for c in self.pool.controllers], timeout=2)
-        lines = [str(wait) for s in self.statuses for wait in s.waits if str(wait).split(" has waited ")[0] not in told]
-        lines += [
-            f"{name} has been in {d.what} for {d.seconds:.0f} s"
-            for s in self.statuses
-            for name, d in sorted(s.doing.items())
-        ]
-        return "".join(f"\n  {line}" for line in lines)
+            self.docks.look(self.ray, self.pool.docks, 2.0)
+        return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
         """Whether memory is looked at in this iteration: one that is not the first, if there are more."""

@@ -1,6 +1,6 @@
 """The processes of a run on Ray: asked for, started together, ended by their ids.
 
-Invariant: nothing is started before the resources are known to be there. Controllers that die are started again by Ray,
+Invariant: nothing is started before the resources are known to be there. Docks that die are started again by Ray,
 function hosts by function_hosts.py, `run { restarts }` times each; whoever else dies ends the attempt. What is left of
 a pool on this machine, the supervisor ends.
 """
@@ -8,42 +8,62 @@ a pool on this machine, the supervisor ends.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from ...diagnostics import Diagnostic
 from ...emit.page import many
 from ...hardware.device_kinds import HOST
+from ...ir.located import remote
 from ...ir.plan import Plan
-from ..dock.readers import home, readers
+from ..dock.readers import members, readers
 from ..process import joining
 from ..process.joining import NoResources
-from ..process.processes import alive
+from ..process.processes import ROWS, alive
+from . import devices, shipping
+from .docks import missing, results
 from .function_hosts import Call, FunctionHosts
+from .parted import Parted
+from .probe import probe, room
+
+if TYPE_CHECKING:
+    from .supervisor import Attempt
 
 # Ranks that may share a core of this machine: a small run may be tried with more ranks than cores.
 RANKS_A_CORE = 8
-WAIT = 60.0  # seconds until resources that do not come are refused
 SERVERS = ("raylet", "gcs_server")
 
 
-class Pool:
-    """Ranks, function hosts, controllers and warehouses of one plan."""
+class Settled(NamedTuple):
+    """A host's temporary folder of the run, and its cores."""
 
-    def __init__(self, plan: Plan, folder: str, logs: str) -> None:
-        self.plan, self.folder, self.logs = plan, folder, logs
+    folder: str
+    cores: int
+
+
+class Pool:
+    """Ranks, function hosts and docks of one plan."""
+
+    def __init__(self, attempt: Attempt, say: Callable[[str], None]) -> None:
+        self.attempt, self.say = attempt, say
+        self.plan, self.folder, self.out = attempt.plan, attempt.folder, Path(attempt.out).absolute()
         self.ranks: list[Any] = []
+        self.parted = Parted(self.plan, self.ranks, self.results)
         self.functions: FunctionHosts | None = None
-        self.warehouses: list[Any] = []
-        self.controllers: list[Any] = []
+        self.docks: list[Any] = []
+        self.of_docks: list[int] = []  # their hosts
         self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
         self.started: list[Call] = []  # the function hosts' answers to `start`
-        self.group: Any = None
+        self.reserved: devices.Reserved | None = None
+        self.probes: list[Any] = []  # a process on each host of a cluster, until the others have begun
         self.attached = bool(os.environ.get("RAY_ADDRESS"))
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
@@ -57,8 +77,9 @@ class Pool:
             address = os.environ["RAY_ADDRESS"]
             joining.greet(address, plan)
             try:
-                ray.init(address=address, **ray_options)
-            except ConnectionError as error:
+                # A namespace of its own: of two runs on a cluster none finds a process of the other by its name.
+                ray.init(address=address, namespace=Path(self.folder).name, **ray_options)
+            except (ConnectionError, RuntimeError) as error:
                 raise joining.unreached(
                     f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", plan
                 ) from None
@@ -75,117 +96,113 @@ class Pool:
 
     def start(self) -> None:
         """Starts the actors, and returns when all are ready."""
-        import ray
-
         plan, cluster = self.plan, self.plan.cluster
-        asked = {cluster.device.resource: float(cluster.devices_per_node)}
-        self._place(asked)
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as OnHost
-
-        from ..dock import actors
+        self.reserved = place = devices.reserved(
+            plan, f"{devices.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
+        )
+        hosts = self._settled(place) if self.attached else [Settled(self.folder, HOST.here())] * cluster.nodes
+        from ..dock import host as dock
         from ..functions import host as functions
         from ..rank import host as rank_host
 
         # What may be started again is told its partners by name.
         found = readers(plan)
-        at = {c.node: c.host for c in plan.docks.controllers}
-        stores = [f"warehouse {i}" for i in range(len(plan.docks.warehouses))]
-        hosts = {h: f"controllers of host {h}" for h in sorted(set(at.values()))}
-        controllers = {node: hosts[h] for node, h in at.items()}
+        docks, way = members(plan, found, secrets.token_bytes(32))
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:
-            placed = OnHost(self.group, placement_group_bundle_index=host)
-            actor = kind.options(**{"name": called, "scheduling_strategy": placed, **options})
+            actor = kind.options(**{"name": called, "scheduling_strategy": place.on(host), **options})
             handle = actor.remote(*arguments)
             self.names[handle._actor_id.hex()] = called
             return handle
 
         # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
-        text = plan.to_json()
-        folder = "" if self.attached else self.folder  # other hosts do not have it
-        threads = max(1, HOST.here() // cluster.devices_per_node)
+        text, logs = plan.to_json(), str(self.out / "logs")
         asks = cluster.device.kind.ray()
         for r in range(cluster.devices):
-            of, at_host = (text, r, threads, folder, self.logs), cluster.host(r)
-            self.ranks.append(start(rank_host.RankHost, f"rank {r}", at_host, *of, **asks))
-        self.warehouses = [
-            start(actors.WarehouseHost, name, h, i, h)
-            for i, (name, h) in enumerate(zip(stores, plan.docks.warehouses, strict=True))
-        ]
-        self.controllers = [
+            at = cluster.host(r)
+            threads = max(1, hosts[at].cores // cluster.devices_per_node)
+            of = (text, r, threads, hosts[at].folder, logs)
+            self.ranks.append(start(rank_host.RankHost, f"rank {r}", at, *of, **asks))
+        self.of_docks = [member.host for member in docks]
+        self.docks = [
             start(
-                actors.ControllerHost,
-                name,
-                h,
-                [r for r in found if at[r.node] == h],
+                dock.DockHost,
+                member.name,
+                member.host,
+                docks,
+                i,
+                [r for r in found if way.controllers[r.node] == member.name],
                 plan.docks.deadline,
-                stores[home(plan, h, 0)],
-                stores,
+                way,
+                f"{Path(self.folder).name}-{ROWS}-{member.host}",
+                room(plan),
                 max_restarts=restarts,
                 max_task_retries=restarts,
             )
-            for h, name in hosts.items()
+            for i, member in enumerate(docks)
         ]
-        heard = [sorted({c for r in found if at[r.node] == h for c in r.hears}) for h in hosts]
-        connected = [w.connect.remote(self.controllers, heard) for w in self.warehouses]
         packed = zlib.compress(text.encode())
 
         def function_host(host: int, again: bool) -> Any:
             if again and self.functions:
+                import ray
+
                 ray.kill(
                     self.functions.actors[host]
                 )  # one that only could not be reached for a while would go on beside
-            arguments = (packed, host, folder, self.logs, controllers, stores, again)
+            arguments = (packed, host, hosts[host].folder, logs, way, again)
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
             return start(functions.FunctionHost, f"functions of host {host}", host, *arguments, name=None)
 
         self.functions = FunctionHosts(cluster.nodes, restarts, function_host)
         if self.attached:
-            self._compare(self.functions.actors)
+            self._fetch(self.functions.actors)
+            if self.attempt.resume:
+                self.parted.check(Path(self.attempt.resume))
         self.started = [self.functions.ask(h, "start") for h in range(cluster.nodes)]
-        ray.get(connected)
-        address = ray.get(self.ranks[0].address.remote())
-        ray.get([r.start.remote(address, controllers, stores) for r in self.ranks])
+        (address,) = self.results([self.ranks[0].address.remote()])
+        self.results([r.start.remote(address, way) for r in self.ranks])
+        self._release()  # who uses the folders that the probes made holds them
 
-    def _compare(self, functions: list[Any]) -> None:
-        """Refuses a cluster of which a host lacks what the run needs there."""
+    def _settled(self, place: devices.Reserved) -> list[Settled]:
+        """Looks at the hosts of a cluster, and lays down there what is shipped to them."""
         import ray
 
-        with joining.marked(Path(self.logs)) as marker:
-            wanted = joining.wanted(self.plan, marker)
-            lacking = ray.get([f.lacks.remote(list(wanted)) for f in functions])
-        if told := joining.differing(wanted, lacking):
+        resume, replay = self.attempt.resume, self.attempt.options.replay
+        rows = sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else []
+        also = {"the rows to replay": str(rows[0])} if rows else {}
+        shipped = ray.put(shipping.files(self.plan))
+        found = probe(self.plan, place, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
+        self.parted.apart, self.parted.unseen = found.blind[0], found.blind[-1] if resume else []
+        for words in found.judge(self.attempt.options.verbose):
+            self.say(words)
+        folders = self.results([actor.keep.remote(shipped) for actor in found.actors])
+        return [Settled(folder, f["cores"]) for folder, f in zip(folders, found.seen, strict=True)]
+
+    def _fetch(self, functions: list[Any]) -> None:
+        """Has each host fetch its own copies of what lies at URLs, before a rank builds anything."""
+        asked = [f.fetch.remote() for f in functions] if remote(self.plan) else []
+        told = [
+            replace(d, code="host-differs", message=f"on the host {host} {d.message}")
+            for host, found in self.results(asked)
+            for d in found
+        ]
+        if told:
             raise NoResources(*told)
 
-    def _place(self, asked: dict[str, float]) -> None:
-        """A bundle of devices on each host, or a refusal that says what was asked and what there is."""
+    def _release(self) -> None:
+        """Ends the processes that looked at the hosts."""
         import ray
-        from ray.util.placement_group import placement_group
 
-        nodes = self.plan.cluster.nodes
-        self.group = placement_group([asked] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
-        until = time.monotonic() + WAIT
-        while not self.group.wait(2):
-            there = ray.cluster_resources()
-            total, living = {k: v * nodes for k, v in asked.items()}, len(joining.living())
-            short = any(there.get(k, 0) < v for k, v in total.items()) or living < nodes
-            if short or time.monotonic() > until:
-                words = ", ".join(
-                    f"{there.get(k, 0):g} {k} in all, {ray.available_resources().get(k, 0):g} of them free"
-                    for k in asked
-                )
-                raise NoResources(
-                    Diagnostic(
-                        "no-resources",
-                        (
-                            f"the plan asks for {many(nodes, 'host')} of {_words(asked)}; Ray has "
-                            f"{many(living, 'host')}, {words}"
-                        ),
-                        self.plan.cluster.span,
-                        "lower `nodes` or `devices_per_node`, or free the devices",
-                    )
-                )
+        while self.probes:
+            ray.kill(self.probes.pop())
+
+    def results(self, asked: Sequence[Any]) -> list[Any]:
+        """What Ray was asked for, as long as no host of a cluster is lost (HostLost)."""
+        import ray
+
+        return results(ray, asked, self.reserved.addresses if self.attached and self.reserved is not None else [])
 
     def look(self) -> list[str]:
         """Ray's servers that are gone; they are looked for until all are there."""
@@ -220,23 +237,29 @@ class Pool:
                 break
         return found
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of the docks' hosts, as Ray has them."""
+        return [self.reserved.addresses[host] for host in self.of_docks] if self.reserved is not None else []
+
+    def gone(self) -> list[str]:
+        """The hosts of a cluster that are out of reach."""
+        return sorted(missing(self.reserved.addresses)) if self.attached and self.reserved is not None else []
+
     def _actors(self) -> list[Any]:
         hosts = self.functions.actors if self.functions else []
-        return [*self.ranks, *hosts, *self.warehouses, *self.controllers]
+        return [*self.ranks, *hosts, *self.docks]
 
     def close(self) -> None:
         import ray
 
         if ray.is_initialized():
+            self._release()
             for actor in self._actors():
                 ray.kill(actor)
-            if self.group is not None:
-                ray.util.remove_placement_group(self.group)
+            if self.reserved is not None:
+                ray.util.remove_placement_group(self.reserved.group)
             ray.shutdown()
-
-
-def _words(asked: dict[str, float]) -> str:
-    return ", ".join(f"{v:g} {k}" for k, v in asked.items())
 
 
 def check_machine(plan: Plan) -> None:

@@ -9,6 +9,7 @@ import signal
 import time
 from typing import Any
 
+TOGETHER = 0.3  # seconds in which the same signal again is the first: `ray job stop` sends it to the supervisor, too
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -32,6 +33,8 @@ class Signals:
 
     def _heard(self, number: int, _frame: Any) -> None:
         self.last = number
+        if number == self.asked and time.monotonic() - self.since < TOGETHER:
+            return
         if self.asked or not self.training or number == signal.SIGHUP:
             raise KeyboardInterrupt
         self.asked, self.since = number, time.monotonic()

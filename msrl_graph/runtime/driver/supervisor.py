@@ -23,21 +23,19 @@ from typing import IO, Any
 
 import msgspec
 
-from ...compiler.unready import untried
+from ...compiler.pipeline import with_hosts
 from ...diagnostics import UNFIT, Diagnostic, Fault
 from ...emit.page import many
-from ...ir.located import absolute
 from ...ir.plan import Plan
-from ..data import dataset as data
-from ..data import recording as rows
 from ..metrics.display import Screen
+from ..metrics.ports import Doors, Ports
 from ..metrics.record import read
 from ..process.joining import NoResources
 from ..process.processes import MARK, Temporary, nicer, sweep
-from ..rank.tried import tried
 from ..weights import checkpoint
-from .folder import choose, clear, lock, make
-from .needs import check
+from . import mirror
+from .folder import clear, lock, make
+from .prepared import PLAIN, Options, Prepared, prepare
 
 DRIVER = ("-m", "msrl_graph.runtime.driver.driver")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -58,9 +56,10 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the files lie, and each reported mean, first and last, by what a person calls it."""
+    """Where the files lie, a text where that is a URL, and each reported mean, first and last, by what a person calls
+    it."""
 
-    folder: Path
+    folder: Path | str
     reported: dict[str, tuple[float, float]]
 
     def lines(self) -> list[str]:
@@ -69,21 +68,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a run is watched, apart from what it computes."""
-
-    measure: bool = False  # memory, at each instruction of an iteration
-    verbose: bool = False  # what the processes print, as they print it
-    record: bool = False  # the rows of each iteration are written into the run's folder
-    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
-    overwrite: bool = False  # results of an earlier run in the folder are replaced
-    nice: int = 0  # by how much the processes that compute are nicer than what starts them
-
-
-@dataclass(frozen=True)
 class Attempt:
     """What a driver is given: `folder` is the temporary one, `answer` the open file that its result goes to, `resume` a
-    checkpoint (or nothing), `lines` how many lines of the metrics in `out` belong to it."""
+    checkpoint (or nothing), `lines` how many lines of the metrics in `out` belong to it. `restarts`: how many there
+    were before it; `url`: where `out` is to lie in the end (or nothing)."""
 
     plan: Plan
     out: str
@@ -92,6 +80,10 @@ class Attempt:
     resume: str
     lines: int
     options: Options
+    ports: Ports
+    restarts: int
+    url: str = ""
+    patience: float = 0.0  # seconds for which it waits for hosts that are not there
 
 
 @dataclass(frozen=True)
@@ -102,75 +94,14 @@ class Result:
     message: str = ""
     status: int = 0
     diagnostics: list[Diagnostic] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it."""
-
-    plan: Plan
-    rows: dict[str, data.Looked]
-    folder: Path
-    stated: bool
-    begin: Path | None
-    manifest: checkpoint.Manifest | None
-    warnings: list[Diagnostic]
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the results are added to those of the run that is resumed."""
-        return self.begin is not None and self.folder == self.begin.parent.parent
-
-    def lines(self) -> list[str]:
-        """What would run."""
-        plan, run = self.plan, self.plan.deploy.run
-        begin = f"from iteration {self.manifest.iteration} ({self.begin})" if self.manifest else "from the beginning"
-        saved = (
-            f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
-        )
-        rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
-        left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
-        return [
-            f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
-            f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
-            f"data: {rows}",
-            *left_out,
-            f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
-            f"results would be in {self.folder}; nothing was started",
-        ]
-
-
-def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = Options()) -> Prepared:
-    """Everything that can be checked without starting a process; `Fault` for what is wrong."""
-    sizes, warnings = check(plan), [*untried(plan), *tried(plan)]
-    if any(d.severity == "error" for d in warnings):
-        raise Fault(*warnings)
-    for name, found in sizes.items():
-        warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
-    plan = absolute(plan)
-    target = resume or plan.deploy.run.resume
-    if not target:
-        rows.check(plan, options.record, options.replay, 0)
-        folder = choose(plan, out, options.overwrite, options.replay)
-        return Prepared(plan, sizes, folder, out is not None, None, None, warnings)
-    span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
-    begin, manifest, changed = checkpoint.resumed(plan, target, span)
-    home = begin.parent.parent
-    here = out is None or Path(out).resolve() == home.resolve()
-    if here and begin != checkpoint.found(home)[-1] and not options.overwrite:
-        what = f"the run in {home} has newer checkpoints than {begin.name}, which going on from there would replace"
-        help = "name another folder for the results with --out, or replace them: --overwrite"
-        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
-    rows.check(plan, options.record, options.replay, manifest.iteration)
-    folder = home if here else choose(plan, out, options.overwrite, options.replay)
-    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed])
+    hosts: int = 0  # of a fault for want of hosts: how many there are
 
 
 def run(
     plan: Plan,
     out: Path | str | None = None,
     resume: str = "",
-    options: Options = Options(),
+    options: Options = PLAIN,
     stderr: IO[str] | None = None,
 ) -> Outcome:
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
@@ -198,20 +129,56 @@ class Supervisor:
         self.killer: threading.Timer | None = None
 
     def whole(self) -> Outcome:
+        with closing(Doors(self.options.watch, self.options.metrics)) as self.doors:
+            return self._whole()
+
+    def _whole(self) -> Outcome:
         fresh = not self.made.folder.exists()
         out = self.made.folder if self.made.goes_on else make(self.plan, self.made.folder, self.made.stated)
         for warning in self.made.warnings:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
+        for line in self.doors.lines:
+            self.console.print(line)
         with lock(out), self._signals():
             try:
-                if self.options.overwrite:
+                if self.options.overwrite and self.made.url and not self.made.goes_on:
+                    mirror.clear(self.made.url)
+                elif self.options.overwrite:
                     clear(out, self.made.begin if self.made.goes_on else None)
                 self._begin(out)
-                return self._attempts(out)
+                return self._finished(out)
             except Fault:
-                if fresh:
+                if fresh or self.made.url:
                     shutil.rmtree(out, ignore_errors=True)
                 raise
+
+    def _finished(self, out: Path) -> Outcome:
+        """All attempts; where the run's folder is at a URL, what they left is put there, however they end."""
+        url, wrong = self.made.url, ""
+        try:
+            outcome = self._attempts(out)
+        except (RunFailed, Interrupted):
+            self._sent(out)
+            raise
+        wrong = self._sent(out)
+        if wrong:
+            raise RunFailed(wrong)
+        return replace(outcome, folder=url) if url else outcome
+
+    def _sent(self, out: Path) -> str:
+        """Puts up what is left of a run; what went wrong."""
+        wrong = ""
+        try:
+            if self.made.url:
+                mirror.finish(out, self.made.url)
+        except (Fault, OSError) as error:
+            said = error.diagnostics[0].message if isinstance(error, Fault) else str(error)
+            wrong = f"the files of the run are in {out}, and not all of them at {self.made.url}: {said}"
+            self.console.print(wrong)
+        for copy in self.made.copies:
+            if copy != out:
+                shutil.rmtree(copy, ignore_errors=True)
+        return wrong
 
     def _begin(self, out: Path) -> None:
         """Where a run goes on in another folder, the lines so far are its lines too."""
@@ -225,25 +192,28 @@ class Supervisor:
     def _attempts(self, out: Path) -> Outcome:
         limit, made = self.plan.deploy.run.restarts, self.made
         begin = (made.begin, made.manifest) if made.begin and made.manifest else None
-        known = begin
+        known, before = begin, len(_lines(out))
         for restarts in itertools.count(1):
             sweep()
-            result = self._attempt(out, known)
+            result = self._attempt(out, known, restarts - 1, self.plan)
+            if restarts > 1 and result.hosts:
+                result = self._without(result, out, known, restarts - 1)
             if result.kind == "done":
                 return self._outcome(out)
             if result.kind == "interrupted" or self.asked:
                 raise Interrupted(128 + self.asked[0] if self.asked else result.status)
             known = checkpoint.newest(out) or begin
             if result.kind == "fault":
-                if restarts == 1 and not _lines(out):
+                if restarts == 1 and len(_lines(out)) == before:
                     # Nothing was computed: it is the input that is told about, and no folder stays.
                     missing = any(d.code in UNFIT for d in result.diagnostics)
                     raise (NoResources if missing else Fault)(*result.diagnostics)
                 result = Result("failed", "; ".join(d.message for d in result.diagnostics))
             if result.kind == "failed" or restarts > limit:
-                kept = f"; go on from its last checkpoint with --resume {out}" if checkpoint.found(out) else ""
+                at = self.made.url or out
+                kept = f"; go on from its last checkpoint with --resume {at}" if checkpoint.found(out) else ""
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
-                raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {out}{kept}"))
+                raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {at}{kept}"))
             where = (
                 f"from the checkpoint after {many(known[1].iteration, 'iteration')}"
                 if known
@@ -252,12 +222,35 @@ class Supervisor:
             self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
 
-    def _attempt(self, out: Path, known: tuple[Path, checkpoint.Manifest] | None) -> Result:
+    def _without(
+        self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
+    ) -> Result:
+        """Goes on without the hosts that a run has lost, where its program fits those that are left, else once they
+        are back."""
+        left, patience = many(result.hosts, "host"), self.plan.docks.deadline
+        if (fewer := with_hosts(self.plan, result.hosts)) is not None:
+            self.console.print(f"{left} of {self.plan.cluster.nodes} left: planned anew for {left}")
+            return self._attempt(out, known, restarts, fewer)
+        self.console.print(
+            f"{left} of {self.plan.cluster.nodes} left, and the program states layouts for more: waiting "
+            f"{patience:g} s for the others"
+        )
+        return self._attempt(out, known, restarts, self.plan, patience)
+
+    def _attempt(
+        self,
+        out: Path,
+        known: tuple[Path, checkpoint.Manifest] | None,
+        restarts: int,
+        plan: Plan,
+        patience: float = 0.0,
+    ) -> Result:
         with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
-            attempt = Attempt(self.plan, str(out), str(folder), answer.fileno(), resume, lines, self.options)
+            given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
+            attempt = Attempt(plan, str(out), str(folder), *given)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
             try:
                 status = self._drive(attempt, out / "logs", kept)
@@ -295,7 +288,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=self.stderr if direct else subprocess.PIPE,
-                pass_fds=(attempt.answer,),
+                pass_fds=(attempt.answer, *attempt.ports.open),
                 start_new_session=True,
             )
         kept.ends(child.pid)
@@ -365,4 +358,4 @@ def _first(message: str, more: str) -> str:
     return head + more + newline + rest
 
 
-__all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "check", "prepare", "run"]
+__all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "prepare", "run"]

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +24,7 @@ from ..data import wrong
 from ..data.columns import Array, Column
 from ..data.tokens import of_column
 from ..dock.wire import Batch
+from ..process import shipped
 from ..process.report import RunError
 from ..process.task import Task
 from .blame import BadResult, blame
@@ -46,7 +46,7 @@ class Environment:
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
         self.make = getattr(imported(path, call), name)
-        self.signature = classes(Path(path).read_text(encoding="utf-8"))[name]["reset"]
+        self.signature = classes(shipped.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
         self.reads = [p for p in self.signature.columns if p in node.reads]
         self.tokens = {
             c: of_column(plan, c) for c in self.reads if c in self.signature.text and is_tokens(plan.graph, c)

@@ -17,19 +17,21 @@ import numpy as np
 import ray
 
 from ...algorithms.registry import told
+from ...diagnostics import Diagnostic, Fault
 from ...ir.attributes import Call, Source
 from ...ir.graph import Node, State
 from ...ir.instruction import Walker
+from ...ir.located import here
 from ...ir.plan import FUNCTIONS, from_json
 from ..data import recording as rows
 from ..data.columns import Array, Column, Piece, Verdicts
 from ..data.dataset import Dataset
 from ..data.wrong import Watch
 from ..dock.client import Client
-from ..dock.readers import home, readers
+from ..dock.readers import readers
+from ..dock.wire import Way
 from ..metrics.spread import Means
 from ..process import log
-from ..process.joining import absent
 from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
 from ..process.task import Task
@@ -78,28 +80,29 @@ class FunctionHost:
         host: int,
         folder: str,
         logs: str,
-        controllers: dict[str, str],
-        warehouses: list[str],
+        way: Way,
         again: bool,
     ) -> None:
         settle(folder, logs, f"functions of host {host}")
-        self.note = Note(Path(folder or logs) / f"functions-of-host-{host}.note", again)
+        self.note = Note(Path(folder) / f"functions-of-host-{host}.note", again)
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
-        self.client = Client(
-            f"functions of host {host}", found, controllers, warehouses, host, home(self.plan, host, 0)
-        )
+        self.client = Client(f"functions of host {host}", found, way, host)
         self.functions: dict[str, Function] | None = None
 
-    def lacks(self, paths: list[str]) -> tuple[str, list[str]]:
-        """This host's address, and which of the paths it has not."""
-        return ray.util.get_node_ip_address(), absent(paths)
+    def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
+        """This host's address, and what keeps it from having copies of what lies at URLs."""
+        try:
+            here(self.plan, data=self.host == 0)
+        except Fault as fault:
+            return ray.util.get_node_ip_address(), fault.diagnostics
+        return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
         """Loads functions and data."""
-        plan = self.plan
+        plan = self.plan = here(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
         self.watch, self.means = Watch(plan), Means(plan)
@@ -144,7 +147,7 @@ class FunctionHost:
                 report.count("prompts_drawn", calls.drawn * task.prompts, 0)
             for name, value in task.states.items():
                 report.count(name, value, 1)
-        report.here = self.client.flush(task)
+        self.client.flush(task, report)
         return report
 
     def record(self, task: Task, folder: str) -> str:
@@ -179,7 +182,7 @@ class FunctionHost:
             for state in self._states():
                 report.count(state.name, float(columns[state.name].values.sum()), task.prompts)
             report.drawn = np.concatenate([report.drawn, chosen])
-        self.client.put("source", task, {name: Piece(numbers, column) for name, column in columns.items()})
+        self.client.put("source", task, {name: Piece(numbers, column) for name, column in columns.items()}, asks=True)
 
     def _states(self) -> list[State]:
         """The states of each prompt that some node reads."""
@@ -225,7 +228,9 @@ class FunctionHost:
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
                 all_.units += units
                 all_.values += found.values
-            self.client.put(node.name, task, made.columns)
+            self.client.put(node.name, task, made.columns, asks=True)
+            if not made.columns:
+                self.client.did(node.name, task, len(batch.rows))
 
     def _kept(self, function: Function, task: Task, verdicts: Verdicts, report: Report) -> None:
         """Counts what a filter lets pass."""

@@ -5,11 +5,9 @@ Invariant: what is returned fits its column, or BadResult says what was returned
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +19,7 @@ from ...ir.signatures import CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
 from ..data.tokens import Tokens, of_node
 from ..data.wrong import vocabulary
+from ..process import shipped
 from ..process.report import RunError
 from .blame import BadResult, reason, steps
 
@@ -124,22 +123,18 @@ def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     if ":" not in name:
         return algorithms.load(kind, name), algorithms.library()[kind, name][0]
     path, _, function = name.rpartition(":")
-    return getattr(imported(path, call), function), called_as(kind, Path(path).read_text(encoding="utf-8-sig"))[
-        function
-    ]
+    return getattr(imported(path, call), function), called_as(
+        kind, shipped.found(path).read_text(encoding="utf-8-sig")
+    )[function]
 
 
 def imported(path: str, call: Expr) -> Any:
     """The module of a file that a program names in a call."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return shipped.module(path)
     except (Exception, SystemExit) as error:
         what = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
         raise RunError("\n  ".join([what, *steps(error)])) from error
-    return module
 
 
 def brief(value: Any) -> str:

@@ -6,19 +6,27 @@ that are done.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...diagnostics.shown import shown
 from ...emit.page import duration, many, size
 from ...ir.plan import Plan
+from ..dock.wire import Status
+from ..process.report import Report
+from ..process.task import Task
+from .panel import panel
+from .watched import Facts
 
 
 class Screen(Console):
@@ -27,16 +35,30 @@ class Screen(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
 
+    @property
+    def size(self) -> ConsoleDimensions:
+        """Of the terminal that it writes to, as it is now; rich asks standard streams, which may be others."""
+        with suppress(OSError):
+            if self.is_terminal:
+                return ConsoleDimensions(*os.get_terminal_size(self.file.fileno()))
+        return super().size
+
+    @size.setter
+    def size(self, new: tuple[int, int]) -> None:
+        self.width, self.height = new
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
 
 
 class Display:
-    """`phase` and `iteration` may be called at any rate; nothing is drawn faster than a person sees."""
+    """`phase` and `iteration` may be called at any rate; nothing is drawn faster than a person sees. `watched`: on a
+    terminal with all that is known (`panel`), else one line of it."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
         self.console = console
-        self.total = plan.deploy.run.iterations
+        self.facts = Facts(plan)
+        self.total = self.facts.total
         self.live = console.is_terminal
         self.progress = Progress(
             TextColumn("[bold]{task.description}"),
@@ -48,40 +70,69 @@ class Display:
             console=console,
         )
         self.task = self.progress.add_task(shown(plan.graph.name), total=self.total, status="", phase="starting")
+        self.panel = (
+            Live(console=console, get_renderable=self._panel, refresh_per_second=4, vertical_overflow="crop")
+            if watched
+            else None
+        )
         if self.live:
-            self.progress.start()
+            (self.panel or self.progress).start()
         self.last = "the start"
 
+    def _panel(self) -> RenderableType:
+        now = self.facts.now()
+        self.progress.update(self.task, phase=shown(now.phase))
+        return panel(now, self.progress.get_renderable(), self.facts.curve, self.console.width)
+
     def phase(self, name: str) -> None:
-        self.last = name
+        self.last = self.facts.phase = name
         self.progress.update(self.task, phase=shown(name))
 
+    def knows(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+        """Where metrics are kept."""
+        self.facts.lines, self.facts.evaluations = lines, evaluations
+
+    def begin(self, task: Task) -> None:
+        self.facts.begin(task)
+
+    def wanted(self) -> bool:
+        """Whether somebody who watches waits for a look at the docks."""
+        return self.facts.wanted
+
+    def look(self, statuses: Sequence[Status]) -> None:
+        self.facts.look(statuses)
+
+    def restarted(self, what: str) -> None:
+        self.facts.restarts[what] += 1
+
     def resume(self, done: int) -> None:
+        self.facts.done = done
         self.progress.update(self.task, completed=done)
         self.say(f"resumed after {many(done, 'iteration')}")
 
     def say(self, text: str) -> None:
+        self.facts.said.append((time.time(), text))
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         with suppress(OSError):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def iteration(self, line: dict[str, Any], scalars: list[str]) -> None:
+    def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
         """`scalars` are the columns whose means are shown."""
-        shown = [f"{name} {line[name]:.3f}" for name in scalars if name in line]
-        # Of several updates all together; how far the policy is from the reference, or else from the one that drew.
-        kl = next((k for k in ("loss/kl", "clip/kl") if k in line), "")
-        for name, key in (("loss", "loss"), ("kl", kl), ("grad_norm", "grad_norm"), ("length", "response_length")):
-            shown += [f"{name} {line[key]:.3g}"] if key in line else []
-        shown += [f"{line['tokens_per_second']:,.0f} tokens/s", f"{line['seconds']:.2f} s"]
-        done = line["iteration"] + 1
+        self.facts.iteration(line, scalars, reports)
+        # What has a unit for a name.
+        words = "  ".join(f"{v} {n}" if n in ("tokens/s", "s") else f"{n} {v}" for n, v in self.facts.figures)
+        done = self.facts.done
         if self.live:
-            self.progress.update(self.task, completed=done, status="  ".join(shown))
+            self.progress.update(self.task, completed=done, status="" if self.panel else words)
         else:
-            self.say(f"iteration {line['iteration']} ({done} of {self.total})  " + "  ".join(shown))
+            self._print(f"iteration {line['iteration']} ({done} of {self.total})  " + words)
 
     def close(self) -> None:
         if self.live:
             self.live = False
-            self.progress.stop()
+            (self.panel or self.progress).stop()
 
 
 class Tail:

@@ -23,7 +23,7 @@ MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock
 # What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
 # begun.
 COUNTED = ("wrong/", "verify/")  # what evaluations tell beside their columns
-TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes")
+TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes", "dock_messages", "imbalance")
 
 
 def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:
@@ -40,16 +40,16 @@ class Recorder:
     """Writes into `folder`."""
 
     def __init__(self, folder: Path, plan: Plan, keep: int) -> None:
-        """Goes on after the first `keep` lines of the metrics that are there."""
+        """Goes on after the first `keep` lines of the metrics that are there; on another host there may be none."""
         self.folder, self.plan = folder, plan
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
-        self._processes: dict[str, int] = {}
+        self._lanes: dict[str, dict[str, int]] = {}  # of the trace: by process, what it does beside its work, too
         self._start: float | None = None
         path = folder / "metrics.jsonl"
-        kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep else []
+        kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep and path.is_file() else []
         lines = [read(text) for text in kept]
         for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
@@ -60,7 +60,9 @@ class Recorder:
         self._metrics.seek(0, 2)
         self._tensorboard = TensorBoard(folder / "tensorboard", lines)
 
-    def training(self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int]) -> dict[str, Any]:
+    def training(
+        self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int], messages: int
+    ) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
         line |= {name: total / weight if weight else total for name, (total, weight) in sorted(_sums(reports).items())}
@@ -81,7 +83,8 @@ class Recorder:
         line["throughput_eq5"] = responses * bound / devices / seconds
         line["prompts"] = prompts
         line["phases"] = phases(reports)
-        line["dock_bytes"] = moved
+        line["dock_bytes"], line["dock_messages"] = moved, messages
+        line["imbalance"] = imbalances(reports)
         edges = self.plan.reshards
         line["reshard_bytes"] = max((sum(r.bytes.get(e.name, 0) for e in edges) for r in reports), default=0)
         if len(edges) > 1:
@@ -122,18 +125,19 @@ class Recorder:
 
     def _trace(self, iteration: int, reports: list[Report]) -> None:
         for report in reports:
-            process = self._processes.setdefault(report.process, len(self._processes))
-            for name, start, seconds in report.events:
-                self._start = start if self._start is None else min(self._start, start)
+            lanes = self._lanes.setdefault(report.process, {"": 0})
+            process = list(self._lanes).index(report.process)
+            for event in report.events:
+                self._start = event.start if self._start is None else min(self._start, event.start)
                 self.events.append(
                     {
-                        "name": name,
+                        "name": event.name,
                         "ph": "X",
-                        "ts": start,
-                        "dur": seconds * 1e6,
-                        "pid": 0,
-                        "tid": process,
-                        "args": {"iteration": iteration},
+                        "ts": event.start,
+                        "dur": event.seconds * 1e6,
+                        "pid": process,
+                        "tid": lanes.setdefault(event.beside, len(lanes)),
+                        "args": {"iteration": iteration, **event.facts},
                     }
                 )
 
@@ -141,11 +145,10 @@ class Recorder:
         """Writes trace and curve."""
         self._metrics.close()
         self._tensorboard.close()
-        names: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "host 0"}}]
-        names += [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": t, "args": {"name": p}}
-            for p, t in self._processes.items()
-        ]
+        names: list[dict[str, Any]] = []
+        for pid, (process, lanes) in enumerate(self._lanes.items()):
+            told = {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self._placed(process)}}
+            names += [told, *(_lane(pid, tid, beside or "work") for beside, tid in lanes.items())]
         for event in self.events:
             event["ts"] = (event["ts"] - (self._start or 0.0)) * 1e6
         (self.folder / "trace.json").write_text(
@@ -153,6 +156,11 @@ class Recorder:
         )
         if self.lines:
             self._curve()
+
+    def _placed(self, process: str) -> str:
+        """A process's name, with its host where that does not say it."""
+        rank = process.removeprefix("rank ")
+        return f"{process} on host {self.plan.cluster.host(int(rank))}" if rank.isdecimal() else process
 
     def _curve(self) -> None:
         import matplotlib
@@ -259,10 +267,25 @@ class Recorder:
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
+def _lane(pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
 def read(text: str | bytes) -> dict[str, Any]:
     """A line of metrics.jsonl; JSON has no nan, so null stands for it."""
     line: dict[str, Any] = json.loads(text)
     return {k: math.nan if v is None else v for k, v in line.items()}
+
+
+def imbalances(reports: list[Report]) -> dict[str, float]:
+    """By node that several processes compute: the tokens of the longest share of each round, over those of the mean
+    one, over all rounds."""
+    found: dict[str, float] = {}
+    for node in sorted({node for report in reports for node in report.loads}):
+        rounds = [*zip(*(report.loads[node] for report in reports if node in report.loads), strict=False)]
+        if rounds and len(rounds[0]) > 1 and any(map(any, rounds)):
+            found[node] = sum(map(max, rounds)) / sum(map(statistics.fmean, rounds))
+    return found
 
 
 def phases(reports: list[Report]) -> dict[str, float]:

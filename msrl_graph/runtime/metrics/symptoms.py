@@ -1,4 +1,5 @@
-"""Signs in the metrics that a run goes wrong, each told once, and again when it has gone and come back.
+"""Signs in the metrics that a run goes wrong, each told once, and again when it comes back after it was away for CALM
+iterations: a figure that swings about its threshold is told of once.
 
 Invariant: a function of the metrics' lines in their order: a run that goes on tells what it would have told. Thresholds
 are those of `run`.
@@ -13,6 +14,7 @@ from ...ir.graph import Graph, Node
 from ...ir.plan import Plan, reported
 
 PAGE = "docs/metrics.md#when-a-run-goes-wrong"
+CALM = 10
 
 
 class Symptoms:
@@ -23,17 +25,20 @@ class Symptoms:
         self.judged = {c: plan.graph.writer(c) for c in judged(plan.graph)}
         self.flat = dict.fromkeys(self.judged, 0)  # iterations without spread up to now
         self.first: dict[str, float] = {}  # the entropy that each update began with
-        self.told: set[str] = set()
+        self.lines = 0
+        self.seen: dict[str, int] = {}  # by sign the last line that had it
 
     def look(self, line: dict[str, Any]) -> list[str]:
         """What is new in this iteration, in words."""
+        self.lines += 1
         found = dict(self._signs(line))
+        recent = {sign for sign, at in self.seen.items() if self.lines - at <= CALM}
         new = [
             f"warning: {words} in iteration {line['iteration']} (`{node.name}`, {node.span.place}): {PAGE}"
             for sign, (words, node) in found.items()
-            if sign not in self.told
+            if sign not in recent
         ]
-        self.told = {*found}
+        self.seen |= dict.fromkeys(found, self.lines)
         return new
 
     def _signs(self, line: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Node]]]:

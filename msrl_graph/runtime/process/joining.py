@@ -1,27 +1,23 @@
-"""What the hosts of a Ray cluster must have in common, and how their processes reach each other.
+"""How a run joins a Ray cluster, and how its processes on the hosts reach each other.
 
-Invariant: a cluster that does not answer, and a host that lacks what the others have, are named before a rank builds
-anything.
+Invariant: a cluster that does not answer is named at once.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import psutil
-
-from ...diagnostics import Diagnostic, Fault, Span
+from ...diagnostics import Diagnostic, Fault
+from ...hardware.cluster import Cluster
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
+from .facts import interface
 
 # Seconds until a host that does not answer is taken for dead, and until what answers there is taken for no Ray.
 CONNECT, GREET = 10.0, 20.0
@@ -29,23 +25,25 @@ START = (
     "start one, `ray start --head` and `ray start --address=HEAD:6379` on the others; or unset RAY_ADDRESS "
     "to run on this machine"
 )
-COPY = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
+LOOPBACK = "127.0.0.1"
 
 
 class NoResources(Fault):
     """The machines lack what the plan asks for; exit status 3."""
 
 
-def speak(hosts: int, variables: Iterable[str]) -> None:
-    """Makes collectives, which read these `variables`, speak by the interface of Ray's own address of this host, or
-    within one host by its loopback; else they take the address that the host's name has, which is 127.0.0.1 on many.
-    What the user has set, stays."""
+def speak(cluster: Cluster) -> str:
+    """Makes collectives speak by the interface that the cluster states, else by that of Ray's own address of this host,
+    or within one host by its loopback; else they take the address that the host's name has, which is 127.0.0.1 on many.
+    What the user has set, stays. This host's address there."""
     import ray
 
-    address = ray.util.get_node_ip_address() if hosts > 1 else "127.0.0.1"
-    name = next((name for name, held in psutil.net_if_addrs().items() if address in {a.address for a in held}), "")
-    for variable in variables if name else ():
-        os.environ.setdefault(variable, name)
+    address: str = ray.util.get_node_ip_address() if cluster.nodes > 1 else LOOPBACK
+    name, own = interface(address, cluster.interface)
+    for variable in cluster.device.kind.interfaces if name else ():
+        key, _, value = variable.partition("=")
+        os.environ.setdefault(key, value.format(name))
+    return own or address
 
 
 def greet(address: str, plan: Plan) -> None:
@@ -110,52 +108,6 @@ def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
             yield from ((path, name, node) for path, name in look(expr))
 
 
-@contextmanager
-def marked(folder: Path) -> Iterator[Path]:
-    """A file in a folder, by which a host can tell that it sees this very folder and not one of the same name."""
-    marker = folder / f".{uuid.uuid4().hex}"
-    marker.touch()
-    try:
-        yield marker
-    finally:
-        marker.unlink(missing_ok=True)
-
-
-def wanted(plan: Plan, marker: Path) -> dict[str, Diagnostic]:
-    """What every host must have, by path, and what to tell of one that has not, of which the message begins with the
-    host."""
-    deploy = plan.deploy
-    found: dict[str, Diagnostic] = {}
-    for model in deploy.models.values():
-        found[str(Path(model.path) / "config.json")] = _lack(f"has no model folder {model.path}", model.span)
-    for path, _, node in called(plan):
-        found.setdefault(path, _lack(f"has no file {path}, which `{node.name}` calls", node.span))
-    if deploy.run.save:
-        folder = marker.parent.parent
-        found[str(marker)] = Diagnostic(
-            "host-differs",
-            f"does not see the folder of the run, {folder}, which its part of a checkpoint goes to",
-            deploy.run.span,
-            "name a folder that all hosts share with --out, or leave out `save`",
-        )
-    return found
-
-
-def differing(known: Mapping[str, Diagnostic], lacking: Iterable[tuple[str, list[str]]]) -> list[Diagnostic]:
-    """What to tell of the hosts, by address, that lack some of what is wanted."""
-    told: list[Diagnostic] = []
-    for host, paths in lacking:
-        for path in paths:
-            d = known[path]
-            told.append(Diagnostic(d.code, f"the host {host} {d.message}", d.span, d.help))
-    return told
-
-
-def absent(paths: Iterable[str]) -> list[str]:
-    """Those that this host has not."""
-    return [path for path in paths if not os.path.exists(path)]  # noqa: PTH110
-
-
 def living() -> list[dict[str, Any]]:
     """Ray's hosts, without those that are dead."""
     import ray
@@ -163,8 +115,4 @@ def living() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _lack(message: str, span: Span) -> Diagnostic:
-    return Diagnostic("host-differs", message, span, COPY)
-
-
-__all__ = ["NoResources", "absent", "called", "differing", "greet", "living", "marked", "speak", "unreached", "wanted"]
+__all__ = ["NoResources", "called", "greet", "living", "speak", "unreached"]

@@ -8,6 +8,7 @@ not seen.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ...backends import devices
 from ...hardware.device_kinds import HOST
 
+LETS_GO = 0.002  # seconds in which gloo's thread lets go of what a collective was given, once that has been waited for
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
 
@@ -71,7 +73,8 @@ class Peak(TorchDispatchMode):
     Counted is what was there before, and every tensor that an operation makes, in the backward pass too. `peak` has
     the bytes of the device and of the host; the two need not be of the same moment. `largest` lists what the device
     held at its peak, as (bytes, operation that made it, shape), and `moment` is the operation after which that was.
-    Slow, since it looks at every operation.
+    Slow, since it looks at every operation. A thread of gloo's holds what a collective was given for a moment after
+    that is done, or longer on a busy machine; what only that thread holds is no part of the peak.
     """
 
     def __init__(self) -> None:
@@ -80,6 +83,7 @@ class Peak(TorchDispatchMode):
         self.moment = ""
         self.largest: list[tuple[int, str, tuple[int, ...]]] = []
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, tuple[int, ...]]] = {}
+        self._collected: set[int] = set()  # keys of `_live` that a collective was given
 
     def __enter__(self) -> Peak:
         if not self.moment:  # and not entered again, from within
@@ -101,6 +105,9 @@ class Peak(TorchDispatchMode):
         for item in tree_leaves(result):
             if isinstance(item, torch.Tensor) and (storage := _storage(item)) is not None:
                 self._see(storage, str(func), tuple(item.shape))
+        if "c10d" in func.namespace:
+            given = (_storage(item) for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor))
+            self._collected |= {storage._cdata for storage in given if storage is not None}
         if not devices.making_buffer():  # which counts apart once it is made
             self._look(str(func))
         return result
@@ -113,12 +120,20 @@ class Peak(TorchDispatchMode):
     def _gone(self, key: int) -> Callable[[object], None]:
         def remove(_: object) -> None:
             self._live.pop(key, None)
+            self._collected.discard(key)
 
         return remove
 
-    def _look(self, moment: str) -> None:
+    def _now(self) -> tuple[dict[str, int], list[tuple[torch.UntypedStorage, str, tuple[int, ...]]]]:
         live = [(s, made, shape) for ref, made, shape in list(self._live.values()) if (s := ref()) is not None]
-        now = _sum([s for s, _, _ in live])
+        return _sum([s for s, _, _ in live]), live
+
+    def _look(self, moment: str) -> None:
+        now, live = self._now()
+        if self._collected and now["device"] > self.peak["device"]:
+            del live  # which would hold what is to go
+            time.sleep(LETS_GO)
+            now, live = self._now()
         if now["device"] > self.peak["device"] or not self.moment:
             self.moment = moment
             self.largest = [

@@ -25,10 +25,12 @@ NICENESS = "RAY_worker_niceness"  # Ray's setting
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
 SHARED = Path("/dev/shm")
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
-# Children of Python's and of torch's that remove the shared memory of whoever was killed, as soon as nobody holds their
-# pipe, and then end.
-TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager")
+ROWS = "rows"  # what a host's folder of rows in shared memory is called, after the run's folder
+# Processes of Python's, of torch's and of the dock's rooms that remove the shared memory of whoever was killed, as soon
+# as nobody holds it, and then end.
+TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
 TIDIES = 3.0  # seconds that they are left
+_ENDED = "ended"  # what a keeper says at its end
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
@@ -50,23 +52,18 @@ class Temporary:
     """A temporary folder and its keeper."""
 
     def __init__(self) -> None:
-        # A session of its own: what a terminal sends to all of its processes does not reach it.
-        self.keeper = subprocess.Popen(
-            [sys.executable, "-P", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        made = subprocess.Popen(
+            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.keeper.stdin is not None and self.keeper.stdout is not None
-        self._stdin, self._session = self.keeper.stdin, 0
-        with self.keeper.stdout as answer:
-            folder = answer.readline().rstrip("\n")
+        assert made.stdin is not None and made.stdout is not None
+        self._stdin, self._stdout, self._session = made.stdin, made.stdout, 0
+        pid, _, folder = made.stdout.readline().rstrip("\n").partition(" ")
+        made.wait()  # the keeper itself is a child of its, which has left it
         if not folder:
             self._stdin.close()
-            self.keeper.wait()
+            self._stdout.close()
             raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
-        self.folder = Path(folder)
+        self.folder, self.keeper = Path(folder), int(pid)
 
     def ends(self, session: int) -> None:
         """The processes of this session are to be ended with the folder."""
@@ -79,8 +76,39 @@ class Temporary:
         """Ends what is left of the run, and removes the folder."""
         with suppress(OSError):
             self._stdin.close()
-        if self.keeper.wait():
-            end(str(self.folder), self._session)
+        with self._stdout:
+            if self._stdout.read() != _ENDED:  # it was killed
+                end(str(self.folder), self._session)
+        until = time.monotonic() + 2
+        while alive(self.keeper) and time.monotonic() < until:
+            time.sleep(0.005)
+
+
+def lent() -> Path:
+    """A temporary folder that goes with the last process that holds it, beginning with this one."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    hold(folder)
+    go_with(folder, folder)
+    return folder
+
+
+def go_with(lock: Path, folder: Path) -> None:
+    """Has a folder removed when nobody holds this lock any more."""
+    # In a session of its own and no child of this process: Ray ends those with it.
+    subprocess.run(
+        ["setsid", "--fork", "flock", "--exclusive", str(lock), "rm", "-rf", str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+
+
+def hold(folder: Path) -> None:
+    """Keeps a folder that was lent for as long as this process lives."""
+    handle = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def sweep() -> None:
@@ -126,25 +154,33 @@ def end(folder: str, session: int = 0) -> None:
         wait = time.monotonic() + 2
         while time.monotonic() < min(wait, until) and any(alive(process.pid) for process in left):
             time.sleep(0.02)
-    for file in SHARED.glob(f"{Path(folder).name}-*"):
+    for path in SHARED.glob(f"{Path(folder).name}-*"):
         with suppress(OSError):
-            file.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _keep() -> None:
-    """The keeper: says which folder it made, and hears of sessions until the pipe ends."""
+    """The keeper: says who it is and which folder it made, and hears of sessions until the pipe ends. It is nobody's
+    child, and in a session of its own: neither what a terminal sends to all of its processes reaches it, nor what `ray
+    job stop` sends to all below the one that it started."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
     folder = tempfile.mkdtemp(prefix=PREFIX)
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with suppress(OSError):  # who asked is dead already
-        sys.stdout.write(f"{folder}\n")
+        sys.stdout.write(f"{os.getpid()} {folder}\n")
         sys.stdout.flush()
     session = 0
     for line in sys.stdin:
         session = int(line)
     end(folder, session)
+    with suppress(OSError):
+        sys.stdout.write(_ENDED)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

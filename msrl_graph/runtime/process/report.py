@@ -6,10 +6,10 @@ Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that rank
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,22 @@ class NextValues:
     values: list[float] = field(default_factory=list)
 
 
+class Event(NamedTuple):
+    """A stretch of time, for the trace: from `start` (wall clock). `facts` are what there is to say of it; `beside`
+    names the part of the process that did it while others went on."""
+
+    name: str
+    start: float
+    seconds: float
+    facts: Mapping[str, str | int] = {}
+    beside: str = ""
+
+    @classmethod
+    def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
+        """From `start` (perf_counter) to now."""
+        return cls(name, start + _EPOCH, time.perf_counter() - start, facts, beside)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A data file as a process has loaded it: how many rows can be used, and which others were left out, in words."""
@@ -53,13 +69,14 @@ class Loaded:
 class Report:
     process: str
     seconds: dict[str, float] = field(default_factory=dict)
-    events: list[tuple[str, float, float]] = field(default_factory=list)  # name, wall-clock start, seconds
+    events: list[Event] = field(default_factory=list)
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  # what a person should hear of
     groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, what spread.py tells of each prompt's rows
     bytes: dict[str, int] = field(default_factory=dict)
-    here: dict[str, int] = field(default_factory=dict)  # by `node get here`: bytes read where they were known already
+    moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
+    loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
     drawn: Any = field(
         default_factory=lambda: np.zeros(0, np.int64)
@@ -73,9 +90,8 @@ class Report:
 
     def add(self, name: str, start: float) -> None:
         """A stretch from `start` (perf_counter) to now."""
-        spent = time.perf_counter() - start
-        self.more(name, spent)
-        self.events.append((name, start + _EPOCH, spent))
+        self.events.append(event := Event.since(start, name))
+        self.more(name, event.seconds)
 
     def more(self, name: str, seconds: float) -> None:
         """Seconds that lie within another stretch, or beside one."""

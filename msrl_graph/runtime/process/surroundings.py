@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from . import log
+from . import log, shipped
 
 # How often a thread of OpenMP looks for more work before it leaves its core: for as long as it is from one operator to
 # the next. Others want the core: the run's own processes, and other programs. OpenMPs other than GNU's have the policy.
@@ -22,10 +22,10 @@ def waits() -> dict[str, str]:
 def settle(folder: str, logs: str, process: str) -> None:
     """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.
 
-    Temporary files go to the run's `folder` (empty: stay where they are), since torch leaves a cache folder behind;
-    what is printed goes to a file in `logs`.
+    Temporary files go to the run's `folder` on this host, since torch leaves a cache folder behind; what was shipped
+    lies there. What is printed goes to a file in `logs`.
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    if folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    shipped.use(folder)
     log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)

@@ -23,13 +23,14 @@ from ... import algorithms
 from ...backends import ENGINES, transformer
 from ...backends.away import Away
 from ...backends.devices import Device, Devices
-from ...backends.spec import EngineSpec, Generator, Trainer, Weights, offloads
+from ...backends.spec import EngineSpec, Generator, Trainer, Weights
 from ...cost import holdings
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
 from ...sharding.layout import full, owns, slices
 from ..weights import checkpoint, saved
+from ..weights.checkpoint import Manifest
 from ..weights.reshard import Resharder, Swap
 from ..weights.routes import blocks
 from ..weights.send import Sender
@@ -54,7 +55,7 @@ class Engines:
         self.swaps: dict[str, Swap] = {}  # by worker
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
-        self.steps: dict[str, int] = {}  # optimizer steps taken, by update
+        self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 
     def build(self) -> None:
         """Makes process groups, engines and resharding; a collective of all ranks."""
@@ -66,7 +67,8 @@ class Engines:
         # First what leaves the device again, so that none of it is there beside what stays: generators, whose weights
         # come with resharding, then weights that go to host memory.
         for placement in sorted(
-            plan.placements, key=lambda p: (plan.graph.node(p.node).verb != "generate", not offloads(p, "weights"))
+            plan.placements,
+            key=lambda p: (plan.graph.node(p.node).verb != "generate", not holdings.offloads(plan, p.node, "weights")),
         ):
             if self.pool and placement.pool == self.pool.name:
                 node = plan.graph.node(placement.node)
@@ -126,7 +128,7 @@ class Engines:
             steps = algorithms.optimizer(Update.of(node).optimizer) if node.verb == "update" else None
             trainer = spec.built(replace(weights, optimizer=steps), placement, devices)
             self.trainers[node.worker] = trainer
-            if steps is None and offloads(placement, "weights"):
+            if holdings.offloads(plan, node.name, "weights"):
                 away = self.away[node.worker] = Away(self.device, [s.tensor for s in trainer.shards()])
                 away.store()
                 away.leave()
@@ -182,10 +184,21 @@ class Engines:
                 failed = str(error)  # not raised: the other ranks are on their way to the next collective
         return files, self.steps, failed
 
-    def resume(self, folder: str, steps: dict[str, int]) -> None:
+    def wants(self, manifest: Manifest) -> set[str]:
+        """The files of a checkpoint that hold something of what this rank has."""
+        source, found = checkpoint.Source(Path(), manifest), set[str]()
+        for node in self._updates():
+            shards = self.trainers[node.worker].shards() if node.worker in self.trainers else []
+            for kind in source.kinds(node.worker):
+                found |= {f for s in shards for f in source.files(f"{node.worker}/{kind}/{s.name}", s.box)}
+        return found
+
+    def resume(self, folder: str, manifest: Manifest) -> None:
         """Takes weights and moments from a checkpoint."""
-        source = checkpoint.Source(Path(folder))
-        self.steps = dict(steps)
+        source = checkpoint.Source(Path(folder), manifest)
+        # Those of this rank's pool: of others it takes none, and would tell of old ones.
+        here = {p.node for p in self.plan.placements if self.pool and p.pool == self.pool.name}
+        self.steps = {name: count for name, count in manifest.steps.items() if name in here}
         for node in self._updates():
             if node.worker not in self.trainers:
                 continue

@@ -8,10 +8,13 @@ from typing import Any
 
 import ray
 
+from ..dock.wire import Way
 from ..process import points
 from ..process.report import Report
 from ..process.surroundings import settle, waits
 from ..process.task import Task
+from ..weights import parts
+from ..weights.checkpoint import Manifest
 
 
 @ray.remote
@@ -30,8 +33,8 @@ class RankHost:
     def address(self) -> tuple[str, int]:
         return self.rank.address()
 
-    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> None:
-        self.rank.start(address, controllers, warehouses)
+    def start(self, address: tuple[str, int], way: Way) -> None:
+        self.rank.start(address, way)
 
     def run(self, task: Task, measure: bool) -> Report:
         return self.rank.run(task, measure)
@@ -43,8 +46,19 @@ class RankHost:
         points.reach(process, f"written checkpoint {number}")
         return found
 
-    def resume(self, folder: str, steps: dict[str, int]) -> None:
-        self.rank.resume(folder, steps)
+    def part(self, act: str, *arguments: Any) -> Any:
+        """What the driver asks of this host's part of checkpoints."""
+        return parts.ACTS[act](*arguments)
+
+    def where(self) -> tuple[str, str]:
+        """This host's address, and Ray's name of it."""
+        return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+
+    def wants(self, manifest: Manifest) -> set[str]:
+        return self.rank.wants(manifest)
+
+    def resume(self, folder: str, manifest: Manifest) -> None:
+        self.rank.resume(folder, manifest)
 
     def replay(self, folder: str) -> None:
         self.rank.replay(folder)

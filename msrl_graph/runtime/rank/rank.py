@@ -17,18 +17,18 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import ray
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.instruction import Instruction, Walker
+from ...ir.located import here
 from ...ir.plan import from_json
 from ..data.columns import Column, Piece
 from ..dock.client import Client
-from ..dock.readers import home, readers
-from ..dock.wire import Batch
+from ..dock.readers import readers
+from ..dock.wire import Batch, Way
 from ..process import computing, memory
 from ..process.joining import speak
 from ..process.report import Report
@@ -62,8 +62,11 @@ class Doing(Walker):
                     batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
             with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
                 columns = rank.compute(found, self.task, batch, told)
-            if columns and rank._first(found):
-                rank.client.put(node, self.task, columns)
+            if rank._first(found):
+                if columns:
+                    rank.client.put(node, self.task, columns)
+                elif len(batch.rows):
+                    rank.client.did(node, self.task, len(batch.rows))
         rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
@@ -112,20 +115,18 @@ class Rank(Training, Generation):
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
-        host = ray.util.get_node_ip_address()
+        host = speak(self.plan.cluster)
         self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self.store.port
 
-    def start(self, address: tuple[str, int], controllers: dict[str, str], warehouses: list[str]) -> None:
+    def start(self, address: tuple[str, int], way: Way) -> None:
         """Joins the other ranks and builds the engines."""
-        plan = self.plan
+        plan = self.plan = here(self.plan, data=False)
         host = plan.cluster.host(self.rank)
         kind = plan.cluster.device.kind
-        speak(plan.cluster.nodes, kind.interfaces)
+        speak(plan.cluster)
         self.device.claim()
-        self.client = Client(
-            f"rank {self.rank}", readers(plan), controllers, warehouses, host, home(plan, host, self.rank)
-        )
+        self.client = Client(f"rank {self.rank}", readers(plan), way, host)
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
@@ -171,7 +172,7 @@ class Rank(Training, Generation):
         self.client.walk(here, instructions, task, self.doing(self, task, report), around)
         if measure:
             _note(report, "after", memory.held())
-        report.here = self.client.flush(task)
+        self.client.flush(task, report)
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
@@ -202,7 +203,7 @@ class Rank(Training, Generation):
             yield batch
 
     def _answered(self, node: Node) -> Batch:
-        return self.asked.pop(node.name).result()
+        return self.client.lines.wait(self.asked.pop(node.name))
 
     def _ask(self, node: Node, task: Task) -> None:
         """Asks the dock for the node's next share, unless that is under way."""

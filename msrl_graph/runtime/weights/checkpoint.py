@@ -4,7 +4,8 @@ Invariant: a checkpoint is a folder, written beside its place and renamed when a
 names every file with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is:
 no byte changes unseen. (That tells of accidents and of edits by hand; it is no signature against who makes all of them
 again.) A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
-it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration.
+it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration. Hosts that
+do not see the run's folder have their parts at the same path (parts.py); the manifest says which host has what.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ...backends.spec import Shard
 
 FORMAT = 2
+PARTED = 3  # the format of a manifest that says which host has what
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
 FOLDER = "checkpoints"  # within a run's folder
@@ -53,10 +55,19 @@ class File:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Who wrote which files, on a disk of its own: its address, and Ray's name of it."""
+
+    address: str
+    node: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by
     update. `position`: how many rows of the data's endless sequence were drawn (-1: as many as the iterations have
-    prompts)."""
+    prompts). `hosts`: none where all of it lies in one folder."""
 
     format_version: int
     iteration: int
@@ -65,6 +76,7 @@ class Manifest:
     program: dict[str, Any]
     files: tuple[File, ...]
     position: int = -1
+    hosts: tuple[Host, ...] = ()
 
 
 class Unsound(Exception):
@@ -89,17 +101,18 @@ def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Ma
     """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
     saved.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
-    return _written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
+    return written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
 
 
 def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
     saved.arrays(folder / name, arrays, says)
-    return _written(folder / name, ())
+    return written(folder / name, ())
 
 
-def _written(path: Path, pieces: tuple[Piece, ...]) -> File:
-    _to_disk(path)
+def written(path: Path, pieces: tuple[Piece, ...]) -> File:
+    """What a manifest says of a file, which is on the disk when this returns."""
+    to_disk(path)
     return File(path.name, path.stat().st_size, _digest(path), pieces)
 
 
@@ -115,21 +128,27 @@ def begin(run: Path, iteration: int) -> Path:
 def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
     """Gives a whole checkpoint its name, and removes those older than the newest `keep`."""
     content = msgspec.json.format(msgspec.json.encode(manifest))
-    for name, written in ((MANIFEST, content), (DIGEST, _sum(content))):
-        (partial / name).write_bytes(written)
-        _to_disk(partial / name)
-    _to_disk(partial)
-    target = partial.parent / f"{manifest.iteration:06d}"
-    if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
-        shutil.rmtree(target)
-    partial.rename(target)
-    _to_disk(target.parent)
+    for name, text in ((MANIFEST, content), (DIGEST, _sum(content))):
+        (partial / name).write_bytes(text)
+        to_disk(partial / name)
+    target = settle(partial)
     for old in found(target.parent.parent)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def _to_disk(path: Path) -> None:
+def settle(partial: Path) -> Path:
+    """Gives what was written in a folder of `begin` the checkpoint's name."""
+    target = partial.parent / partial.stem.lstrip(".")
+    to_disk(partial)
+    if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
+        shutil.rmtree(target)
+    partial.rename(target)
+    to_disk(target.parent)
+    return target
+
+
+def to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -160,8 +179,9 @@ def manifest_of(path: Path) -> Manifest:
     try:
         content = (path / name).read_bytes()
         manifest = msgspec.json.decode(content, type=Manifest)
-        if manifest.format_version != FORMAT:
-            raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {FORMAT}")
+        if manifest.format_version not in (FORMAT, PARTED):
+            known = f"{FORMAT} and {PARTED}"
+            raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {known}")
         name = DIGEST
         if (path / name).read_bytes() != _sum(content):
             raise Unsound(
@@ -185,21 +205,28 @@ def manifest_of(path: Path) -> Manifest:
 
 
 def sound(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is there. Raises Unsound."""
+    """The manifest of a checkpoint whose every byte is there, or is another host's to have. Raises Unsound."""
     manifest = manifest_of(path)
     true = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
     for file in manifest.files:
         there = path / file.name
-        if not there.is_file():
-            raise Unsound(f"its file {file.name} is missing")
-        if (size := there.stat().st_size) != file.bytes:
-            raise Unsound(f"its file {file.name} has {size} bytes of {file.bytes}")
-        if _digest(there) != file.sha256:
-            raise Unsound(f"its file {file.name} was changed after it was written: its SHA-256 differs")
+        if manifest.hosts and not there.is_file():
+            continue
+        if wrong := amiss(there, file):
+            raise Unsound(f"its file {file.name} {wrong}")
         for what, value in _says(there).items():
             if value != true.get(what):
                 raise Unsound(f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}")
     return manifest
+
+
+def amiss(path: Path, file: File) -> str:
+    """What is wrong with a file of a checkpoint, for a sentence; "" where it is as it was written."""
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != file.bytes:
+        return f"has {size} bytes of {file.bytes}"
+    return "" if _digest(path) == file.sha256 else "was changed after it was written: its SHA-256 differs"
 
 
 def _says(path: Path) -> dict[str, str]:
@@ -230,10 +257,10 @@ def newest(run: Path) -> tuple[Path, Manifest] | None:
 class Source:
     """The tensors of a checkpoint, by box."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path = path
         self.pieces: dict[str, list[tuple[str, Box]]] = {}
-        for file in manifest_of(path).files:
+        for file in manifest.files:
             for piece in file.pieces:
                 self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
 
@@ -245,6 +272,10 @@ class Source:
             if of == worker:
                 found.setdefault(kind, set()).add(tensor)
         return found
+
+    def files(self, name: str, box: Box) -> set[str]:
+        """The files that hold something of what lies in `box`."""
+        return {file for file, there in self.pieces.get(name, ()) if overlap(there, box) is not None}
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The part of a tensor that lies in `box`, from however many files."""

@@ -72,12 +72,19 @@ def _as_files_are(path: Path) -> Iterator[None]:
 def companions(source: Path, target: Path) -> None:
     """Copies all of a model's folder but its weights: what its config, its tokenizer and its generation are read
     from."""
+    for file in beside(source):
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)  # not its mode: a cache's files may be read-only
+
+
+def beside(source: Path) -> Iterator[Path]:
+    """The files of a model's folder but its weights."""
     for file in source.iterdir():
         if file.name in FOLDERS and file.is_dir():
-            (target / file.name).mkdir()
-            companions(file, target / file.name)
+            yield from beside(file)
         elif file.is_file() and not _is_left(file):
-            shutil.copyfile(file, target / file.name)  # not its mode: a cache's files may be read-only
+            yield file
 
 
 def _is_left(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What a controller sees of an iteration: which rows there are, as far as filters have said.
+"""What a controller knows of rows by their number, and which rows there are, as far as filters have said.
 
 Invariant: pure functions of what was heard; a row is *known* when every filter before it has said that it goes on, and
 stays known: more news only turn unknown rows into known ones, or take them away.
@@ -7,8 +7,6 @@ stays known: more news only turn unknown rows into known ones, or take them away
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -52,44 +50,6 @@ class Table:
             return [(0, slice(None))]
         blocks = rows // self.size
         return [(int(b), np.flatnonzero(blocks == b)) for b in np.unique(blocks)]
-
-
-@dataclass(frozen=True)
-class View:
-    """The rows that a node is to be handed, and which of them are `known`: no filter can drop them any more.
-
-    `units` are ascending, `starts` says where the rows of each begin in `rows`: with units [0, 2] and starts [0, 4]
-    the first four rows are unit 0, the others unit 2. `complete`: no other rows will come.
-    """
-
-    rows: Array
-    known: Array
-    units: Array
-    starts: Array
-    complete: bool
-
-    @cached_property
-    def sizes(self) -> Array:
-        return np.diff(np.append(self.starts, len(self.rows)))
-
-    def each(self, values: Array) -> Array:
-        """For each unit whether all of its rows' values are true."""
-        return np.logical_and.reduceat(values, self.starts) if len(self.units) else np.zeros(0, bool)
-
-    def rows_of(self, units: Array) -> tuple[Array, Array]:
-        """The rows of some units, unit by unit, and how many each has."""
-        at = np.searchsorted(self.units, units)
-        starts, sizes = self.starts[at], self.sizes[at]
-        ends = np.cumsum(sizes)
-        index = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
-        return self.rows[index], sizes
-
-
-def view(rows: Array, known: Array, units: Array, complete: bool) -> View:
-    order = np.lexsort((rows, units))
-    rows, known = rows[order], known[order]
-    distinct, starts = np.unique(units[order], return_index=True)
-    return View(rows, known, distinct, starts, complete and bool(known.all()))
 
 
 def enumerate_rows(
@@ -136,3 +96,17 @@ def enumerate_rows(
         alive, possible = np.isin(mine, above[sure]), np.isin(mine, above)
         rows, known = rows[possible], (known & alive)[possible]
     return rows, known
+
+
+def first_prompts(alive: Array, open_: Array, count: int) -> tuple[Array, Array, int]:
+    """Of prompts, in order, which are the first `count` that any row is left of, as far as that is known?
+
+    Of each prompt `alive` says that a row of it is sure to stay, `open_` that of some row it is not known. Gives for
+    each whether it is one of the first `count`, whether that is decided, and how many are found so far. With count = 2,
+    and rows left of the prompts 0, 2 and 3, the prompts 0 and 2 are the first; if it is open whether any row of prompt
+    1 stays, that is decided of prompt 0 only.
+    """
+    decided = np.logical_and.accumulate(alive | ~open_)  # one row that stays is enough to know that the prompt does
+    rank = np.cumsum(alive & decided)
+    found = int(rank[-1]) if len(rank) else 0
+    return alive & decided & (rank <= count), decided | (found >= count), min(found, count)

@@ -1,0 +1,83 @@
+"""What the driver hears of the docks of all hosts, and which hosts it has lost.
+
+Invariant: a dock that is dead fails at once. A host that does not answer and cannot be reached is lost, long before Ray
+says so: of a link that was cut it tells after a minute or more. One that can be reached is slow, or stopped for a
+while: it is waited for.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..dock.wire import Status
+from ..process.joining import living
+from ..process.report import RunError
+from . import words
+
+SILENT = 10.0  # seconds without an answer after which it is looked whether a host can be reached
+LOOKS = 3  # answers that lack by then: this process may have stood still itself
+REACH = 3.0  # seconds until a connection is given up
+
+
+class HostLost(RunError):
+    """A host cannot be reached any more."""
+
+
+class Docks:
+    """`statuses` are the last that were heard, in the order of the hosts."""
+
+    def __init__(self) -> None:
+        self._heard: dict[int, Status] = {}
+        self._asked: dict[int, tuple[Any, float, int]] = {}  # what was asked, since when, and looks in vain
+
+    @property
+    def statuses(self) -> list[Status]:
+        return [self._heard[i] for i in sorted(self._heard)]
+
+    def look(self, ray: Any, actors: Sequence[Any], patience: float, watched: bool = False) -> None:
+        """Asks those that owe no answer, and waits for so many seconds. Raises Ray's error of a dock that is dead."""
+        for i, actor in enumerate(actors):
+            if i not in self._asked:
+                self._asked[i] = (actor.status.remote(watched), time.monotonic(), 0)
+        asked = [question for question, _, _ in self._asked.values()]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=patience)
+        for i, (question, since, looks) in [*self._asked.items()]:
+            if question in answered:
+                del self._asked[i]
+                self._heard[i] = ray.get(question)
+            else:
+                self._asked[i] = (question, since, looks + 1)
+
+    def lost(self, addresses: Sequence[str]) -> list[str]:
+        """Of the hosts, whose Ray has these addresses, those that are silent and out of reach."""
+        now = time.monotonic()
+        silent = [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > SILENT]
+        return sorted(missing(addresses[i] for i in silent)) if silent else []
+
+
+def results(ray: Any, asked: Sequence[Any], addresses: Sequence[str]) -> list[Any]:
+    """What Ray was asked for, once all of it is there. Raises HostLost where one of the hosts of these addresses is out
+    of reach at two looks in a row: of what is to begin on a lost host Ray itself may never tell."""
+    left, out = list(asked), set[str]()
+    while left:
+        done, left = ray.wait(left, num_returns=len(left), timeout=SILENT)
+        ray.get(done)  # what went wrong, while others still work
+        before, out = out, missing(addresses) if left else set()
+        if lost := sorted(out & before):
+            raise HostLost(words.silent(lost))
+    return list(ray.get(list(asked)))
+
+
+def missing(addresses: Iterable[str]) -> set[str]:
+    """Those of Ray's hosts that it knows to be dead, or to which no connection can be made."""
+    ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in living()}
+    found = set()
+    for address in addresses:
+        try:
+            socket.create_connection((address, ports[address]), timeout=REACH).close()
+        except (OSError, KeyError):
+            found.add(address)
+    return found

@@ -1,0 +1,153 @@
+"""A run before it is started: all of it that can be known to be wrong, told at once.
+
+Invariant: nothing is started here, and what is fetched of a run at a URL goes again where the run is not to be.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...compiler.unready import untried
+from ...diagnostics import Diagnostic, Fault
+from ...emit.page import many
+from ...files import urls
+from ...files.urls import is_url
+from ...ir.located import absolute, here, pinned
+from ...ir.plan import Plan
+from ..data import dataset as data
+from ..data import recording as rows
+from ..rank.tried import tried
+from ..weights import checkpoint
+from . import mirror
+from .folder import choose
+from .needs import check
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is watched, apart from what it computes."""
+
+    measure: bool = False  # memory, at each instruction of an iteration
+    verbose: bool = False  # what the processes print, as they print it
+    record: bool = False  # the rows of each iteration are written into the run's folder
+    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
+    overwrite: bool = False  # results of an earlier run in the folder are replaced
+    nice: int = 0  # by how much the processes that compute are nicer than what starts them
+    watch: bool = False  # there is a page of it
+    metrics: int | None = None  # at which port Prometheus finds its metrics, 0: at a free one
+
+
+PLAIN = Options()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it.
+    Where the folder is a working copy, `url` is whose; `copies` are all that were made."""
+
+    plan: Plan
+    rows: dict[str, data.Looked]
+    folder: Path
+    stated: bool
+    begin: Path | None
+    manifest: checkpoint.Manifest | None
+    warnings: list[Diagnostic]
+    url: str = ""
+    copies: tuple[Path, ...] = ()
+    origin: str = ""  # the URL that `begin` is from
+
+    def drop(self) -> None:
+        """Removes the working copies of a run that is not started."""
+        for copy in self.copies:
+            shutil.rmtree(copy, ignore_errors=True)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the results are added to those of the run that is resumed."""
+        return self.begin is not None and self.folder == self.begin.parent.parent
+
+    def lines(self) -> list[str]:
+        """What would run."""
+        plan, run = self.plan, self.plan.deploy.run
+        begin = (
+            f"from iteration {self.manifest.iteration} ({self.origin or self.begin})"
+            if self.manifest
+            else "from the beginning"
+        )
+        saved = (
+            f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
+        )
+        rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
+        left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
+        return [
+            f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
+            f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            f"data: {rows}",
+            *left_out,
+            f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
+            f"results would be in {self.url or self.folder}; nothing was started",
+        ]
+
+
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = PLAIN) -> Prepared:
+    """Everything that can be checked without starting a process; `Fault` for what is wrong."""
+    copies: list[Path] = []
+    try:
+        return replace(_prepared(plan, out, resume, options, copies), copies=tuple(copies))
+    except BaseException:
+        for copy in copies:
+            shutil.rmtree(copy, ignore_errors=True)
+        raise
+
+
+def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options, copies: list[Path]) -> Prepared:
+    plan = pinned(plan)
+    copied = here(plan)
+    sizes, warnings = check(copied), [*untried(plan), *tried(plan)]
+    if any(d.severity == "error" for d in warnings):
+        raise Fault(*warnings)
+    for name, found in sizes.items():
+        warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
+    plan, copied = absolute(plan), absolute(copied)
+    target = resume or plan.deploy.run.resume
+    if not target:
+        rows.check(plan, options.record, options.replay, 0)
+        folder, url = _chosen(plan, out, options, copies)
+        return Prepared(plan, sizes, folder, out is not None, None, None, warnings, url)
+    span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
+    brought = mirror.bring(target, span, copies) if is_url(target) else None
+    begin, manifest, changed = checkpoint.resumed(copied, str(brought.folder) if brought else target, span)
+    home, newest = (
+        begin.parent.parent,
+        brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1],
+    )
+    if brought or is_url(str(out)):
+        stays = brought is not None and (out is None or str(out).rstrip("/") == brought.run)
+    else:
+        stays = out is None or Path(out).resolve() == home.resolve()
+    if stays and not newest and not options.overwrite:
+        run = brought.run if brought else home
+        what = f"the run in {run} has newer checkpoints than {begin.name}, which going on from there would replace"
+        help = "name another folder for the results with --out, or replace them: --overwrite"
+        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    rows.check(plan, options.record, options.replay, manifest.iteration)
+    folder, url = (home, brought.run if brought else "") if stays else _chosen(plan, out, options, copies)
+    if stays and brought:
+        urls.writable(url)
+    origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
+    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed], url, origin=origin)
+
+
+def _chosen(plan: Plan, out: Path | str | None, options: Options, copies: list[Path]) -> tuple[Path, str]:
+    """The folder of a run that begins, and the URL whose working copy it is."""
+    if not is_url(str(out)):
+        return choose(plan, out, options.overwrite, options.replay), ""
+    url = str(out).rstrip("/")
+    mirror.choose(url, options.overwrite)
+    copies.append(mirror.working(url))
+    return copies[-1], url
+
+
+__all__ = ["PLAIN", "Options", "Prepared", "prepare"]

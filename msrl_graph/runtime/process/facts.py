@@ -1,0 +1,150 @@
+"""What a host is and has, as the probe of a cluster asks it.
+
+Invariant: looking changes nothing, and needs neither this package, which a host may lack, nor any other but what Ray
+brings: Ray hands over the code of this file, not its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypedDict
+
+PACKAGE = "msrl_graph"
+SOURCES = (".py", ".rlg", ".lark")
+
+
+class Asked(TypedDict):
+    """`packages`: the names that each may be installed by; `files`: paths; `devices`: the pattern of their files in
+    /dev; `address`: Ray's of the host; `interface`: one that must be there, or ""."""
+
+    packages: Mapping[str, tuple[str, ...]]
+    files: list[str]
+    devices: str
+    address: str
+    interface: str
+
+
+class Facts(TypedDict):
+    """`versions`: by package, "" where it is not installed; `sizes`: by path, -1 where nothing can be read; `memory`,
+    `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm; `interface`: that of the
+    address, or the one that was asked for; "" where there is none; `speaks`: its own address."""
+
+    name: str
+    versions: dict[str, str]
+    sizes: dict[str, int]
+    cores: int
+    devices: int
+    memory: int
+    total: int
+    shared: int
+    interface: str
+    speaks: str
+    interfaces: list[str]
+
+
+class Host:
+    """A process on a host that answers; on Ray an actor."""
+
+    def look(self, asked: Asked) -> Facts:
+        return look(asked)
+
+    def clock(self) -> float:
+        return time.time()
+
+    def keep(self, files: dict[str, bytes]) -> str:
+        """Lays down what is shipped to the host: the folder. Whoever is asked this has the package."""
+        from msrl_graph.runtime.process.shipped import lay
+
+        return str(lay(files))
+
+
+def look(asked: Asked) -> Facts:
+    memory, total = _memory()
+    held = _interfaces()
+    name, speaks = interface(asked["address"], asked["interface"])
+    return Facts(
+        name=platform.node(),
+        versions={
+            "Python": platform.python_version(),
+            "msrl-graph": _own(),
+            **{package: _version(names) for package, names in asked["packages"].items()},
+        },
+        sizes={path: _size(path) for path in asked["files"]},
+        cores=os.cpu_count() or 1,
+        devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
+        memory=memory,
+        total=total,
+        shared=shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0,
+        interface=name,
+        speaks=speaks,
+        interfaces=sorted(name for name, addresses in held.items() if addresses),
+    )
+
+
+def interface(address: str, stated: str = "") -> tuple[str, str]:
+    """The interface that has an address of this host's, or the one that is stated, and its own address; nothing where
+    there is none."""
+    held = _interfaces()
+    name = stated or next((n for n, addresses in held.items() if address in addresses), "")
+    # Of several addresses one of the protocol that the host's address is of.
+    own = sorted(held.get(name, ()), key=lambda a: (a != address, (":" in a) != (":" in address), a))
+    return (name, own[0]) if own else ("", "")
+
+
+def _version(names: tuple[str, ...]) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _own() -> str:
+    """This package's version and what its files hold, since a checkout changes and its version does not."""
+    spec = find_spec(PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        return ""
+    digest, folder = hashlib.sha256(), Path(folders[0])
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return f"{_version(('msrl-graph',))} {digest.hexdigest()[:8]}"
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size if os.access(path, os.R_OK) else -1
+    except (OSError, ValueError):
+        return -1
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes that are free and that there are, of the machine or of the container that this is one of."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    try:
+        most = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return machine.available, machine.total
+    return min(machine.available, most - used), min(machine.total, most)
+
+
+def _interfaces() -> dict[str, set[str]]:
+    """By interface its addresses of the Internet."""
+    import socket
+
+    import psutil
+
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {name: {a.address for a in held if a.family in kinds} for name, held in psutil.net_if_addrs().items()}
