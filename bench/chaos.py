@@ -2,7 +2,7 @@
 
 An example runs with a checkpoint every other iteration: GRPO; DAPO, which draws prompts until enough of them survive;
 or PF-PPO, whose rows repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws
-prompts by these. At random moments of whatever phase a rank, the warehouse, the controllers, a function host, the
+prompts by these. At random moments of whatever phase a rank, the dock, a function host, the
 driver, the supervisor, Ray's raylet or its GCS is killed, several in each run. A run ends well when its metrics are,
 line for line, those of a run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is
 killed cannot start itself again: nothing of it may be left, and it is gone on with by --resume.
@@ -14,6 +14,7 @@ hang is a run that does not write a line for --patience seconds. The last line i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from typing import Any
 import psutil
 from safetensors.numpy import load_file
 
+from msrl_graph.runtime.dock.segments import LOCK
 from msrl_graph.runtime.metrics.record import TIMES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -61,16 +64,15 @@ PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
 # What a process's command line or name holds.
 TARGETS = {
     "rank": "ray::Rank",
-    "warehouse": "ray::WarehouseHost",
-    "controllers": "ray::ControllerHost",
+    "dock": "ray::DockHost",
     "functions": "ray::FunctionHost",
     "driver": "msrl_graph.runtime.driver.driver",
     "supervisor": "run_main",
     "raylet": "raylet/raylet",
     "gcs": "gcs/gcs_server",
 }
-# Whose death costs a new start, and so a new driver: controllers and function hosts are started again in place.
-RESTARTS = TARGETS.keys() - {"controllers", "functions"}
+# Whose death costs a new start, and so a new driver: docks and function hosts are started again in place.
+RESTARTS = TARGETS.keys() - {"dock", "functions"}
 SHARED = Path("/dev/shm")
 Result = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines of metrics, weights
 
@@ -274,7 +276,8 @@ def clean(place: Place, count: Count, out: str) -> None:
     until = time.monotonic() + 10
     while (left := place.processes()) and time.monotonic() < until:
         time.sleep(0.1)
-    files = [*place.temporary.iterdir(), *(set(SHARED.iterdir()) - place.shared)]
+    shared = {path for path in SHARED.iterdir() if not held(path)}  # what is held is another run's
+    files = [*place.temporary.iterdir(), *(shared - place.shared)]
     if left or files:
         count.leftovers += len(left) + len(files)
         count.remarks.append(f"{out} left {left} {files}")
@@ -283,6 +286,16 @@ def clean(place: Place, count: Count, out: str) -> None:
         for path in files:
             shutil.rmtree(path, ignore_errors=True)  # of files in shared memory, the next run's count starts anew
         place.shared = set(SHARED.iterdir())
+
+
+def held(room: Path) -> bool:
+    """Whether a process holds a folder of rows."""
+    with suppress(OSError), (room / LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def report(count: Count) -> None:

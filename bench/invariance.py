@@ -64,7 +64,7 @@ CONFIGURATIONS = {
     "tp 2": How(update="tp = 2", generate="tp = 2"),
     "dp 2 x tp 2": How(devices=4, update="dp = 2, tp = 2, zero = 3", generate="dp = 2, tp = 2"),
     "two pools": How("apart actor.generate, actor.update", update="dp = 1", generate="dp = 1"),
-    "dp 4, 3 warehouses": How("dock { replicas = 3 }", devices=4, update="dp = 4, zero = 3", generate="dp = 4"),
+    "dp 4": How(devices=4, update="dp = 4, zero = 3", generate="dp = 4"),
     "central dock": How("dock { mode = central }"),
     "stream": How(STREAM, generate="dp = 2"),
     "balance tokens": How(
@@ -73,7 +73,7 @@ CONFIGURATIONS = {
     "micro-batches": How(
         "engine actor.update = fsdp { micro_batch = 3 }\n  engine actor.generate = hf { micro_batch = 3 }"
     ),
-    "shuffled arrival": How(f"dock {{ replicas = 3 }}{STREAM}", generate="dp = 2", shuffled=True),
+    "shuffled arrival": How(STREAM, generate="dp = 2", shuffled=True),
 }
 
 

@@ -1,6 +1,6 @@
 """Kills each kind of process of a run at each named point of its work, and counts what is lost: rows, runs, seconds.
 
-Two hosts (two raylets on this machine), each with a rank, a warehouse, a function host and its part of the controllers,
+Two hosts (two raylets on this machine), each with a rank, a dock and a function host,
 run an example that is first left alone: what it writes to `seen` are the points that its processes reach
 (runtime/process/points.py): before and after each instruction of a stream, between a share and its rows, before and
 after a put, between two tasks, while an iteration is opened, ended, saved. Then runs are disturbed, at the next point
@@ -41,7 +41,7 @@ CHANGES = {
     "pf_ppo": [("devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
 }
 # Who is replaced while the run goes on; first, since it takes less time.
-IN_PLACE = ("functions", "controllers")
+IN_PLACE = ("functions", "dock")
 WHEN = re.compile(
     r"(.*?): (.*) (?:(\w+)/)?(\d+)"
 )  # a process, what it does, in which iteration of a task, or a checkpoint's

@@ -1,0 +1,97 @@
+"""What a controller decides in a second: news of rows come in a random order, so many at a time, to an update that
+reads five columns, of which all but one lie there for every row; and to an inference that takes batches of 32.
+
+A row is decided when the last thing that it waits for has come. Each figure is of the last rows of all that wait: flat
+means that it is the same for a thousand rows and a hundred thousand."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from argparse import ArgumentParser
+
+import numpy as np
+
+from msrl_graph.ir.rowsets import Rowset, Sieve
+from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.wire import News, Place
+from msrl_graph.runtime.process.task import Task
+
+FAN, HOSTS = 16, 8
+COLUMNS = ("response", "old_logp", "ref_logp", "advantage")
+READS = (Read("prompt", 0, "source"), *(Read(c, 1, "n") for c in COLUMNS))
+SETS = (Rowset(0), Rowset(1, 0, FAN))
+FILTER = Sieve("mixed", 1, 1)
+CASES = {
+    "update": {"update": True, "mini_batch": 512, "epochs": 1, "balance": True},
+    "batches of 32": {"chunk": 32},
+    "whole groups, by tokens": {"chunk": 32, "unit": 0, "balance": True},
+    "after a filter": {"chunk": 32, "passed": (FILTER,)},
+}
+
+
+def reader(case: str) -> Reader:
+    fields = {
+        "node": "n",
+        "reads": READS,
+        "sets": SETS,
+        "rows": 1,
+        "unit": 1,
+        "whole": False,
+        "seed": 1,
+        "tokens": {"prompt": 1, "response": 1},
+    }
+    return Reader(**(fields | {"at": tuple(range(HOSTS))} | CASES[case]))
+
+
+def rate(case: str, rows: int, at_once: int, last: int) -> float:
+    """Rows a second, of the `last` ones of so many."""
+    found, draw = reader(case), random.Random(0)
+    controller, task = Controller(found), Task("train", 0, rows // FAN)
+    controller.open(task)
+    number = iter(range(1 << 40))
+
+    def news(column: str, some: np.ndarray) -> list[News]:
+        place = Place(draw.randrange(HOSTS), f"{next(number)}")
+        return [News(column, some, some % 1000 + 1, place, verdicts=column == FILTER.column)]
+
+    for column in ("prompt", *COLUMNS[:-1]):
+        some = np.arange(rows // FAN if column == "prompt" else rows)
+        for part in np.array_split(some, max(1, rows // 1024)):
+            controller.heard(task.key, news(column, part))
+    columns = (*([FILTER.column] if found.passed else []), COLUMNS[-1])
+    order = np.random.default_rng(0).permutation(rows)
+    wait, come = order[last:], order[:last]
+    if found.passed:
+        controller.heard(task.key, news(FILTER.column, np.sort(wait)))
+    parts = [np.sort(come[i : i + at_once]) for i in range(0, last, at_once)]
+    messages = [[n for column in columns for n in news(column, part)] for part in parts]
+    begin = time.perf_counter()
+    for message in messages:
+        for round in controller.heard(task.key, message):
+            controller.hand(task.key, round)
+    return last / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_024, 10_240, 102_400])
+    arguments = parser.parse_args()
+    found: dict[str, float] = {}
+    for at_once in (1, 64, 1024):
+        for case in CASES:
+            rates = [
+                max(rate(case, rows, at_once, min(rows, 8192 if at_once > 1 else 1024)) for _ in range(3))
+                for rows in arguments.rows
+            ]
+            print(
+                f"{case:24}  {at_once:5} at once  " + "  ".join(f"{r:10,.0f}" for r in rates) + "  rows/s", flush=True
+            )
+            found[f"{case}, {at_once} at once"] = round(rates[-1])
+    print(json.dumps({"rows": arguments.rows, "rows_per_second": found}))
+
+
+if __name__ == "__main__":
+    main()

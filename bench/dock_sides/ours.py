@@ -1,0 +1,216 @@
+"""The dock of a plan: the package's own controllers, warehouses and clients, of the plan that the compiler makes.
+
+On each host is a worker, which does what the ranks and functions of a run do with rows and computes nothing: it reads
+what a node reads, as the dock hands it out, and writes what the node writes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+import ray
+from side import COLUMNS, NODES, Setup, Side, Times, check, marks, memory, on, pids, serve, spent
+
+from msrl_graph import compile
+from msrl_graph.ir.plan import Plan, from_json
+from msrl_graph.runtime.data.columns import Column, Piece, offsets_of, texts
+from msrl_graph.runtime.dock.client import Client
+from msrl_graph.runtime.dock.host import DockHost
+from msrl_graph.runtime.dock.readers import members, readers
+from msrl_graph.runtime.dock.wire import Way
+from msrl_graph.runtime.process.processes import SHARED
+from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.process.task import Task
+
+GROUP = 8  # responses to a prompt
+ROOM = 1 << 30  # bytes that the rows of a host may take
+# What a side's plan says of its dock, and of the edges along which rows are shared out.
+DOCKS = {"ours_one": "dock { mode = central }"}
+EDGES = {"ours_tokens": "{ balance = tokens }"}
+TEXT = """import grpo
+algorithm rows extends grpo {{
+  actor.generate -> actor.infer, reference.infer, host.reward {edge}
+  actor.infer, reference.infer, host.advantage -> actor.update {edge}
+}}
+cluster hosts {{ device = "cpu", nodes = {hosts}, devices_per_node = 1 }}
+deploy rows on hosts {{
+  set prompts = {prompts}
+  set group = {group}
+  set prompt_len = 8
+  set response_len = {length}
+  model policy = "tiny"
+  data source = "tiny.jsonl" {{ prompt = "prompt", answer = "answer" }}
+  layout actor.update, actor.generate, reference.infer {{ dp = {hosts} }}
+  {dock}
+}}
+"""
+
+
+def planned(setup: Setup) -> Plan:
+    hosts = len(setup.hosts)
+    prompts = setup.samples // GROUP * hosts
+    said = {"dock": DOCKS.get(setup.name, ""), "edge": EDGES.get(setup.name, "")}
+    text = TEXT.format(hosts=hosts, prompts=prompts, group=GROUP, length=setup.length, **said)
+    return compile("dock.rlg", text=text)
+
+
+class Made:
+    """The rows that a worker makes, as long as `lengths` says of each."""
+
+    def __init__(self, seed: int, lengths: Any) -> None:
+        self.lengths = lengths
+        self.values = np.random.default_rng(seed).random(int(lengths.sum()), np.float32)
+
+    def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, Piece]:
+        offsets, found = offsets_of(self.lengths[rows]), {}
+        for name in columns if len(rows) else ():
+            if name == "reward":
+                column = Column(self.values[: len(rows)])
+            else:
+                values = self.values[: offsets[-1]].astype(np.int32 if name == "response" else np.float32)
+                values[offsets[:-1]] = marks(rows, name)
+                column = Column(values, offsets)
+            found[name] = Piece(rows, column)
+        return found
+
+
+def prompts(task: Task) -> dict[str, Piece]:
+    numbers = np.arange(task.prompts)
+    prompt = Column(np.zeros(4 * len(numbers), np.int32), offsets_of(np.full(len(numbers), 4)))
+    return {"prompt": Piece(numbers, prompt), "answer": Piece(numbers, texts(["1"] * len(numbers)))}
+
+
+def checked(rows: Any, columns: dict[str, Column]) -> None:
+    check(rows, {n: c.values[c.offsets[:-1]] for n, c in columns.items() if n in COLUMNS and c.offsets is not None})
+
+
+@ray.remote
+class Worker:
+    """The ranks and functions of one host."""
+
+    def __init__(self, plan: str, way: Way, process: int, host: int, lengths: Any) -> None:
+        self.plan, self.host = from_json(plan), host
+        self.client = Client(f"rank {process}", readers(self.plan), way, host)
+        self.made = Made(process, lengths)
+
+    def ready(self) -> None:
+        self.client._here()
+
+    def run(self, task: Task, compute: float) -> tuple[Times, int]:
+        """When it began and ended, and the tokens of the responses that it updates on."""
+        start, client, tokens = time.perf_counter(), self.client, 0
+        if self.host == 0:
+            client.put("source", task, prompts(task))
+        for node in self.plan.graph.nodes[1:]:
+            last = False
+            while not last:
+                batch = client.take(node.name, task, self.host)
+                last = batch.share.last
+                checked(batch.rows, batch.columns)
+                if node.verb == "update" and len(batch.rows):
+                    tokens += len(batch.columns["response"].values)
+                time.sleep(compute / len(NODES) if node.name in NODES else 0.0)
+                rows = batch.rows
+                if node.name == "actor.generate":
+                    rows = (rows[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
+                writes = {"host.reward": ("reward",), "host.advantage": ("advantage",)}.get(node.name)
+                made = self.made.pieces(rows, NODES[node.name][1] if writes is None else writes)
+                if made:
+                    client.put(node.name, task, made)
+        client.flush(task, Report(""))
+        return (start, time.perf_counter()), tokens
+
+    def write(self, task: Task) -> Times:
+        """All that the update reads, with one put for each node that makes it."""
+        rows = np.arange(task.prompts * GROUP)
+        writes = (
+            ("actor.generate", COLUMNS[:2]),
+            *((n, (c,)) for n, c in zip(list(NODES)[1:], COLUMNS[2:], strict=False)),
+        )
+        made = [(node, self.made.pieces(rows, columns)) for node, columns in writes]
+        start = time.perf_counter()
+        self.client.put("source", task, prompts(task))
+        for node, pieces in made:
+            self.client.put(node, task, pieces)
+        self.client.flush(task, Report(""))
+        return start, time.perf_counter()
+
+    def read(self, task: Task) -> Times:
+        """What the update reads, every page of it touched."""
+        start = time.perf_counter()
+        batch = self.client.take("actor.update", task, 0)
+        for column in batch.columns.values():
+            column.values[::1024].sum()
+        end = time.perf_counter()
+        checked(batch.rows, batch.columns)
+        self.held = batch
+        return start, end
+
+    def end(self, task: Task) -> None:
+        self.held = None
+        self.client.flush(task, Report(""))
+
+
+class Ours(Side):
+    def __init__(self, setup: Setup, workers: int = 1) -> None:
+        hosts = len(setup.hosts)
+        self.plan = planned(setup)
+        found = readers(self.plan)
+        every, way = members(self.plan, found, secrets.token_bytes(32))
+        self.room = f"msrl-run-{secrets.token_hex(4)}"
+        kinds: Any = (DockHost, Worker)
+        self.docks = []
+        for i, m in enumerate(every):
+            asks = [r for r in found if way.controllers[r.node] == m.name]
+            dock = kinds[0].options(name=m.name, **on(setup.hosts[m.host]))
+            self.docks.append(dock.remote(every, i, asks, 60.0, way, f"{self.room}-rows-{m.host}", ROOM))
+        lengths = np.array(setup.lengths or [setup.length] * (setup.samples * hosts))
+        self.workers = [
+            kinds[1].options(**on(setup.hosts[h])).remote(self.plan.to_json(), way, h * workers + w, h, lengths)
+            for h in range(hosts)
+            for w in range(workers)
+        ]
+        ray.get([w.ready.remote() for w in self.workers])
+
+    def iteration(self, number: int, compute: float) -> dict[str, Any]:
+        task = Task("train", number, self.plan.graph.rows[0])
+        ray.get([d.open.remote(task) for d in self.docks])
+        answers = ray.get([w.run.remote(task, compute) for w in self.workers])
+        ray.get([d.drop.remote(task.key) for d in self.docks])
+        times, tokens = zip(*answers, strict=True)
+        return {"seconds": spent(times), "uneven": max(tokens) / (sum(tokens) / len(tokens))}
+
+    def close(self) -> None:
+        for actor in (*self.workers, *self.docks):
+            ray.kill(actor)
+        until = time.monotonic() + 10
+        while time.monotonic() < until and any(SHARED.glob(f"{self.room}-rows-*")):
+            time.sleep(0.05)
+
+
+class Local(Ours):
+    """A writer and a reader on one host."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, workers=2)
+        self.pids = pids([*self.workers, *self.docks])
+        self.before = memory(self.pids)
+
+    def iteration(self, number: int, compute: float) -> dict[str, Any]:
+        task = Task("train", number, self.plan.graph.rows[0])
+        writer, reader = self.workers
+        ray.get([d.open.remote(task) for d in self.docks])
+        put = ray.get(writer.write.remote(task))
+        get = ray.get(reader.read.remote(task))
+        shared = sum(f.stat().st_blocks * 512 for f in SHARED.glob(f"{self.room}*/**/*") if f.is_file())
+        held = memory(self.pids) - self.before + shared
+        ray.get(reader.end.remote(task))
+        ray.get([d.drop.remote(task.key) for d in self.docks])
+        return {"put": put[1] - put[0], "get": get[1] - get[0], "held": held}
+
+
+if __name__ == "__main__":
+    serve(lambda setup: Local(setup) if setup.name == "local" else Ours(setup))
