@@ -58,19 +58,19 @@ def planned(setup: Setup) -> Plan:
 
 
 class Made:
-    """The rows that a worker makes, as long as `lengths` says of each."""
+    """The rows that a worker makes, as long as `lengths` says of each; see side.Rows."""
 
-    def __init__(self, seed: int, lengths: Any) -> None:
-        self.lengths = lengths
-        self.values = np.random.default_rng(seed).random(int(lengths.sum()), np.float32)
+    def __init__(self, lengths: Any) -> None:
+        self.lengths, total = lengths, int(lengths.sum())
+        self.values = {c: np.ones(total, np.int32 if c == "response" else np.float32) for c in COLUMNS}
 
     def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, Piece]:
         offsets, found = offsets_of(self.lengths[rows]), {}
         for name in columns if len(rows) else ():
             if name == "reward":
-                column = Column(self.values[: len(rows)])
+                column = Column(np.zeros(len(rows), np.float32))
             else:
-                values = self.values[: offsets[-1]].astype(np.int32 if name == "response" else np.float32)
+                values = self.values[name][: offsets[-1]]
                 values[offsets[:-1]] = marks(rows, name)
                 column = Column(values, offsets)
             found[name] = Piece(rows, column)
@@ -94,7 +94,7 @@ class Worker:
     def __init__(self, plan: str, way: Way, process: int, host: int, lengths: Any) -> None:
         self.plan, self.host = from_json(plan), host
         self.client = Client(f"rank {process}", readers(self.plan), way, host)
-        self.made = Made(process, lengths)
+        self.made = Made(lengths)
 
     def ready(self) -> None:
         self.client._here()

@@ -65,18 +65,21 @@ class Side(ABC):
 
 
 class Rows:
-    """The rows that a worker makes: new values of one buffer."""
+    """The rows that a worker makes. They are there before anybody asks, but for their marks: what a computation would
+    take is no part of what is measured."""
 
     def __init__(self, seed: int, samples: int, length: int) -> None:
-        self.values = np.random.default_rng(seed).random((samples, length), np.float32)
+        chance = np.random.default_rng(seed)
+        self.values = {c: chance.random((samples, length), np.float32) for c in COLUMNS}
 
     def made(self, rows: Any, columns: Sequence[str]) -> dict[str, Any]:
+        """New until the next iteration makes this column."""
         return {c: self._column(rows, c) for c in columns}
 
     def _column(self, rows: Any, column: str) -> Any:
         if column == "reward":
-            return self.values[: len(rows), 1].copy()
-        values: Any = self.values[: len(rows)].copy()
+            return np.zeros(len(rows), np.float32)
+        values = self.values[column][: len(rows)]
         values[:, 0] = marks(rows, column)
         return values
 
