@@ -104,7 +104,8 @@ def write_lengths(found: Mapping[int, Mapping[str, Any]], name: str, lengths: Se
     ]
     head = ["hosts", "", "an iteration", "sent", "the fullest update share is above the mean by"]
     told = f"mean {statistics.mean(lengths):,.0f}, median {statistics.median(lengths):,.0f}, longest {max(lengths):,}"
-    put("lengths", f"Lengths of {len(lengths):,} responses (`{name}`): {told} tokens.\n\n{table(head, lines)}")
+    mark = "lengths" if name == "lognormal" else "lengths of a file"
+    put(mark, f"Lengths of {len(lengths):,} responses (`{name}`): {told} tokens.\n\n{table(head, lines)}")
 
 
 def write_local(answer: Mapping[str, Any]) -> None:

@@ -168,10 +168,10 @@ def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
-@pytest.mark.parametrize("when", ["ranks start", "checkpoint"])
+@pytest.mark.parametrize("when", ["probed", "ranks start", "checkpoint"])
 def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
-    """A link is cut: the host is missed long before Ray misses it, and the program, which states no layout, is planned
-    anew for one host. Each row enters the update once."""
+    """A host is killed while it is asked what it has, or its link is cut later: it is missed long before Ray misses it,
+    and the program, which states no layout, is planned anew for one host. Each row enters the update once."""
     out = place.folder / "out"
     open_ = [("  layout actor.update   { dp = 2, zero = 3 }\n", ""), ("  layout actor.generate { tp = 2 }\n", "")]
     place.write(
@@ -180,11 +180,16 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
     made = Hosts(2)
     try:
         process = command(made, 0, "--iterations", "6", "--out", str(out), **made.environment)
+        comes = {
+            "probed": lambda: made.runs(1, "ray::Host"),
+            "ranks start": lambda: made.runs(1, "RankHost"),
+            "checkpoint": lambda: (out / "checkpoints" / "000002").is_dir(),
+        }[when]
         until = time.monotonic() + 100
-        while not ((out / "checkpoints" / "000002").is_dir() if when == "checkpoint" else made.runs(1, "RankHost")):
+        while not comes():
             assert process.poll() is None and time.monotonic() < until, ended(process)
-            time.sleep(0.05)
-        made.cut(1)
+            time.sleep(0.01)
+        (made.stop if when == "probed" else made.cut)(1)
         code, err = ended(process)
         assert code == 0, err
         begins = "from the checkpoint after" if when == "checkpoint" else "from the beginning"
