@@ -83,17 +83,21 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 4))
 shape = {
     "sizes": sizes,
     "groups": st.integers(1, 4),
-    "chunk": st.integers(0, 7),
+    "cut": st.fixed_dictionaries({"chunk": st.integers(0, 7), "chunk_tokens": st.sampled_from([0, 0, 1, 4, 9, 100])}),
     "random": st.randoms(use_true_random=False),
 }
 
 
 @given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())
 @settings(max_examples=200)
-def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, chunk, random, unit, balance):
+def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, cut, random, unit, balance):
     prompts, fan = sizes
     controller, found = play(
-        reader(fan, groups=groups, chunk=chunk, unit=unit, balance=balance), prompts, fan, random, 3
+        reader(fan, groups=groups, **cut, unit=unit, balance=balance),
+        prompts,
+        fan,
+        random,
+        3,
     )
     units = np.concatenate([s.units for _, s in found])
     assert sorted(units) == list(range(prompts * (fan if unit else 1)))
@@ -106,9 +110,9 @@ def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, ch
 
 @given(**shape)
 @settings(max_examples=100)
-def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chunk, random):
+def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, cut, random):
     prompts, fan = sizes
-    r = reader(fan, groups=groups, chunk=chunk)
+    r = reader(fan, groups=groups, **cut)
     controller, key = opened(r, prompts)
     there, taker = set(), Taker(controller)
     for column, row, _ in arrivals(prompts, fan, random):
@@ -119,9 +123,28 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, chun
                 assert all((r.column, x if r.rows else x // fan) in there for x in share.rows)
 
 
+@given(**shape)
+@settings(max_examples=100)
+def test_a_share_by_tokens_is_as_small_as_may_be(sizes, groups, cut, random):
+    """Of rows that come one by one, so many tokens or units make a round, but for the last."""
+    prompts, fan = sizes
+    r = reader(fan, groups=groups, **cut)
+    _, found = play(r, prompts, fan, random)
+    of_round = {}
+    for group in range(groups):
+        for i, share in enumerate(s for g, s in found if g == group):
+            of_round.setdefault(i, []).extend(share.rows)
+    rounds = [[row % 5 + 1 for row in sorted(rows)] for rows in of_round.values()]
+    for lengths in rounds[:-1] if cut["chunk"] or cut["chunk_tokens"] else ():
+        assert len(lengths) == cut["chunk"] or sum(lengths) >= cut["chunk_tokens"] > 0
+    for lengths in rounds:
+        assert not 0 < cut["chunk_tokens"] <= sum(lengths) - max(lengths, default=0)
+        assert not 0 < cut["chunk"] < len(lengths)
+
+
 @given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
 @settings(max_examples=150)
-def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk, random, mini, epochs, iteration):
+def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, cut, random, mini, epochs, iteration):
     prompts, fan = sizes
 
     def batches(number_of_groups, r):
@@ -149,10 +172,16 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, chunk
 
 @given(**shape, update=st.booleans(), balance=st.booleans(), data=st.data())
 @settings(max_examples=200)
-def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, chunk, random, update, balance, data):
+def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, cut, random, update, balance, data):
     prompts, fan = sizes
     r = reader(
-        fan, groups=groups, chunk=chunk, update=update, mini_batch=chunk, epochs=2 if update else 1, balance=balance
+        fan,
+        groups=groups,
+        **cut,
+        update=update,
+        mini_batch=cut["chunk"],
+        epochs=2 if update else 1,
+        balance=balance,
     )
     with segments() as one, segments() as other:
         warehouses = [Warehouse(i, files) for i, files in enumerate((one, other))]

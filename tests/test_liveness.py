@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from language import TESTS, told
@@ -38,6 +39,32 @@ def test_a_batch_starves_where_it_is_larger_than_an_iteration(
     found = [message.split("`")[1] for message, _ in starved(prompts, group, f"\n    mini_batch = {mini}", streams)]
     expected = {"actor.update": mini > every, "actor.infer": rows > every, "host.advantage": groups > prompts}
     assert sorted(found) == sorted(name for name, wrong in expected.items() if wrong)
+
+
+@pytest.mark.parametrize("node", ["actor.infer", "host.reward"])
+def test_tokens_starve_where_the_rows_can_never_hold_them(node: str) -> None:
+    def told_of(tokens: int) -> list[tuple[str, str]]:
+        return starved(4, 3, deploy=f"actor.generate -> {node} {{ stream_tokens = {tokens} }}")
+
+    ((message, help),) = told_of(10**8)
+    assert message.startswith(f"`{node}` waits for batches of 100,000,000 tokens, and an iteration has ")
+    most = re.match(r"`stream_tokens = (\d+)` at most", help)
+    assert most, help
+    assert told_of(int(most[1])) == [] and len(told_of(int(most[1]) + 1)) == 1
+
+
+def test_who_reads_no_tokens_waits_for_none_of_them() -> None:
+    text = PAGE.replace("host.advantage(response, reward)", "host.advantage(reward)")
+    told_of = {
+        key: [(d.message, d.help) for d in told(text.replace("  run {", f"  {edge} {{ {key} = 1 }}\n  run {{"), Path())]
+        for key in ("stream", "stream_tokens")
+        for edge in ["host.reward -> host.advantage"]
+    }
+    (new,) = {*told_of["stream_tokens"]} - {*told_of["stream"]}
+    assert new == (
+        "`host.advantage` reads no column of tokens, so that 1 of them never come together",
+        "say `stream`, which counts rows",
+    )
 
 
 @given(st.integers(1, 3000), st.integers(2, 20), st.integers(0, 3), st.sampled_from(["distributed", "central"]))

@@ -103,7 +103,7 @@ OTHERWISE = """dock { mode = central }
   host.advantage -> actor.update { balance = tokens }
   source -> actor.generate { stream = 3 }
   actor.generate -> host.reward { stream = 5 }
-  actor.generate -> actor.infer { stream = 8 }
+  actor.generate -> actor.infer { stream = 8, stream_tokens = 60 }
   """
 
 

@@ -259,7 +259,12 @@ def test_the_tail_is_where_less_than_half_live() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "actor.generate -> reference.infer { stream = 5 }", "actor.generate -> actor.infer { balance = tokens }"],
+    [
+        "",
+        "actor.generate -> reference.infer { stream = 5 }",
+        "actor.generate -> actor.infer { balance = tokens }",
+        "actor.generate -> host.reward { stream_tokens = 500 }",
+    ],
 )
 @pytest.mark.parametrize("batches", ["", "mini_batch = 8", "mini_batch = 16, epochs = 3"])
 def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
@@ -274,8 +279,7 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
         done[node.name] = Done(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
     lengths = {"prompt": simulator.draws.tokens("prompt", 0), "response": simulator.draws.tokens("response", 0)}
     for node in plan.graph.nodes[1:]:
-        weights = simulator.model_nodes[node.name].weights(lengths) if node.name in simulator.model_nodes else None
-        counted = Counter(u for b in flow.batches(node, 0, done, weights) for part in b.parts for u in part)
+        counted = Counter(u for b in flow.batches(node, 0, done, lengths) for part in b.parts for u in part)
         assert set(counted.values()) == {Update.of(node).epochs}
         assert len(counted) == flow.units(node)
 
@@ -284,6 +288,11 @@ DOCKS = {
     "whole": small(),
     "streamed": small("actor.generate -> actor.infer { stream = 5 }\nactor.generate -> host.reward { stream = 3 }"),
     "balanced": small("actor.generate -> actor.infer { stream = 7, balance = tokens }", group=3, prompts=16),
+    "by tokens": small(
+        "actor.generate -> actor.infer { stream_tokens = 900, balance = tokens }\n"
+        "actor.generate -> host.reward { stream = 3, stream_tokens = 700 }\n"
+        "source -> actor.generate { stream_tokens = 300 }"
+    ),
     "mini-batches": page(
         ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6)\n    mini_batch = 64, epochs = 2")
     ),
@@ -298,7 +307,7 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
     all on one host."""
     plan, random = DOCKS[name], Random(seed)
     flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
-    prompts, responses = plan.graph.rows
+    prompts = plan.graph.rows[0]
     for reader in readers(plan):
         node, done, arrivals = plan.graph.node(reader.node), {}, list[tuple[float, str, int]]()
         for edge in (e for e in plan.graph.samples() if e.dst == node.name):
@@ -319,13 +328,7 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
             rounds += controller.heard(task.key, [News(column, np.array([row]), np.array([size]), Place(0, "some"))])
-        fan = responses // prompts
-        weight = (
-            [float(tokens["prompt"][r // fan] + tokens["response"][r]) for r in range(responses)]
-            if reader.balance
-            else None
-        )
-        found = flow.batches(node, iteration, done, weight)
+        found = flow.batches(node, iteration, done, tokens)
         assert [b.parts for b in found] == [[p.units.tolist() for p in r.parts] for r in rounds]
         assert found
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
 from ..ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Update
-from ..ir.graph import Graph, Node
+from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Memory, Plan
+from ..ir.sequences import is_tokens, weighs
 from .columns import Library
 
 
@@ -45,20 +46,40 @@ def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
 
 def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     for edge in graph.into(node.name):
-        size = SampleEdge.of(edge).stream
-        if size is None:
-            continue
+        said = SampleEdge.of(edge)
+        for key, asked in (("stream", said.stream), ("stream_tokens", said.stream_tokens)):
+            if asked is not None and node.per == "batch":
+                what = f"{asked:,} {'tokens' if key == 'stream_tokens' else 'of them'}"
+                message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {what}"
+                yield Diagnostic("dock-starves", message, edge.at(key), f"leave `{key}` out")
         if node.per == "batch":
-            message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {size:,} of them"
-            yield Diagnostic("dock-starves", message, edge.at("stream"), "leave `stream` out")
             continue
-        level = graph.unit_level(node)
+        if said.stream_tokens is not None:
+            yield from _tokens(graph, node, edge, said.stream_tokens)
+        level, size = graph.unit_level(node), said.stream
         units = graph.rows[level]
-        if size > units > 0:
+        if size is not None and size > units > 0:
             what = "rows" if level == graph.level(node) else "groups"
             message = f"`{node.name}` waits for batches of {size:,} {what}, and an iteration has {_has(graph, level)}"
             help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
             yield Diagnostic("dock-starves", message, edge.at("stream"), help)
+
+
+def _tokens(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagnostic]:
+    columns = weighs(graph, node)
+    if not any(is_tokens(graph, c) for c in columns):
+        message = f"`{node.name}` reads no column of tokens, so that {asked:,} of them never come together"
+        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "say `stream`, which counts rows")
+        return
+    level = graph.level(node)
+    rows, each = graph.rows[level], sum(times * graph.bound(c) for c, times in columns.items())
+    if all(graph.bound(c) for c in columns) and asked > rows * each > 0:
+        message = (
+            f"`{node.name}` waits for batches of {asked:,} tokens, and an iteration has {rows * each:,} at most: "
+            f"{_has(graph, level)} of {each:,}"
+        )
+        help = f"`stream_tokens = {rows * each}` at most; or leave it out: all at once"
+        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), help)
 
 
 def _rounds(graph: Graph, node: Node) -> Iterator[Diagnostic]:

@@ -260,7 +260,8 @@ def _docks(page: Sheet, plan: Plan) -> None:
     page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:
-        chunk = f"{c.chunk} as soon as ready" if c.chunk else "all"
+        batch = [f"{c.chunk}"] * (c.chunk > 0) + [f"{many(c.chunk_tokens, 'token')}"] * (c.chunk_tokens > 0)
+        chunk = f"{' or '.join(batch)} as soon as ready" if batch else "all"
         lockstep = "in lockstep: a collective spans its groups" if c.lockstep else "each group on its own"
         rows.append((c.node, str(c.host), ", ".join(c.columns), str(c.groups), chunk, lockstep))
     page.table(("controller of", "host", "columns that it hears of", "groups", "hands out", "how"), rows, (1, 3))

@@ -244,6 +244,15 @@ class SampleEdge(OfEdge):
         ),
         "all rows at once",
     )
+    stream_tokens: int | None = attr(
+        COUNT,
+        None,
+        (
+            "As `stream`, when the units that are ready hold so many tokens: batches take alike, whatever their rows' "
+            "lengths. Of both, what comes first."
+        ),
+        "all rows at once",
+    )
     balance: str = attr(
         Words(("tokens",)),
         "",

@@ -177,8 +177,14 @@ class Controller:
     host: int
     columns: tuple[str, ...]
     groups: int  # data-parallel groups that ask it
-    chunk: int  # units handed out at once; 0: all of the iteration
+    chunk: int  # units handed out at once; 0: it does not count them
+    chunk_tokens: int  # those that hold so many tokens are handed out at once, if fewer; 0: it does not count them
     lockstep: bool  # a collective spans the groups: all get the same number of micro-batches
+
+    @property
+    def streams(self) -> bool:
+        """Whether batches are cut from what is ready."""
+        return self.chunk > 0 or self.chunk_tokens > 0
 
 
 @dataclass(frozen=True)

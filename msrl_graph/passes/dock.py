@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from ..backends.spec import EngineSpec
 from ..ir import verify
 from ..ir.attributes import SampleEdge
-from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Controller, Docks, Placement, Plan
 from .spec import Pass
 
@@ -49,6 +48,7 @@ class Dock(Pass):
 
     def _controller(self, plan: Plan, placement: Placement) -> Controller:
         node, layout = plan.graph.node(placement.node), placement.layout
+        edges = [SampleEdge.of(e) for e in plan.graph.into(node.name)]
         on_hosts = placement.pool == FUNCTIONS
         spans = (
             not on_hosts
@@ -60,12 +60,7 @@ class Dock(Pass):
             host=0,
             columns=node.reads,
             groups=plan.cluster.nodes if on_hosts else layout.dp,
-            chunk=_chunk(plan.graph, node.name),
+            chunk=min((e.stream for e in edges if e.stream), default=0),
+            chunk_tokens=min((e.stream_tokens for e in edges if e.stream_tokens), default=0),
             lockstep=spans,
         )
-
-
-def _chunk(graph: Graph, node: str) -> int:
-    """The smallest `stream` of the edges that lead to a node: it may start when that many units are ready. 0: when all
-    are."""
-    return min((n for e in graph.into(node) if (n := SampleEdge.of(e).stream)), default=0)

@@ -7,15 +7,20 @@ Rows are dealt to groups as the docks of a run deal them, as if all lay on one h
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..cost import between as costs
-from ..ir.attributes import Update
+from ..ir.attributes import SampleEdge, Update
 from ..ir.dealing import Units, deal
 from ..ir.graph import Node
-from ..ir.plan import Plan, Traffic
+from ..ir.plan import Controller, Plan, Traffic
+from ..ir.sequences import weighs
 from .rows import Draws
+
+Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,32 @@ class Flow:
         found = units if up == 1 else sorted({u // up for u in units})
         return found if down == 1 else [u * down + s for u in found for s in range(down)]
 
-    def batches(self, node: Node, iteration: int, done: Mapping[str, Done], weight: list[float] | None) -> list[Batch]:
-        """What a node gets of an iteration, in order; `weight` of each unit where it balances."""
-        edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
+    def tokens(self, node: Node, lengths: Lengths) -> list[float]:
+        """Of each unit of a node how many tokens it has, as a run's controller counts them."""
+        graph, units = self.plan.graph, self.units(node)
+        level = graph.level(node)
+        rows, found = self.rows(level), [0.0] * units
+        for name, times in weighs(graph, node).items():
+            column = graph.column(name)
+            known = lengths.get(next((d.like for d in column.dims if d.like), name))
+            below = graph.fan(level, column.level)
+            for row in range(rows):
+                found[row * units // rows] += times * (known[row // below] if known else 1)
+        return found
+
+    def batches(self, node: Node, iteration: int, done: Mapping[str, Done], lengths: Lengths) -> list[Batch]:
+        """What a node gets of an iteration, in order."""
         controller = self.plan.controller(node.name)
+        balanced = any(SampleEdge.of(e).balance for e in self.plan.graph.into(node.name))
+        tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
+        edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
         units, handover = self.units(node), costs.handover(self.plan).value
         had = [0.0] * controller.groups
 
         def dealt(some: list[int]) -> list[list[int]]:
             one = [0] * len(some)
             each = 1 if node.per == "batch" else self.plan.graph.fan(self.plan.graph.unit_level(node), 0)
-            shared = Units([u // each for u in some], one, [weight[u] for u in some] if weight is not None else None)
+            shared = Units([u // each for u in some], one, [tokens[u] for u in some] if balanced else None)
             found = deal(shared, [0] * controller.groups, had=had)
             had[:] = [h + shared.load(part) for h, part in zip(had, found, strict=True)]
             return [[some[i] for i in part] for part in found]
@@ -83,9 +103,9 @@ class Flow:
             said = Update.of(node)
             epochs, size = range(said.epochs), said.step_rows(units)
             rounds = [r for e in epochs for r in self.draws.mini_batches(node.name, iteration, e, units, size)]
-        elif not controller.chunk:
+        elif not controller.streams:
             rounds = [list(range(units))]
-        if not controller.chunk:
+        if not controller.streams:
             ready, by = max(
                 ((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, "")
             )
@@ -93,7 +113,7 @@ class Flow:
         times = [self._there(node, done[s]) for s, _ in edges]
         if node.verb != "update":
             order = sorted(range(units), key=lambda u: (max(t[u] for t in times), u))
-            rounds = [order[i : i + controller.chunk] for i in range(0, units, controller.chunk)]
+            rounds = _cut(order, controller, tokens)
         found, link = [], [0.0] * len(edges)
         for r in rounds:
             for i, ((_, traffic), there) in enumerate(zip(edges, times, strict=True)):
@@ -115,3 +135,20 @@ class Flow:
         up, down = graph.fan(done.level, above), graph.fan(level, above)
         times = done.times if up == 1 else [max(done.times[u * up : (u + 1) * up]) for u in range(self.rows(above))]
         return times if down == 1 else [times[u // down] for u in range(self.rows(level))]
+
+
+def _cut(order: list[int], controller: Controller, tokens: list[float]) -> list[list[int]]:
+    """Batches of units that become ready in an order, as a controller cuts them: the first by number of those that are
+    ready, as soon as they are enough, and in the end what is left."""
+    found, ready, held = list[list[int]](), list[int](), 0.0
+    for unit in order:
+        insort(ready, unit)
+        held += tokens[unit] if tokens else 0
+        count = controller.chunk
+        if 0 < controller.chunk_tokens <= held:
+            count = bisect_left([*accumulate(tokens[u] for u in ready)], controller.chunk_tokens) + 1
+        if 0 < count <= len(ready):
+            found.append(ready[:count])
+            ready = ready[count:]
+            held = sum(tokens[u] for u in ready) if tokens else 0
+    return [*found, ready] if ready else found

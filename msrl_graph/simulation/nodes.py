@@ -6,25 +6,22 @@ step by step together: an update at its optimizer steps, whoever divides the wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.lengths import Rows
 from ..cost.time import Costs
-from ..ir.attributes import SampleEdge
 from ..ir.dealing import split
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
 from ..ir.work import micro_batches
-from .flow import Batch, Done, Flow
+from .flow import Batch, Done, Flow, Lengths
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span
 from .rollout import Group, Rollout
-
-Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
 
 
 @dataclass
@@ -67,18 +64,6 @@ class ModelNode:
         self.groups = self.lanes.groups[name]
         self.slow = [self.lanes.slowest(g) for g in self.groups]
         self.written = found.scored[0] if generates and found.scored else ""
-        self.balanced = any(SampleEdge.of(e).balance for e in graph.samples() if e.dst == name)
-
-    def weights(self, lengths: Lengths) -> list[float] | None:
-        """Tokens of each unit, where rows are shared by length."""
-        if not self.balanced:
-            return None
-        rows = list(range(self.flow.rows(self.level)))
-        context, scored = self._sums(rows, lengths)
-        found = [self.count * a + b for a, b in zip(context, scored, strict=True)]
-        units = self.flow.units(self.node)
-        each = max(1, len(found) // units)
-        return [sum(found[u * each : (u + 1) * each]) for u in range(units)]
 
     def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
         """Tokens of the context and of what is scored, of rows of the node's level."""

@@ -22,10 +22,10 @@ from ..ir.attributes import Generate, ReshardingEdge
 from ..ir.instruction import Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan, Pool, Reshard
 from ..ir.sequences import token_columns
-from .flow import Done, Flow
+from .flow import Done, Flow, Lengths
 from .generation import tail
 from .lanes import Lanes, Span
-from .nodes import Lengths, ModelNode, Ran
+from .nodes import ModelNode, Ran
 from .result import Iteration, Simulation
 from .rollout import Group, Rollout
 from .rows import Draws
@@ -227,7 +227,7 @@ class Simulator:
 
     def _of_model(self, turn: Turn, name: str) -> Ran:
         own = self.model_nodes[name]
-        batches = self.flow.batches(own.node, turn.number, turn.done, own.weights(turn.lengths))
+        batches = self.flow.batches(own.node, turn.number, turn.done, turn.lengths)
         if own.node.verb != "generate":
             return own.compute(batches, turn.number, turn.lengths)
         version = self.held.get(name, turn.number)
@@ -279,7 +279,7 @@ class Simulator:
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)
-        for batch in self.flow.batches(node, turn.number, turn.done, None):
+        for batch in self.flow.batches(node, turn.number, turn.done, turn.lengths):
             for host, part in enumerate(batch.parts):
                 rows = self.flow.rows_of(node, part, level)
                 if not rows:

@@ -88,6 +88,7 @@ WORDS += (
     "keep",
     "select",
     "stream",
+    "stream_tokens",
     "balance",
     "every",
     "after",
@@ -366,7 +367,7 @@ def _deployed(text: str, other: str, rng: random.Random) -> str:
             f" on nodes {span()}{devices}" if rng.random() < 0.7 else ""
         )
     elif kind == "edge":
-        keys = ("stream", "balance", "staleness", "every")
+        keys = ("stream", "stream_tokens", "balance", "staleness", "every")
         line = f"{_states(text, rng)} {rng.choice(('->', '=>'))} {_states(text, rng)} {attributes(keys)}"
     else:
         line = {

@@ -101,6 +101,8 @@ class Program:
             if src in needed and through and self.often(50):
                 continue  # the rows arrive past another node
             attributes = [f"stream = {self.draw(st.integers(1, 4))}"] if self.often(15) and "per" not in text else []
+            if any(c.kind == "tokens" for c in reads) and "per" not in text and self.often(15):
+                attributes += [f"stream_tokens = {self.draw(st.integers(1, 4))}"]
             attributes += ["balance = tokens"] if self.often(10) else []
             self.edges.append((src, name, f" {{ {', '.join(attributes)} }}" if attributes else ""))
         self.before[name] = (needed | extra).union(*(self.before.get(n, set()) for n in needed | extra))

@@ -103,7 +103,7 @@ class Controller:
         """Whether what is decided depends on the order in which rows come, as where batches are cut from what is there:
         it must be kept before anybody hears of it. All else (all rows at once, or an update's mini-batches in their
         order) would be decided again alike: who writes a row again writes it to its warehouse."""
-        return self.reader.chunk > 0 and not self.reader.update
+        return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
         """Begins an iteration, unless it has begun. A node that reads no column, but states, waits for no row: it has
@@ -239,13 +239,24 @@ class Controller:
         """Batches of what is ready, to the end of what is under way."""
         progress, found = book.progress, list[Round]()
         while progress.left or not progress.complete:
-            left = progress.left if progress.complete else 0  # as far as that is known
-            enough = min(self.reader.chunk or left, left) if left else self.reader.chunk
-            if not enough or progress.fresh < enough:
+            if not (count := self._enough(book)):
                 return found
-            found.append(self._round(book, 0, progress.next(enough), left == enough))
+            last = progress.complete and progress.left == count
+            found.append(self._round(book, 0, progress.next(count), last))
         # What was handed out before may have been all.
         return found or [self._round(book, 0, progress.next(0), True)]
+
+    def _enough(self, book: Book) -> int:
+        """How many units make a batch, of those that are ready; 0: they do not make one yet."""
+        progress, reader, counts = book.progress, self.reader, list[int]()
+        if 0 < reader.chunk <= progress.fresh:
+            counts.append(reader.chunk)
+        if reader.chunk_tokens and progress.fresh:
+            held = np.cumsum(self._tokens(book, *progress.rows_of(progress.first)))
+            if held[-1] >= reader.chunk_tokens:
+                counts.append(int(np.searchsorted(held, reader.chunk_tokens)) + 1)
+        rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
+        return min(counts, default=rest)
 
     def _deal_update(self, book: Book) -> list[Round]:
         progress = book.progress
@@ -276,20 +287,28 @@ class Controller:
         """Of units that have so many rows each, these unit by unit, what decides who gets them."""
         progress, warehouses = book.progress, book.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
-        weights, lies = np.zeros(len(sizes)), np.zeros((len(sizes), int(warehouses.max()) + 1))
+        lies = np.zeros((len(sizes), int(warehouses.max()) + 1))
         for read in self.reader.reads:
             above = progress.above(rows, read.rows)
             length = progress.heard[read.column].get(above)
-            weights += self.reader.tokens.get(read.column, 0) * np.bincount(unit, length, len(sizes))
             cell = unit * lies.shape[1] + warehouses[progress.where[read.column].get(above)]
             lies += np.bincount(cell, length, lies.size).reshape(lies.shape)
         first = np.cumsum(sizes) - sizes
         return Units(
             progress.above(rows, 0)[first[first < len(rows)]].tolist(),
             lies.argmax(1).tolist(),
-            weights.tolist() if self.reader.balance else None,
+            self._tokens(book, rows, sizes).tolist() if self.reader.balance else None,
             lies.sum(1).tolist(),
         )
+
+    def _tokens(self, book: Book, rows: Array, sizes: Array) -> Array:
+        """How many tokens each of these units has."""
+        progress, unit, found = book.progress, np.repeat(np.arange(len(sizes)), sizes), np.zeros(len(sizes))
+        for read in self.reader.reads:
+            if times := self.reader.tokens.get(read.column):
+                length = progress.heard[read.column].get(progress.above(rows, read.rows))
+                found += times * np.bincount(unit, length, len(sizes))
+        return found
 
 
 @dataclass(frozen=True)

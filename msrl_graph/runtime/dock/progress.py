@@ -160,9 +160,14 @@ class Progress:
         units = int(self._units[self._window].sum())
         return (min(units, 1) if self.reader.whole else units) - self.dealt
 
+    @property
+    def first(self) -> Array:
+        """The units that are ready and not dealt, by number."""
+        return np.sort(np.concatenate([*self.ready, np.zeros(0, np.int64)]))
+
     def next(self, count: int) -> Array:
         """So many of the units that are ready, the first by number; they are dealt now."""
-        ready = np.sort(np.concatenate([*self.ready, np.zeros(0, np.int64)]))
+        ready = self.first
         units, self.ready = ready[:count], [ready[count:]]
         self.fresh -= len(units)
         self.deal(units)

@@ -33,6 +33,7 @@ class Reader:
 
     - `reads`: the columns that it reads; `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of what it is
       handed at once. A function with `per = prompt` works on responses, and its units are prompts.
+    - `chunk`, `chunk_tokens`: what is handed out at once, as the plan's controller says it.
     - `at`: of each data-parallel group that asks, the warehouse of its host (-1: it has none). `tokens`: by whose
       lengths it is as long as it is, and how often each counts; `balance`: shares are even by these, else by number;
       `imbalance`: how many times an even share one may be.
@@ -51,6 +52,7 @@ class Reader:
     whole: bool  # per = batch: one unit holds all rows
     at: tuple[int, ...]
     chunk: int = 0
+    chunk_tokens: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
     balance: bool = False
     imbalance: float = 1.0
@@ -98,6 +100,7 @@ def readers(plan: Plan) -> list[Reader]:
                 whole=node.per == "batch",
                 at=tuple(stores.get(host, -1) for host in plan.group_hosts(node.name)),
                 chunk=controller.chunk,
+                chunk_tokens=controller.chunk_tokens,
                 tokens=weighs(graph, node),
                 balance=node.name in balanced,
                 imbalance=plan.docks.imbalance,
