@@ -1,5 +1,5 @@
 """What a controller decides in a second: news of rows come in a random order, so many at a time, to an update that
-reads five columns, of which all but one lie there for every row; and to an inference that takes batches of 32.
+reads five columns, of which all but one lie there for every row; and to an inference that takes batches.
 
 A row is decided when the last thing that it waits for has come. Each figure is of the last rows of all that wait: flat
 means that it is the same for a thousand rows and a hundred thousand."""
@@ -28,6 +28,7 @@ CASES = {
     "update": {"update": True, "mini_batch": 512, "epochs": 1, "balance": True},
     "batches of 32": {"chunk": 32},
     "whole groups, by tokens": {"chunk": 32, "unit": 0, "balance": True},
+    "batches of 16,000 tokens": {"chunk_tokens": 16_000},
     "after a filter": {"chunk": 32, "passed": (FILTER,)},
 }
 

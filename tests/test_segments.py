@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, ragged, texts
-from msrl_graph.runtime.dock.segments import Note, Room, Segments
+from msrl_graph.runtime.dock.segments import Activity, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse, taken
 from msrl_graph.runtime.dock.wire import Part, Round
 from msrl_graph.runtime.process.task import Task
@@ -121,7 +121,7 @@ def test_a_part_that_was_being_written_is_nothing(tmp_path):
 
 def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
     room, noon = Room(tmp_path), time.monotonic()
-    one, other = Note(room, "rank 0"), Note(room, "functions of host 0")
+    one, other = Activity(room, "rank 0"), Activity(room, "functions of host 0")
     assert room.said() == {}
     one.say("RUN actor.update in train/3")
     other.say("a call with a name of " + "many words " * 999)
@@ -130,7 +130,7 @@ def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
     said = room.said()
     assert said["rank 0"][0] == "RUN" and noon <= said["rank 0"][1] <= time.monotonic()
     assert said["functions of host 0"][0].startswith("a call with a name of many words many")
-    Note(room, "rank 0")  # who takes its place has said nothing yet
+    Activity(room, "rank 0")  # who takes its place has said nothing yet
     assert "rank 0" not in room.said()
 
 
@@ -138,12 +138,12 @@ def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
 def test_what_a_process_is_done_with_is_of_one_task_and_never_costs_what_it_does(told):
     with tempfile.TemporaryDirectory() as folder:
         room = Room(Path(folder))
-        note, done, last = Note(room, "rank 0"), {}, ""
-        note.say("RUN actor.update")
+        activity, done, last = Activity(room, "rank 0"), {}, ""
+        activity.say("RUN actor.update")
         for key, node, rows in told:
             done = done if key == last else {}
             last, done[node] = key, done.get(node, 0) + rows
-            note.did(key, node, rows)
+            activity.did(key, node, rows)
         said = room.said()["rank 0"]
         assert said.what == "RUN actor.update" and said.pid == os.getpid()
         assert (said.key, said.done) in ((last, done), ("", {}))

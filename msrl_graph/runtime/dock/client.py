@@ -24,7 +24,7 @@ from ..process.task import Task
 from .controller import Again, Question, Take
 from .lines import Address, Lines
 from .readers import Reader
-from .segments import Note, Room, Segments
+from .segments import Activity, Room, Segments
 from .warehouse import SPLIT, payload, taken
 from .wire import Batch, Share, Way
 
@@ -42,7 +42,7 @@ class Client:
         self.lines = Lines(found, way.token)
         self.home = way.hosts.index(host) if host in way.hosts else 0
         self.segments: Segments | None = None  # of this host, once it is asked for
-        self.note: Note | None = None
+        self.activity: Activity | None = None
         # By node: the task, how many of its shares were handed on, and those that have come beside them.
         self.taken: dict[str, tuple[str, int, list[Share]]] = {}
         self.known: dict[str, list[Piece]] = {}  # by column: the rows of the task that came from other hosts
@@ -65,7 +65,7 @@ class Client:
         if self.segments is None and self.way.hosts[self.home] == self.host:
             room = Room(Path(self._line(self.home).send("folder").get()))
             room.join()
-            self.segments, self.note = Segments(room), Note(room, self.process)
+            self.segments, self.activity = Segments(room), Activity(room, self.process)
         return self.segments
 
     def at(self, what: str) -> None:
@@ -73,8 +73,8 @@ class Client:
         log.at(what)
         if self._here() is None:
             self.pending.append(self._line(self.home).send("at", self.process, what))
-        elif self.note is not None:
-            self.note.say(what)
+        elif self.activity is not None:
+            self.activity.say(what)
 
     def _ask(self, question: Question[T]) -> T:
         """The answer of a node's controller, as soon as it has one."""
@@ -229,8 +229,8 @@ class Client:
 
     def did(self, node: str, task: Task, rows: int) -> None:
         """Tells that this process is done with so many more rows of a node that writes none."""
-        if self._here() is not None and self.note is not None:
-            self.note.did(task.key, node, rows)
+        if self._here() is not None and self.activity is not None:
+            self.activity.did(task.key, node, rows)
 
     def flush(self, task: Task, report: Report) -> None:
         """Ends a task: raises what went wrong in its writes. Reports the bytes that it moved, the tokens of its

@@ -78,12 +78,14 @@ class MiniBatches:
 @dataclass
 class Book:
     """What a controller knows of one iteration, and the shares that it has handed out of it, by group. `had` is what
-    each group has got so far, by weight."""
+    each group has got so far, by weight; `tokens` are those of the units that are ready, where batches are cut by them.
+    """
 
     task: Task
     progress: Progress
     shares: list[list[Share]]
     had: list[float]
+    tokens: float = 0.0
     mini_batches: MiniBatches | None = None  # of an update whose rows are all known
 
 
@@ -227,7 +229,7 @@ class Controller:
         found: list[Round] = []
         progress = book.progress
         while progress.ended < (progress.opened if self.reader.loops else 1):
-            progress.look()
+            self._count(book, progress.look(), 1)
             some = self._deal_units(book)
             found += some
             if not some or not some[-1].last:
@@ -242,7 +244,9 @@ class Controller:
             if not (count := self._enough(book)):
                 return found
             last = progress.complete and progress.left == count
-            found.append(self._round(book, 0, progress.next(count), last))
+            units = progress.next(count)
+            self._count(book, units, -1)
+            found.append(self._round(book, 0, units, last))
         # What was handed out before may have been all.
         return found or [self._round(book, 0, progress.next(0), True)]
 
@@ -251,12 +255,16 @@ class Controller:
         progress, reader, counts = book.progress, self.reader, list[int]()
         if 0 < reader.chunk <= progress.fresh:
             counts.append(reader.chunk)
-        if reader.chunk_tokens and progress.fresh:
+        if 0 < reader.chunk_tokens <= book.tokens:
             held = np.cumsum(self._tokens(book, *progress.rows_of(progress.first)))
-            if held[-1] >= reader.chunk_tokens:
-                counts.append(int(np.searchsorted(held, reader.chunk_tokens)) + 1)
+            counts.append(int(np.searchsorted(held, reader.chunk_tokens)) + 1)
         rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
         return min(counts, default=rest)
+
+    def _count(self, book: Book, units: Array, sign: int) -> None:
+        """These units have become ready, or are dealt."""
+        if self.reader.chunk_tokens and len(units):
+            book.tokens += sign * float(self._tokens(book, *book.progress.rows_of(units)).sum())
 
     def _deal_update(self, book: Book) -> list[Round]:
         progress = book.progress

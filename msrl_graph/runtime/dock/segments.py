@@ -85,7 +85,7 @@ class Room:
         fcntl.flock(self._held, fcntl.LOCK_SH)
 
 
-class Note:
+class Activity:
     """What a process does, where its death does not reach and others of its host look: a write to memory that a file
     backs, and no message."""
 
