@@ -47,22 +47,27 @@ def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
 def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     for edge in graph.into(node.name):
         said = SampleEdge.of(edge)
-        for key, asked in (("stream", said.stream), ("stream_tokens", said.stream_tokens)):
-            if asked is not None and node.per == "batch":
-                what = f"{asked:,} {'tokens' if key == 'stream_tokens' else 'of them'}"
-                message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {what}"
+        for key, asked, what, check in (
+            ("stream", said.stream, "of them", _units),
+            ("stream_tokens", said.stream_tokens, "tokens", _tokens),
+        ):
+            if asked is None:
+                continue
+            if node.per == "batch":
+                message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {asked:,} {what}"
                 yield Diagnostic("dock-starves", message, edge.at(key), f"leave `{key}` out")
-        if node.per == "batch":
-            continue
-        if said.stream_tokens is not None:
-            yield from _tokens(graph, node, edge, said.stream_tokens)
-        level, size = graph.unit_level(node), said.stream
-        units = graph.rows[level]
-        if size is not None and size > units > 0:
-            what = "rows" if level == graph.level(node) else "groups"
-            message = f"`{node.name}` waits for batches of {size:,} {what}, and an iteration has {_has(graph, level)}"
-            help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
-            yield Diagnostic("dock-starves", message, edge.at("stream"), help)
+            else:
+                yield from check(graph, node, edge, asked)
+
+
+def _units(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagnostic]:
+    level = graph.unit_level(node)
+    units = graph.rows[level]
+    if asked > units > 0:
+        what = "rows" if level == graph.level(node) else "groups"
+        message = f"`{node.name}` waits for batches of {asked:,} {what}, and an iteration has {_has(graph, level)}"
+        help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
+        yield Diagnostic("dock-starves", message, edge.at("stream"), help)
 
 
 def _tokens(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagnostic]:

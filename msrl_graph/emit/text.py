@@ -260,7 +260,7 @@ def _docks(page: Sheet, plan: Plan) -> None:
     page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:
-        batch = [f"{c.chunk}"] * (c.chunk > 0) + [f"{many(c.chunk_tokens, 'token')}"] * (c.chunk_tokens > 0)
+        batch = [f"{c.chunk}"] * (c.chunk > 0) + [many(c.chunk_tokens, "token")] * (c.chunk_tokens > 0)
         chunk = f"{' or '.join(batch)} as soon as ready" if batch else "all"
         lockstep = "in lockstep: a collective spans its groups" if c.lockstep else "each group on its own"
         rows.append((c.node, str(c.host), ", ".join(c.columns), str(c.groups), chunk, lockstep))
