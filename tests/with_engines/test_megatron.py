@@ -180,7 +180,7 @@ def test_a_router_that_it_has_not_is_refused(tmp_path, alone):
         engines.built("megatron", of, Layout(), 0, engines.mesh(Layout()))
 
 
-def _bf16(rank, _, of, apart=0.03):
+def _bf16(rank, _, of):
     """Three steps of micro-batches, whose gradients are summed in float32, beside fsdp's, which sums them in bf16."""
     found = [
         trained(
@@ -188,7 +188,7 @@ def _bf16(rank, _, of, apart=0.03):
         )
         for name in ("megatron", "fsdp")
     ]
-    assert found[0][1] == pytest.approx(found[1][1], rel=apart)
+    assert found[0][1] == pytest.approx(found[1][1], rel=0.03)
     assert all(values.dtype == torch.bfloat16 for _, values in found[0][2].values())
 
 
@@ -197,8 +197,8 @@ def test_bf16(tmp_path):
 
 
 def test_bf16_of_latent_attention(tmp_path):
-    """Where bf16 rounds otherwise, a router takes other experts."""
-    ranks.run(1, _bf16, models.load(latent(tmp_path), Path("/"), "bf16", NOWHERE), 0.06)
+    """Its weights are half as large: with larger ones a last bit, which differs by processor, moves a norm by 6 %."""
+    ranks.run(1, _bf16, models.load(latent(tmp_path, initializer_range=0.1), Path("/"), "bf16", NOWHERE))
 
 
 @pytest.mark.parametrize(("axis", "generator"), [("tp", "vllm"), ("pp", "vllm"), ("pp", "hf")])
