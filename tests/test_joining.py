@@ -168,10 +168,11 @@ def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_
 
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
-@pytest.mark.parametrize("when", ["probed", "ranks start", "checkpoint"])
+@pytest.mark.parametrize("when", ["probed", "ranks start", "ranks start, and it is back", "checkpoint"])
 def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
     """A host is killed while it is asked what it has, or its link is cut later: it is missed long before Ray misses it,
-    and the program, which states no layout, is planned anew for one host. Each row enters the update once."""
+    and the program, which states no layout, is planned anew for one host. One that is killed and has Ray again at once
+    is missed too, and the ranks that wait for its own do not wait on. Each row enters the update once."""
     out = place.folder / "out"
     open_ = [("  layout actor.update   { dp = 2, zero = 3 }\n", ""), ("  layout actor.generate { tp = 2 }\n", "")]
     place.write(
@@ -183,19 +184,24 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
         comes = {
             "probed": lambda: made.runs(1, "ray::Host"),
             "ranks start": lambda: made.runs(1, "RankHost"),
+            "ranks start, and it is back": lambda: made.runs(1, "RankHost"),
             "checkpoint": lambda: (out / "checkpoints" / "000002").is_dir(),
         }[when]
         until = time.monotonic() + 100
         while not comes():
             assert process.poll() is None and time.monotonic() < until, ended(process)
             time.sleep(0.01)
-        (made.stop if when == "probed" else made.cut)(1)
+        back = when.endswith("back")
+        (made.stop if when == "probed" or back else made.cut)(1)
+        if back:
+            made._start(1, ())
         code, err = ended(process)
         assert code == 0, err
         begins = "from the checkpoint after" if when == "checkpoint" else "from the beginning"
         # Where Ray misses it first, the line begins with who died.
-        assert f"\nthe host {made.ip(1)} does not answer any more; starting anew {begins}" in f"\n{err}", err
-        assert "1 host of 2 left: planned anew for 1 host\n" in err, err
+        assert f"the host {made.ip(1)} does not answer any more; starting anew {begins}" in err, err
+        assert back or f"\nthe host {made.ip(1)}" in f"\n{err}", err
+        assert back or "1 host of 2 left: planned anew for 1 host\n" in err, err
         assert [line["rows"] for line in metrics(out)] == [32] * 6
     finally:
         made.close()

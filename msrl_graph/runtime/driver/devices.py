@@ -22,12 +22,13 @@ NAMED = "msrl-run"  # how the names of what runs reserve begin
 
 
 class Reserved(NamedTuple):
-    """A placement group with a bundle of devices on each host, and of each of the plan's hosts the bundle and Ray's
-    address. The first is the machine that the run is driven from, where that is one: it reads the data and writes the
-    weights."""
+    """A placement group with a bundle of devices on each host, and of each of the plan's hosts the bundle, its node's
+    id in Ray, and its address there. The first is the machine that the run is driven from, where that is one: it reads
+    the data and writes the weights."""
 
     group: Any
     bundles: list[int]
+    nodes: list[str]
     addresses: list[str]
 
     def on(self, host: int) -> Any:
@@ -57,7 +58,7 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> Reserved:
     while group is None or not group.wait(2):
         # A host that has just been lost Ray takes for alive: what is reserved there never comes.
         known = living()
-        lost = missing(n["NodeManagerAddress"] for n in known) if len(known) > 1 else set()
+        lost = missing(n["NodeID"] for n in known) if len(known) > 1 else set()
         there = [(n["NodeManagerAddress"], n["Resources"].get(kind, 0)) for n in known]
         there = [(address, count) for address, count in there if address not in lost]
         # First where the run is driven, if it is one of them.
@@ -92,7 +93,8 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> Reserved:
     at = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     where = placement_group_table(group)["bundles_to_node_id"]
     bundles = sorted(range(nodes), key=lambda i: (where[i] != here, at[where[i]]))
-    return Reserved(group, bundles, [at[where[i]] for i in bundles])
+    found = [where[i] for i in bundles]
+    return Reserved(group, bundles, found, [at[node] for node in found])
 
 
 def _others(name: str) -> dict[str, float]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..dock.wire import Status
-from ..process.joining import living
 from ..process.report import RunError
 from . import words
 
@@ -51,33 +50,39 @@ class Docks:
             else:
                 self._asked[i] = (question, since, looks + 1)
 
-    def lost(self, addresses: Sequence[str]) -> list[str]:
-        """Of the hosts, whose Ray has these addresses, those that are silent and out of reach."""
+    def lost(self, nodes: Sequence[str]) -> list[str]:
+        """Of the hosts, by the ids that their nodes have in Ray, those that are silent and out of reach."""
         now = time.monotonic()
         silent = [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > SILENT]
-        return sorted(missing(addresses[i] for i in silent)) if silent else []
+        return sorted(missing(nodes[i] for i in silent)) if silent else []
 
 
-def results(ray: Any, asked: Sequence[Any], addresses: Sequence[str]) -> list[Any]:
-    """What Ray was asked for, once all of it is there. Raises HostLost where one of the hosts of these addresses is out
-    of reach at two looks in a row: of what is to begin on a lost host Ray itself may never tell."""
+def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
+    """What Ray was asked for, once all of it is there. Raises HostLost where one of these hosts, by the ids that their
+    nodes have in Ray, is out of reach at two looks in a row: of what is to begin on a lost host Ray itself may never
+    tell."""
     left, out = list(asked), set[str]()
     while left:
         done, left = ray.wait(left, num_returns=len(left), timeout=SILENT)
         ray.get(done)  # what went wrong, while others still work
-        before, out = out, missing(addresses) if left else set()
+        before, out = out, missing(nodes) if left else set()
         if lost := sorted(out & before):
             raise HostLost(words.silent(lost))
     return list(ray.get(list(asked)))
 
 
-def missing(addresses: Iterable[str]) -> set[str]:
-    """Those of Ray's hosts that it knows to be dead, or to which no connection can be made."""
-    ports = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in living()}
-    found = set()
-    for address in addresses:
+def missing(nodes: Iterable[str]) -> set[str]:
+    """The addresses of those hosts that Ray knows to be dead, or to which no connection can be made. They are known by
+    the ids of their nodes: where Ray was started again, another node has the address."""
+    import ray
+
+    known, found = {node["NodeID"]: node for node in ray.nodes()}, set[str]()
+    for node in (known[node] for node in nodes):
+        address = node["NodeManagerAddress"]
         try:
-            socket.create_connection((address, ports[address]), timeout=REACH).close()
-        except (OSError, KeyError):
+            if not node["Alive"]:
+                raise OSError
+            socket.create_connection((address, node["NodeManagerPort"]), timeout=REACH).close()
+        except OSError:
             found.add(address)
     return found

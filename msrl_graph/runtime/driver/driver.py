@@ -31,7 +31,7 @@ from ..metrics.record import Recorder
 from ..metrics.serve import Watching
 from ..metrics.symptoms import Symptoms
 from ..process import points
-from ..process.report import Loaded, RankFailed, Report, RunError
+from ..process.report import Loaded, RankFailed, Report, RunError, Unjoined
 from ..process.task import Task
 from ..weights import checkpoint
 from . import words
@@ -104,17 +104,19 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("fault", diagnostics=list(cause.diagnostics))
         # An engine that raised in a collective may have lost its partner; whatever else raised is the reason itself.
         joint = isinstance(cause, RankFailed) and cause.joint
-        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout) and not joint:
+        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout | Unjoined) and not joint:
             return Result("failed", str(cause))
         waits = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
             return Result("failed", f"{cause}{waits}")
         # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
-        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError) else 2.0)
+        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | Unjoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
             lost = f"; {words.silent(gone)}" if gone else ""
             return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{lost}{waits}")
+        if isinstance(cause, Unjoined):
+            return Result("died", str(cause))
         if joint:
             return Result("failed", str(cause))
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
@@ -373,7 +375,7 @@ class Driver:
         if statuses := self.docks.statuses:
             self.display.phase(statuses[0].last)
             self.display.look(statuses)
-        if lost := self.docks.lost(self.pool.addresses):
+        if lost := self.docks.lost(self.pool.nodes):
             raise HostLost(words.silent(lost))
         return True
 

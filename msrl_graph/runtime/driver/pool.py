@@ -202,7 +202,7 @@ class Pool:
         """What Ray was asked for, as long as no host of a cluster is lost (HostLost)."""
         import ray
 
-        return results(ray, asked, self.reserved.addresses if self.attached and self.reserved is not None else [])
+        return results(ray, asked, self.reserved.nodes if self.attached and self.reserved is not None else [])
 
     def look(self) -> list[str]:
         """Ray's servers that are gone; they are looked for until all are there."""
@@ -238,13 +238,13 @@ class Pool:
         return found
 
     @property
-    def addresses(self) -> list[str]:
-        """Of the docks' hosts, as Ray has them."""
-        return [self.reserved.addresses[host] for host in self.of_docks] if self.reserved is not None else []
+    def nodes(self) -> list[str]:
+        """Of the docks' hosts, the ids in Ray."""
+        return [self.reserved.nodes[host] for host in self.of_docks] if self.reserved is not None else []
 
     def gone(self) -> list[str]:
         """The hosts of a cluster that are out of reach."""
-        return sorted(missing(self.reserved.addresses)) if self.attached and self.reserved is not None else []
+        return sorted(missing(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
     def _actors(self) -> list[Any]:
         hosts = self.functions.actors if self.functions else []

@@ -250,7 +250,7 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=until - time.monotonic())
         if silent := [address for address, a in zip(addresses, answers, strict=True) if a not in ready]:
             raise NoResources(_silent(plan, silent))
-        seen = _answers(plan, addresses, answers)
+        seen = _answers(plan, reserved, answers)
         clocks = [_apart(a, until) for a in actors]
     spans = {**{f"model {n}": m.span for n, m in plan.deploy.models.items()}}
     spans |= {f"data {n}": d.span for n, d in plan.deploy.data.items()}
@@ -258,15 +258,15 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
     return Hosts(plan, actors, addresses, files, seen, here, clocks, blind, spans)
 
 
-def _answers(plan: Plan, addresses: Sequence[str], answers: Sequence[Any]) -> list[Facts]:
+def _answers(plan: Plan, reserved: Reserved, answers: Sequence[Any]) -> list[Facts]:
     import ray
 
     found: list[Facts] = []
-    for address, answer in zip(addresses, answers, strict=True):
+    for address, node, answer in zip(reserved.addresses, reserved.nodes, answers, strict=True):
         try:
             found.append(ray.get(answer))
         except ray.exceptions.RayError as error:
-            if missing([address]):  # it has just gone: nothing about it is to be mended
+            if missing([node]):  # it has just gone: nothing about it is to be mended
                 raise HostLost(words.silent([address])) from error
             said = str(error).strip().splitlines()[-1:]
             what = f"the host {address} starts no process of the run: {' '.join(said)}"

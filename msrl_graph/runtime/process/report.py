@@ -32,6 +32,10 @@ class RankFailed(RunError):
         return self.message
 
 
+class Unjoined(RunError):
+    """A rank has not found the others as they started: what lies between them failed, or one is lost."""
+
+
 @dataclass
 class NextValues:
     """The next values of a state that functions have computed: of which units (rows, groups or, where there is one

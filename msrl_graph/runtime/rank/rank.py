@@ -31,7 +31,7 @@ from ..dock.readers import readers
 from ..dock.wire import Batch, Way
 from ..process import computing, memory
 from ..process.joining import speak
-from ..process.report import Report
+from ..process.report import Report, Unjoined
 from ..process.task import Task
 from ..weights.reshard import Swap
 from .failed import telling
@@ -129,9 +129,13 @@ class Rank(Training, Generation):
         self.client = Client(f"rank {self.rank}", readers(plan), way, host)
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
-        store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
         world = plan.cluster.devices
-        dist.init_process_group(kind.backends(), store=store, rank=self.rank, world_size=world, timeout=deadline)
+        try:
+            store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
+            dist.init_process_group(kind.backends(), store=store, rank=self.rank, world_size=world, timeout=deadline)
+        except RuntimeError as error:  # dist.DistError is one, and so is what gloo raises
+            said = str(error).strip().splitlines()[0]
+            raise Unjoined(f"rank {self.rank} has not found the other ranks as it started: {said}") from error
         self.asking = ThreadPoolExecutor(1)
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
