@@ -3,6 +3,7 @@ cannot be joined."""
 
 import http.server
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,12 +13,14 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hosts import Hosts, inner, possible
 from place import EXAMPLE, ONE_RANK, SMALL, metrics
 
 from msrl_graph import compile
+from msrl_graph.runtime.driver import docks
 from msrl_graph.runtime.process import joining
 from msrl_graph.runtime.weights.checkpoint import sound
 
@@ -164,6 +167,27 @@ def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_
         assert not made.left()
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("begun", [[3], [3, 9], [3, 9, 20]])
+def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkeypatch, begun):
+    """As after a link was cut while it began. Processes that begin one after the other are waited for."""
+    clock = SimpleNamespace(now=0.0)
+
+    def wait(asked, num_returns, timeout):
+        clock.now = max(clock.now, min(max(asked), clock.now + timeout))
+        return [a for a in asked if a <= clock.now], [a for a in asked if a > clock.now]
+
+    monkeypatch.setattr(docks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    ray = SimpleNamespace(wait=wait, get=lambda asked: asked)
+    assert docks.results(ray, begun, [], ["rank 0"] * len(begun)) == begun
+    clock.now = 0.0
+    with pytest.raises(docks.HostLost) as caught:
+        docks.results(ray, [*begun, math.inf], [], [*["rank 0"] * len(begun), "rank 1"])
+    told = 10 * math.ceil(begun[-1] / 10)  # the driver looks as often
+    since = max(docks.BEGIN, 3 * told)
+    assert since < clock.now <= since + docks.SILENT
+    assert str(caught.value) == f"rank 1 has not begun in {clock.now:.0f} s; all others had in {told} s"
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from . import words
 SILENT = 10.0  # seconds without an answer after which it is looked whether a host can be reached
 LOOKS = 3  # answers that lack by then: this process may have stood still itself
 REACH = 3.0  # seconds until a connection is given up
+BEGIN = 40.0  # seconds that a process may take to begin, however fast others were
 
 
 class HostLost(RunError):
@@ -57,17 +58,24 @@ class Docks:
         return sorted(missing(nodes[i] for i in silent)) if silent else []
 
 
-def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
+def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str], names: Sequence[str] = ()) -> list[Any]:
     """What Ray was asked for, once all of it is there. Raises HostLost where one of these hosts, by the ids that their
     nodes have in Ray, is out of reach at two looks in a row: of what is to begin on a lost host Ray itself may never
-    tell."""
+    tell. Nor may it of what was to begin while a host was out of reach and has come back: with the `names` of processes
+    that take about as long, HostLost where some take far longer than the others."""
     left, out = list(asked), set[str]()
+    start, last = time.monotonic(), 0.0
     while left:
         done, left = ray.wait(left, num_returns=len(left), timeout=SILENT)
         ray.get(done)  # what went wrong, while others still work
-        before, out = out, missing(nodes) if left else set()
+        before, out = out, missing(nodes) if left and nodes else set()
         if lost := sorted(out & before):
             raise HostLost(words.silent(lost))
+        took = time.monotonic() - start
+        last = took if done else last
+        if names and last and left and took > max(BEGIN, 3 * last):
+            late = [name for name, reference in zip(names, asked, strict=True) if reference in left]
+            raise HostLost(f"{' and '.join(late)} has not begun in {took:.0f} s; all others had in {last:.0f} s")
     return list(ray.get(list(asked)))
 
 

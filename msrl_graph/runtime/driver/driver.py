@@ -41,6 +41,7 @@ from .docks import Docks, HostLost
 from .function_hosts import Call, FunctionHosts, reference
 from .leaving import LOOK, leave, watch
 from .pool import Pool
+from .probe import Silent
 from .signals import HEEDED, Signals
 from .supervisor import Attempt, Result
 
@@ -121,6 +122,9 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("failed", str(cause))
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{waits}")
+    except Silent as fault:
+        told = fault.diagnostics[0].message
+        return Result("died", told) if attempt.restarts else Result("fault", diagnostics=list(fault.diagnostics))
     except Fault as fault:
         hosts = fault.hosts if isinstance(fault, TooFew) else 0
         return Result("fault", diagnostics=list(fault.diagnostics), hosts=hosts)

@@ -161,6 +161,8 @@ class Pool:
             if self.attempt.resume:
                 self.parted.check(Path(self.attempt.resume))
         self.started = [self.functions.ask(h, "start") for h in range(cluster.nodes)]
+        names = [self.names[rank._actor_id.hex()] for rank in self.ranks]
+        self.results([rank.__ray_ready__.remote() for rank in self.ranks], names)
         (address,) = self.results([self.ranks[0].address.remote()])
         self.results([r.start.remote(address, way) for r in self.ranks])
         self._release()  # who uses the folders that the probes made holds them
@@ -198,11 +200,12 @@ class Pool:
         while self.probes:
             ray.kill(self.probes.pop())
 
-    def results(self, asked: Sequence[Any]) -> list[Any]:
-        """What Ray was asked for, as long as no host of a cluster is lost (HostLost)."""
+    def results(self, asked: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
+        """What Ray was asked for, as long as no host of a cluster is lost (HostLost): see `results`."""
         import ray
 
-        return results(ray, asked, self.reserved.nodes if self.attached and self.reserved is not None else [])
+        nodes = self.reserved.nodes if self.attached and self.reserved is not None else []
+        return results(ray, asked, nodes, names)
 
     def look(self) -> list[str]:
         """Ray's servers that are gone; they are looked for until all are there."""

@@ -219,6 +219,11 @@ def room(plan: Plan) -> int:
     return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
 
 
+class Silent(NoResources):
+    """Hosts that are there, as Ray says, do not answer: as a run begins, somebody has to look after them; where it
+    begins anew, they may have been lost, or be on their way back."""
+
+
 def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]) -> Hosts:
     """Asks the hosts of a plan, by `actors` that it starts: what is there, and whether they see the folders `marks`, of
     which the first is the run's. `also` are files that every host reads, by what they are of."""
@@ -249,7 +254,7 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
         here = facts.look(asked("", everything))
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=until - time.monotonic())
         if silent := [address for address, a in zip(addresses, answers, strict=True) if a not in ready]:
-            raise NoResources(_silent(plan, silent))
+            raise Silent(_silent(plan, silent))
         seen = _answers(plan, reserved, answers)
         clocks = [_apart(a, until) for a in actors]
     spans = {**{f"model {n}": m.span for n, m in plan.deploy.models.items()}}
