@@ -56,7 +56,7 @@ class World:
             hosts, restarts, self.start, lambda asked: {r: self.ended[r] for r in asked if r in self.ended}
         )
 
-    def start(self, host, again):
+    def start(self, host, lane, again):
         self.processes.append(Process(self, again))
         return self.processes[-1]
 
@@ -93,7 +93,7 @@ def test_a_process_that_died_once_too_often_is_told_and_only_its_own_calls_are_m
     other, mine = world.hosts.ask(0, "run", 0), world.hosts.ask(1, "run", 0)
     kept = other.reference
     world.processes[1].die()
-    assert world.hosts.mend() == [1] and other.reference == kept and mine.reference == 3
+    assert world.hosts.mend() == ["functions of host 1"] and other.reference == kept and mine.reference == 3
     world.processes[2].die()
     with pytest.raises(Gone):
         world.hosts.mend()

@@ -2,6 +2,7 @@
 update keeps its own."""
 
 import random
+import time
 from dataclasses import replace
 from itertools import product
 
@@ -10,10 +11,13 @@ import pytest
 import ranks
 import torch
 from test_ranks import model
+from torch import distributed as dist
+from torch.distributed import TCPStore
 
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import Pool
 from msrl_graph.runtime.process import memory
+from msrl_graph.runtime.weights.published import Published
 from msrl_graph.runtime.weights.send import Sender
 from msrl_graph.sharding.layout import Layout, Side, elements, full, shard
 
@@ -37,30 +41,40 @@ def planned(source, target, first, hosts, bucket):
     return page.plan(replace(start, cluster=replace(start.cluster, nodes=hosts, devices_per_node=devices // hosts)))
 
 
+def part(box, name):
+    """What a box of the model's weights holds: no two numbers of a tensor are alike."""
+    return WHOLE[name][tuple(slice(a, b) for a, b in box)].clone()
+
+
+WHOLE = {
+    t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(model().tensors)
+}
+
+
+def both(rank, case):
+    """What the two ends of a case's edge are on a rank: the arguments of a Sender, the update's shards the last of
+    them, and the shards to fill."""
+    m, plan = model(), planned(*case)
+    (edge,) = plan.reshards
+    ends = [plan.placement(n) for n in (edge.src, edge.dst)]
+    divided = case[0].dp > 1 and case[0].zero >= 2
+    source, target = sides = tuple(Side(e.layout, divided and e is ends[0], 1, e.first, e.each) for e in ends)
+    local = [end.rank(rank, plan.cluster.devices_per_node) for end in ends]
+    given, wanted = [], []
+    if 0 <= local[0] < source.layout.devices:
+        boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
+        given = [Shard(name, box, part(box, name)) for name, box in boxes]
+    if 0 <= local[1] < target.layout.devices:
+        boxes = [(t.name, shard(t, target, local[1])) for t in m.tensors]
+        wanted = [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes]
+    return (plan, edge, m, rank, sides, given), wanted
+
+
 def send(rank, folder, cases):
-    m = model()
-    whole = {
-        t.name: torch.arange(t.elements, dtype=torch.float32).reshape(t.shape) + i for i, t in enumerate(m.tensors)
-    }
-
-    def part(box, name):
-        return whole[name][tuple(slice(a, b) for a, b in box)].clone()
-
     for case in cases:
-        plan = planned(*case)
-        (edge,) = plan.reshards
-        ends = [plan.placement(n) for n in (edge.src, edge.dst)]
-        divided = case[0].dp > 1 and case[0].zero >= 2
-        source, target = sides = tuple(Side(e.layout, divided and e is ends[0], 1, e.first, e.each) for e in ends)
-        local = [end.rank(rank, plan.cluster.devices_per_node) for end in ends]
-        given, wanted = [], []
-        if 0 <= local[0] < source.layout.devices:
-            boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
-            given = [Shard(name, box, part(box, name)) for name, box in boxes]
-        if 0 <= local[1] < target.layout.devices:
-            boxes = [(t.name, shard(t, target, local[1])) for t in m.tensors]
-            wanted = [Shard(name, box, torch.zeros([b - a for a, b in box])) for name, box in boxes]
-        sender = Sender(plan, edge, m, rank, sides, given)
+        arguments, wanted = both(rank, case)
+        edge, given = arguments[1], arguments[-1]
+        sender = Sender(*arguments)
         for _ in range(2):
             sender.run(lambda w=wanted: w)
             for piece in (*given, *wanted):
@@ -69,6 +83,40 @@ def send(rank, folder, cases):
             assert sender.moved <= edge.generate_bytes_per_device
             for piece in wanted:
                 piece.tensor.zero_()
+
+
+def publish(rank, folder, cases):
+    """The update goes on from version to version, which are all weights plus the version; the generation fetches some
+    of them, as it was told, and lags behind."""
+    store = met(rank, folder)
+    for case in cases:
+        arguments, wanted = both(rank, case)
+        given, sender = arguments[-1], Published(*arguments, store=store, deadline=60.0)
+        told = -1
+        for version, fetches in enumerate((True, False, True, True, False, False, True)):
+            if given:
+                sender.publish(version, told)
+                for piece in given:
+                    piece.tensor.add_(1)  # an optimizer step, while what was published is fetched
+            told = version if fetches else told
+            if wanted and fetches:
+                time.sleep(0.02 * (version % 2))
+                sender.fetch(version, lambda w=wanted: w)
+                for piece in wanted:
+                    assert torch.equal(piece.tensor, part(piece.box, piece.name) + version), (case, version, piece.name)
+        dist.barrier()
+
+
+def met(rank, folder):
+    """A store where all ranks meet."""
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+    while not (folder / "port").exists():
+        time.sleep(0.01)
+    dist.barrier()
+    return store if rank == 0 else TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
 
 
 def pairs(world):
@@ -90,6 +138,13 @@ def test_any_layout_to_any_layout_of_another_pool(world):
     cases = list(pairs(world))
     random.Random(world).shuffle(cases)
     ranks.run(world, send, cases[:12])
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_generation_has_the_version_that_it_fetches_whatever_the_update_does_meanwhile(world):
+    cases = list(pairs(world))
+    random.Random(world).shuffle(cases)
+    ranks.run(world, publish, cases[:6])
 
 
 def test_pools_beside_each_other_on_each_host():

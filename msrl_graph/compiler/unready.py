@@ -23,7 +23,7 @@ from ..sharding.layout import AXES
 # Attributes of edges that the runtime does not know, and what to do meanwhile.
 EDGES = {"every": "leave it out: every version is sent"}
 # What a run may make use of, and does not: it keeps within what they allow.
-ALLOWED = {"partial": "each response is generated whole", "staleness": "all rows are of the newest weights"}
+ALLOWED = {"partial": "each response is generated whole"}
 NAMED = 6  # things that a note names
 
 

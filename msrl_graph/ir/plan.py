@@ -63,7 +63,7 @@ METRICS = frozenset(
             "logp_drift",
             "logp_drift_max",
         ),
-        *("lr", "entropy", "truncated"),
+        *("lr", "entropy", "truncated", "staleness", "staleness_max"),
     }
 )
 

@@ -33,9 +33,9 @@ from msrl_graph.runtime.dock.readers import members, readers
 from msrl_graph.runtime.dock.segments import Room
 from msrl_graph.runtime.dock.warehouse import Warehouse, payload
 from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.driver import function_hosts
 from msrl_graph.runtime.driver.carried import Carried
-from msrl_graph.runtime.driver.driver import Driver
-from msrl_graph.runtime.driver.function_hosts import FunctionHosts
+from msrl_graph.runtime.driver.iterations import Driver
 from msrl_graph.runtime.driver.supervisor import Options
 from msrl_graph.runtime.functions import host as functions
 from msrl_graph.runtime.functions.calling import Results
@@ -305,10 +305,10 @@ class Dry:
             self.warehouses.append(made.warehouse)
         self.ranks += [DryRank(self, r) for r in range(plan.cluster.devices)]
         ranks = [world.actor(f"rank {r.rank}", r) for r in self.ranks]
-        hosted = FunctionHosts(
+        hosted = function_hosts.FunctionHosts(
             plan.cluster.nodes,
             0,
-            lambda host, _: world.actor(f"functions of host {host}", self._functions(host, rows)),
+            lambda host, lane, _: self._functions(host, function_hosts.name(host, lane), rows),
             lambda asked: {r: None for r in asked if r.done},
         )
         attempt = SimpleNamespace(plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="")
@@ -318,7 +318,7 @@ class Dry:
         driver.recorder = Mute()  # type: ignore[assignment]
         return driver
 
-    def _functions(self, host: int, rows: int) -> Any:
+    def _functions(self, host: int, called: str, rows: int) -> Any:
         """A real function host, over data of so many rows, but for what it loads."""
         instead = {
             "settle": lambda *_: None,
@@ -330,10 +330,10 @@ class Dry:
         }
         with patch.multiple(functions, **instead):
             plan = zlib.compress(self.plan.to_json().encode())
-            made = CLASSES[functions.FunctionHost](plan, host, "", "", self.way, False)
+            made = CLASSES[functions.FunctionHost](plan, host, called, "", "", self.way, False)
             made.start()
         made._source = lambda *arguments: self._source(made, *arguments)
-        return made
+        return self.world.actor(called, made)
 
     def _source(self, host: Any, task: Task, round: int, tables: Any, report: Report) -> None:
         """The real source, whose columns get the numbers of their rows."""

@@ -31,13 +31,14 @@ class Carried:
         for state in plan.graph.states:
             first = float(state.initial.literal())
             self.states[state.name] = np.full(rows, first) if state.per else np.asarray(first)
-        # Whether the next iteration's prompts are known before this one has ended.
-        self.known = not self.states and not any(Call.of(n).refill for n in plan.graph.nodes)
+        # Whether it is known before an iteration has ended which data the next reads, and all that it begins with.
+        self.foreseen = not any(Call.of(n).refill for n in plan.graph.nodes)
+        self.known = self.foreseen and not self.states
 
     def task(self, number: int) -> Task:
         """Iteration `number` of training."""
         prompts = self.graph.rows[0]
-        position = self.ahead + number * prompts if self.known else self.position
+        position = self.ahead + number * prompts if self.foreseen else self.position
         return Task("train", number, prompts, 0, position, self.of_run())
 
     def of_run(self) -> dict[str, float]:

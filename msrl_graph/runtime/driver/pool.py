@@ -22,13 +22,14 @@ import psutil
 from ...diagnostics import Diagnostic
 from ...emit.page import many
 from ...hardware.device_kinds import HOST
+from ...ir.ahead import leads
 from ...ir.located import remote
 from ...ir.plan import Plan
 from ..dock.readers import members, readers
 from ..process import joining
 from ..process.joining import NoResources
 from ..process.processes import ROWS, alive
-from . import devices, shipping
+from . import devices, function_hosts, shipping
 from .docks import missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
@@ -144,23 +145,24 @@ class Pool:
         ]
         packed = zlib.compress(text.encode())
 
-        def function_host(host: int, again: bool) -> Any:
+        def function_host(host: int, lane: int, again: bool) -> Any:
             if again and self.functions:
                 import ray
 
-                ray.kill(
-                    self.functions.actors[host]
-                )  # one that only could not be reached for a while would go on beside
-            arguments = (packed, host, hosts[host].folder, logs, way, again)
+                # One that only could not be reached for a while would go on beside.
+                ray.kill(self.functions.actors[self.functions.places.index((host, lane))])
+            called = function_hosts.name(host, lane)
+            arguments = (packed, host, called, hosts[host].folder, logs, way, again)
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
-            return start(functions.FunctionHost, f"functions of host {host}", host, *arguments, name=None)
+            return start(functions.FunctionHost, called, host, *arguments, name=None)
 
-        self.functions = FunctionHosts(cluster.nodes, restarts, function_host)
+        lanes = 1 + max(leads(plan).values(), default=0)
+        self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes)
         if self.attached:
-            self._fetch(self.functions.actors)
+            self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:
                 self.parted.check(Path(self.attempt.resume))
-        self.started = [self.functions.ask(h, "start") for h in range(cluster.nodes)]
+        self.started = self.functions.every("start")
         names = [self.names[rank._actor_id.hex()] for rank in self.ranks]
         self.results([rank.__ray_ready__.remote() for rank in self.ranks], names)
         (address,) = self.results([self.ranks[0].address.remote()])

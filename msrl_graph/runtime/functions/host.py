@@ -72,24 +72,26 @@ class _Calls(Walker):
 
 @ray.remote(num_cpus=0)
 class FunctionHost:
-    """The function nodes of one host; host 0 also runs the source. `again`: in the place of a process that died."""
+    """The function nodes of one host, in a process that is `called` so; host 0 also runs the source. `again`: in the
+    place of a process that died."""
 
     def __init__(
         self,
         plan: bytes,
         host: int,
+        called: str,
         folder: str,
         logs: str,
         way: Way,
         again: bool,
     ) -> None:
-        settle(folder, logs, f"functions of host {host}")
-        self.note = Note(Path(folder) / f"functions-of-host-{host}.note", again)
+        settle(folder, logs, called)
+        self.note = Note(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
-        self.host = host
+        self.host, self.called = host, called
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
-        self.client = Client(f"functions of host {host}", found, way, host)
+        self.client = Client(called, found, way, host)
         self.functions: dict[str, Function] | None = None
 
     def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
@@ -137,7 +139,7 @@ class FunctionHost:
         if self.functions is None:
             self.start()
         assert self.functions is not None
-        report = Report(f"functions of host {self.host}")
+        report = Report(self.called)
         stream = next(s for s in self.plan.schedule if s.pool == FUNCTIONS and s.task == task.name)
         calls = _Calls(self, self.functions, task, tables, report)
         self.client.walk(FUNCTIONS, stream.instructions, task, calls)

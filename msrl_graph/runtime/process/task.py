@@ -17,6 +17,8 @@ class Task:
       sequence of rows.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
     - `states`: the values of the run's states with which the iteration begins.
+    - `versions`: by resharding edge with `staleness`, the version of the weights that its generation was told to fetch
+      last: by this task, if it is asked to do it. A version is the iterations that were trained before.
     """
 
     name: str
@@ -25,6 +27,7 @@ class Task:
     fan: int = 0
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

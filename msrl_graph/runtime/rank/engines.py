@@ -25,12 +25,14 @@ from ...backends.away import Away
 from ...backends.devices import Device, Devices
 from ...backends.spec import EngineSpec, Generator, Trainer, Weights
 from ...cost import holdings
+from ...ir.ahead import stale
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
 from ...sharding.layout import full, owns, slices
 from ..weights import checkpoint, saved
 from ..weights.checkpoint import Manifest
+from ..weights.published import Published
 from ..weights.reshard import Resharder, Swap
 from ..weights.routes import blocks
 from ..weights.send import Sender
@@ -53,6 +55,7 @@ class Engines:
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
         self.swaps: dict[str, Swap] = {}  # by worker
+        self.store: Any = None  # where the ranks meet
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
@@ -156,7 +159,12 @@ class Engines:
         sides = [self._spec(p.node).side(p.layout, p.first, p.each) for p in (source, plan.placement(dst))]
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
-            self.resharders[src, dst] = Sender(plan, edge, model, self.rank, (sides[0], sides[1]), shards)
+            of = (plan, edge, model, self.rank, (sides[0], sides[1]), shards)
+            if (src, dst) in stale(plan.graph):
+                late = plan.docks.deadline + 60  # as for collectives
+                self.resharders[src, dst] = Published(*of, store=self.store, deadline=late)
+            else:
+                self.resharders[src, dst] = Sender(*of)
             return
         neighbours = blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:

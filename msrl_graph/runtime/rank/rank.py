@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from torch import distributed as dist
@@ -33,6 +32,7 @@ from ..process import computing, memory
 from ..process.joining import speak
 from ..process.report import Report, Unjoined
 from ..process.task import Task
+from ..weights.published import Published
 from ..weights.reshard import Swap
 from .failed import telling
 from .generation import Generation
@@ -77,10 +77,17 @@ class Doing(Walker):
             # A rank of the pool that sends has nothing to fill.
             generator = rank.generators.get(dst)
             with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"):
-                edge.run(generator.allocate if generator else list)
+                allocate = generator.allocate if generator else list
+                if not isinstance(edge, Published):
+                    edge.run(allocate)
+                elif generator:
+                    edge.fetch(self.task.versions[edge.name], allocate)
+                else:
+                    edge.publish(self.task.number, self.task.versions.get(edge.name, -1))
                 if generator:
                     generator.filled()
-        for step, seconds in edge.seconds.items():
+        taken, edge.seconds = edge.seconds, {}  # of what a copy is sent from, since the last time
+        for step, seconds in taken.items():
             self.report.more(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved
 
@@ -111,7 +118,6 @@ class Rank(Training, Generation):
     def __init__(self, plan: str, rank: int, threads: int) -> None:
         computing.prepare(threads)
         super().__init__(from_json(plan), rank)
-        self.store: Any = None
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
@@ -131,8 +137,10 @@ class Rank(Training, Generation):
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         world = plan.cluster.devices
         try:
-            store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
-            dist.init_process_group(kind.backends(), store=store, rank=self.rank, world_size=world, timeout=deadline)
+            self.store = self.store or TCPStore(*address, is_master=False, timeout=deadline)
+            dist.init_process_group(
+                kind.backends(), store=self.store, rank=self.rank, world_size=world, timeout=deadline
+            )
         except RuntimeError as error:  # dist.DistError is one, and so is what gloo raises
             said = str(error).strip().splitlines()[0]
             raise Unjoined(f"rank {self.rank} has not found the other ranks as it started: {said}") from error

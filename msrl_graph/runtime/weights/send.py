@@ -36,13 +36,20 @@ class Message:
 
 class Sender:
     """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the
-    update's and the generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools
-    make one: it makes process groups."""
+    update's and the generation's, `shards` the update's weights, none on a rank that generates; messages between pools
+    pass in `group` (None: that of all ranks). All ranks of all pools make one: it makes process groups."""
 
     def __init__(
-        self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]
+        self,
+        plan: Plan,
+        edge: Reshard,
+        model: Model,
+        rank: int,
+        sides: tuple[Side, Side],
+        shards: Sequence[Shard],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.name, self.rank, self.shards = edge.name, rank, shards
+        self.name, self.rank, self.shards, self.group = edge.name, rank, shards, group
         (source, target), per_host = sides, plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.
         alike = {t.name: replace(t, name="") for t in model.tensors}
@@ -51,6 +58,7 @@ class Sender:
         for takers in dict.fromkeys(f.takers for fetched in found.values() for f in fetched):
             groups[takers] = dist.new_group(list(takers)) if len(takers) > 1 else None
         self.messages: list[Message] = []
+        self.first: dict[int, int] = {}  # by rank that sends, the one that its first message goes to
         most = max(source.devices, target.devices)
         for names in edge.buckets:
             wanted: dict[tuple[int, tuple[int, ...]], list[tuple[str, Box]]] = {}
@@ -59,6 +67,7 @@ class Sender:
                     wanted.setdefault((giver, takers), []).append((name, box))
             # In a round each source rank has another target, so that messages of a round pass side by side.
             for giver, takers in sorted(wanted, key=lambda pair: ((pair[1][0] - pair[0]) % most, pair)):
+                self.first.setdefault(giver, takers[0])
                 if rank in (giver, *takers):
                     self.messages.append(Message(giver, takers, groups[takers], wanted[giver, takers]))
         self.dtype = getattr(torch, transformer.DTYPES[model.dtype])
@@ -68,6 +77,10 @@ class Sender:
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
         """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends."""
         self.seconds, self.moved = {}, 0
+        self.pass_on(self.messages, (*self.shards, *allocate()))
+
+    def pass_on(self, messages: Sequence[Message], shards: Sequence[Shard]) -> None:
+        """Takes part in messages, out of these shards or into them."""
         since = time.perf_counter()
 
         def timed(name: str) -> None:
@@ -75,9 +88,9 @@ class Sender:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
             since = time.perf_counter()
 
-        held = {s.name: s for s in (*self.shards, *allocate())}
+        held = {s.name: s for s in shards}
         with torch.no_grad():
-            for message in self.messages:
+            for message in messages:
                 self._take_part(message, held, timed)
 
     def _take_part(self, message: Message, held: dict[str, Shard], timed: Callable[[str], None]) -> None:
@@ -89,12 +102,12 @@ class Sender:
         if self.rank == message.giver:
             _copy(parts, rooms)
             timed("buffer")
-            dist.send(buffer, message.takers[0])
+            dist.send(buffer, message.takers[0], group=self.group)
             timed("send")
             return
         timed("buffer")
         if self.rank == message.takers[0]:
-            dist.recv(buffer, message.giver)
+            dist.recv(buffer, message.giver, group=self.group)
         if message.group is not None:
             dist.broadcast(buffer, group=message.group, group_src=0)
         self.moved += buffer.nbytes

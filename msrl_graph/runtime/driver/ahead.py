@@ -1,0 +1,63 @@
+"""Pools that are ahead of the updates, where `staleness` lets them be.
+
+Invariant: a pool begins iteration j when it has ended j - 1 and the updates have begun one of j - staleness or later;
+its generations take the weights with which the updates began the one that they are in. So no row is older than it may
+be, whoever is slow, and a generation that is slower than the updates is behind by one version only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...ir.ahead import leads, stale
+from ...ir.plan import Plan
+from ..process.task import Task
+
+
+class Ahead:
+    """`ranks` are the actors of all ranks, by number; `first` the iteration that the run begins with."""
+
+    def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
+        each = plan.cluster.devices_per_node
+        self.leads = leads(plan)
+        found = {p.name: [p.device(r, each) for r in range(p.devices)] for p in plan.pools if p.name in self.leads}
+        self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
+        away = {device for devices in found.values() for device in devices}
+        self.in_step = [rank for device, rank in enumerate(ranks) if device not in away]
+        names = {(r.src, r.dst): r.name for r in plan.reshards}
+        # By pool, the edges whose weights it fetches.
+        self.edges = {
+            pool: [names[edge] for edge in stale(plan.graph) if plan.placement(edge[1]).pool == pool]
+            for pool in self.leads
+        }
+        self.begun = dict.fromkeys(self.leads, first - 1)  # the last iteration that each pool has begun
+        self.at_work: dict[str, list[Any]] = {pool: [] for pool in self.leads}
+        self.reports: dict[str, list[Any]] = {}  # by key of the task
+        self.versions: dict[str, int] = {}  # by edge, the version that was to be fetched last
+
+    def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
+        """Has a pool begin a task with weights of this version."""
+        self.versions |= dict.fromkeys(self.edges[pool], version)
+        asked = [rank.run.remote(replace(task, versions=dict(self.versions)), measure) for rank in self.ranks[pool]]
+        if task.trains:
+            self.begun[pool] = task.number
+        self.at_work[pool] += asked
+        self.reports.setdefault(task.key, []).extend(asked)
+
+    def under_way(self) -> list[Any]:
+        """References to what is not known to have ended."""
+        return [reference for asked in self.at_work.values() for reference in asked]
+
+    def ended(self, references: Collection[Any]) -> None:
+        """These have."""
+        for pool, asked in self.at_work.items():
+            self.at_work[pool] = [reference for reference in asked if reference not in references]
+
+    def due(self, now: int, iterations: int) -> Iterator[tuple[str, int]]:
+        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`."""
+        for pool, lead in self.leads.items():
+            idle = not self.at_work[pool] or self.begun[pool] < now
+            if idle and self.begun[pool] < min(now + lead, iterations - 1):
+                yield pool, self.begun[pool] + 1

@@ -1,0 +1,66 @@
+"""Staleness: generation on devices of its own goes on while the update learns, with weights that are at most so many
+versions old."""
+
+import pytest
+import torch
+from place import SMALL, metrics, ran, rows_of
+from transformers import AutoModelForCausalLM
+
+from msrl_graph.runtime.weights import checkpoint
+
+APART = [
+    ("layout actor.update   { dp = 2, zero = 3 }", "layout actor.update { dp = 1 }"),
+    ("layout actor.generate { tp = 2 }", "layout actor.generate { dp = 1 }\n  apart actor.generate, actor.update"),
+    ("    advantage : f32[response]", "    advantage : f32[response]\n    gen_logp : f32[response]"),
+    ("-> response {", "-> response, gen_logp {"),
+    ("clip(0.2)", "clip(0.2, old_logp = gen_logp)"),
+    ("update(prompt, response, old_logp,", "update(prompt, response, gen_logp,"),
+    ("  node actor.infer(prompt, response) -> old_logp\n", ""),
+    ("    old_logp  : f32[response]\n", ""),
+    ("-> actor.infer, reference.infer", "-> reference.infer"),
+    ("  actor.infer, reference.infer", "  reference.infer"),
+]
+
+
+def stale(versions):
+    return ("actor.update => actor.generate", f"actor.update => actor.generate {{ staleness = {versions} }}")
+
+
+def saved(place, out, version):
+    """The model with the actor's weights after so many iterations."""
+    model = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
+    if version:
+        folder = place.folder / out / "checkpoints" / f"{version:06d}"
+        source = checkpoint.Source(folder, checkpoint.manifest_of(folder))
+        for name, parameter in model.named_parameters():
+            parameter.data = source.read(f"actor/weights/{name}", tuple((0, n) for n in parameter.shape), torch.float32)
+    return model
+
+
+@torch.no_grad()
+def apart(model, rows):
+    """How far the model's log-probabilities are from those with which these rows were drawn."""
+    most = 0.0
+    for row in rows:
+        tokens = torch.tensor([[*row["prompt"], *row["response"]]])
+        found = model(tokens).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+        told = found.gather(1, tokens[0, len(row["prompt"]) :, None])[:, 0]
+        most = max(most, float((told - torch.tensor(row["gen_logp"])).abs().max()))
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("versions", [1, 2])
+def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is_told(place, versions):
+    """What the generator says of each row is what the weights of that version, from the checkpoint, say of it."""
+    place.write(*APART, stale(versions), ("seed = 0", "seed = 0, save = 1, keep = 9"), ("every = 40", "every = 3"))
+    ran(place, *SMALL, "--iterations", "8", "--record", "--out", "out")
+    lines = [line for line in metrics(place.folder / "out") if "iteration" in line]
+    assert [line["rows"] for line in lines] == [32] * 8
+    behind = [int(line["staleness"]) for line in lines]
+    assert behind == [line["staleness_max"] for line in lines] and behind[0] == 0 and 1 <= max(behind) <= versions
+    for number in (0, 1, 4, 7):
+        rows = rows_of(place.folder / "out", number).to_pylist()[:8]
+        version = number - behind[number]
+        assert apart(saved(place, "out", version), rows) < 1e-5
+        assert version == 0 or apart(saved(place, "out", version - 1), rows) > 1e-4
