@@ -20,7 +20,7 @@ from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
 from msrl_graph.ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Source, Update, Worker
 from msrl_graph.ir.graph import Expr, Node
-from msrl_graph.ir.kinds import Counts, Form, Name, Number, Quantity, String, Words
+from msrl_graph.ir.kinds import Counts, Flag, Form, Name, Number, Quantity, String, Words
 from msrl_graph.ir.options import STATEMENTS, DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
 from msrl_graph.reference import facts
 from msrl_graph.sharding.layout import Layout
@@ -169,6 +169,8 @@ def written(kind):
                 .filter(lambda x: x == 0 or x > 1e-6)
                 .map(lambda x: (f"{x:.9f}", float(f"{x:.9f}")))
             )
+        case Flag():
+            return st.sampled_from([("true", True), ("false", False)])
         case Words(words):
             return st.sampled_from(words).map(lambda w: (w, w))
         case String(several=True):

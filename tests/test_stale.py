@@ -1,9 +1,13 @@
 """Staleness: generation on devices of its own goes on while the update learns, with weights that are at most so many
 versions old."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 import torch
-from place import SMALL, metrics, ran, rows_of
+from place import MINE, SMALL, metrics, ran, rows_of
 from transformers import AutoModelForCausalLM
 
 from msrl_graph.runtime.weights import checkpoint
@@ -64,3 +68,33 @@ def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is
         version = number - behind[number]
         assert apart(saved(place, "out", version), rows) < 1e-5
         assert version == 0 or apart(saved(place, "out", version - 1), rows) > 1e-4
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_killed(place):
+    """Once as it comes; once with a reward that takes its time, so that generation is far ahead, and killed twice."""
+    place.function("return float(len(response) % 2)")
+    program = [*APART, stale(2), MINE, ("seed = 0", "seed = 0, save = 3, keep = 9, deterministic = true")]
+    place.write(*program, evaluated=False)
+    ran(place, *SMALL, "--iterations", "10", "--record", "--out", "first")
+    place.function("time.sleep(0.02)\n    return float(len(response) % 2)")
+    process = place.start("p.rlg", *SMALL, "--iterations", "10", "--record", "--out", "second")
+    for lines in (2, 8):
+        place.wait_for_lines("second", lines)
+        victims = [p for p in place.processes() if named(p).startswith("ray::RankHost")]
+        os.kill(victims[lines % 2], signal.SIGKILL)
+    _, err = process.communicate(timeout=place.patience)
+    assert process.returncode == 0 and err.count("starting anew") == 2, err
+    first, second = (metrics(place.folder / out) for out in ("first", "second"))
+    assert [line["staleness"] for line in first] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    for key in ("staleness", "rows", "reward", "response_tokens", "loss"):
+        assert [line[key] for line in first] == [line[key] for line in second]
+    for number in range(10):
+        assert rows_of(place.folder / "first", number).equals(rows_of(place.folder / "second", number))
+
+
+def named(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
-from ..ir.kinds import COUNT, MOST, UNIT_NAMES, Counts, Form, Name, Number, Quantity, String, ValueKind, Words
+from ..ir.kinds import COUNT, MOST, UNIT_NAMES, Counts, Flag, Form, Name, Number, Quantity, String, ValueKind, Words
 from . import ast, guesses
 from .expressions import Names, Problems, evaluate, mistake
 
@@ -31,6 +31,11 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             return fit(kind, f"`{key}`", evaluate(expr, names), origin(expr, names))
         case Words():
             return _word(kind, key, expr, names)
+        case Flag():
+            value = evaluate(expr, names)
+            if value.kind != "bool":
+                raise mistake("bad-value", f"`{key}` takes {kind}", expr.span, related=origin(expr, names))
+            return value
         case String():
             return _string(kind, key, expr, names)
         case Quantity():

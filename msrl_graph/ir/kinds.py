@@ -56,6 +56,17 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """`true` or `false`."""
+
+    def value(self, expr: Expr) -> bool | None:
+        return expr.value if isinstance(expr.value, bool) else None
+
+    def __str__(self) -> str:
+        return either(("true", "false"))
+
+
+@dataclass(frozen=True)
 class Words:
     """One of some words."""
 

@@ -13,7 +13,23 @@ from ..hardware.cluster import DEVICES, NETWORK, Figure
 from ..sharding.layout import Layout
 from .attributes import Call, Generate, Infer, ReshardingEdge, SampleEdge, Source, Update, Worker
 from .declared import Declared, attr
-from .kinds import BYTES, COUNT, COUNT_OR_0, DTYPE, FLOPS, RATE, SHARE, SIZE, TIME, Counts, Name, Number, String, Words
+from .kinds import (
+    BYTES,
+    COUNT,
+    COUNT_OR_0,
+    DTYPE,
+    FLOPS,
+    RATE,
+    SHARE,
+    SIZE,
+    TIME,
+    Counts,
+    Flag,
+    Name,
+    Number,
+    String,
+    Words,
+)
 
 OF_DEVICE = "of the device"
 
@@ -233,6 +249,13 @@ class Run(Declared):
         Words(("stop", "skip")),
         "stop",
         "What a wrong number does: `stop` ends the run, `skip` leaves out the optimizer steps that it would reach.",
+    )
+    deterministic: bool = attr(
+        Flag(),
+        False,
+        "With `staleness`: an iteration generates with weights as old as they may be, but none from before the last "
+        "checkpoint, so that a seed gives the same rows, whoever is slow and whatever is killed. Else it takes the "
+        "newest that are there. Without `staleness` a run is deterministic anyway.",
     )
     warn_flat: int = attr(
         COUNT_OR_0,

@@ -22,7 +22,7 @@ from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
 from ..ir.declared import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
-from ..ir.kinds import Form, Quantity, Words, either
+from ..ir.kinds import Flag, Form, Quantity, Words, either
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
 from ..model import models, presets
@@ -73,6 +73,8 @@ def default(attribute: Attribute) -> str:
                 if isinstance(value, Figure)
                 else quantity(value, unit)
             )
+        case Flag():
+            return f"`{'true' if value else 'false'}`"
         case Words() | Form() if not isinstance(value, Expr) or value.kind == "word":
             return f"`{value}`"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,9 @@
 
 Invariant: a pool begins iteration j when it has ended j - 1 and the updates have begun one of j - staleness or later;
 its generations take the weights with which the updates began the one that they are in. So no row is older than it may
-be, whoever is slow, and a generation that is slower than the updates is behind by one version only.
+be, whoever is slow, and a generation that is slower than the updates is behind by one version only. With
+`deterministic` they are the oldest that they may be, but of no version before the last checkpoint: so what an iteration
+generates follows from the program.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 from ...ir.ahead import leads, stale
 from ...ir.plan import Plan
-from ..process.task import Task
+from ..process.task import Fetch, Task
 
 
 class Ahead:
@@ -21,6 +23,7 @@ class Ahead:
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
         each = plan.cluster.devices_per_node
+        self.run, self.first = plan.deploy.run, first
         self.leads = leads(plan)
         found = {p.name: [p.device(r, each) for r in range(p.devices)] for p in plan.pools if p.name in self.leads}
         self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
@@ -35,12 +38,13 @@ class Ahead:
         self.begun = dict.fromkeys(self.leads, first - 1)  # the last iteration that each pool has begun
         self.at_work: dict[str, list[Any]] = {pool: [] for pool in self.leads}
         self.reports: dict[str, list[Any]] = {}  # by key of the task
-        self.versions: dict[str, int] = {}  # by edge, the version that was to be fetched last
+        self.fetches: dict[str, Fetch] = {}  # by edge, what was to be fetched last
 
     def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
-        """Has a pool begin a task with weights of this version."""
-        self.versions |= dict.fromkeys(self.edges[pool], version)
-        asked = [rank.run.remote(replace(task, versions=dict(self.versions)), measure) for rank in self.ranks[pool]]
+        """Has a pool begin a task with weights of this version, when it has ended what it is at."""
+        for edge in self.edges[pool]:
+            self.fetches[edge] = Fetch(version, 1 + (self.fetches[edge].told if edge in self.fetches else 0))
+        asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
         self.at_work[pool] += asked
@@ -58,6 +62,17 @@ class Ahead:
     def due(self, now: int, iterations: int) -> Iterator[tuple[str, int]]:
         """Pools that may begin an iteration, and which, while the updates are in the iteration `now`."""
         for pool, lead in self.leads.items():
-            idle = not self.at_work[pool] or self.begun[pool] < now
-            if idle and self.begun[pool] < min(now + lead, iterations - 1):
-                yield pool, self.begun[pool] + 1
+            while self.begun[pool] < iterations - 1:
+                number = self.begun[pool] + 1
+                if self.run.deterministic:
+                    # As soon as its weights are there, which may be before it has ended the one before.
+                    may = now >= max(number - lead, self._saved(number))
+                else:
+                    may = number <= now + lead and (not self.at_work[pool] or number <= now)
+                if not may:
+                    break
+                yield pool, number
+
+    def _saved(self, number: int) -> int:
+        """The last checkpoint that a run which is in this iteration would be gone on from."""
+        return max(self.first, number - number % self.run.save) if self.run.save else self.first

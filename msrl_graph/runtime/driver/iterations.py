@@ -200,7 +200,7 @@ class Driver:
         """Starts the streams of all pools for one task, but for those that were ahead."""
         start = time.perf_counter()
         self._prepare(task)
-        told = replace(task, versions=dict(self.ahead.versions))
+        told = replace(task, fetches=dict(self.ahead.fetches))
         ranks = [r.run.remote(told, measure) for r in self.ahead.in_step]
         if task.trains:
             self._go_ahead(task.number)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...ir.rowsets import Numbers, Rowset, Sieve
+
+
+class Fetch(NamedTuple):
+    """A version of weights, which is the iterations that were trained before, and how many were told to be fetched so
+    far."""
+
+    version: int
+    told: int
 
 
 @dataclass(frozen=True)
@@ -17,8 +26,8 @@ class Task:
       sequence of rows.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
     - `states`: the values of the run's states with which the iteration begins.
-    - `versions`: by resharding edge with `staleness`, the version of the weights that its generation was told to fetch
-      last: by this task, if it is asked to do it. A version is the iterations that were trained before.
+    - `fetches`: by resharding edge with `staleness`, what its generation was told to fetch last: by this task, if it is
+      asked to do it.
     """
 
     name: str
@@ -27,7 +36,7 @@ class Task:
     fan: int = 0
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, int] = field(default_factory=dict)
+    fetches: Mapping[str, Fetch] = field(default_factory=dict)
 
     @property
     def key(self) -> str:

@@ -103,8 +103,8 @@ class Generation(Engines):
         ):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(column.lengths.max(initial=0)))
-        for edge in [e.name for e in self.plan.reshards if e.dst == node.name and e.name in task.versions]:
-            behind = float(task.number - task.versions[edge])
+        for edge in [e.name for e in self.plan.reshards if e.dst == node.name and e.name in task.fetches]:
+            behind = float(task.number - task.fetches[edge].version)
             report.count(f"{head}staleness", behind * len(rows), len(rows))
             report.peak(f"{head}staleness_max", behind)
         return {name: Piece(rows, made) for name, made in written.items()}

@@ -81,9 +81,10 @@ class Doing(Walker):
                 if not isinstance(edge, Published):
                     edge.run(allocate)
                 elif generator:
-                    edge.fetch(self.task.versions[edge.name], allocate)
+                    edge.fetch(self.task.fetches[edge.name].version, allocate)
                 else:
-                    edge.publish(self.task.number, self.task.versions.get(edge.name, -1))
+                    last = self.task.fetches.get(edge.name)
+                    edge.publish(self.task.number, last.told if last else 0)
                 if generator:
                     generator.filled()
         taken, edge.seconds = edge.seconds, {}  # of what a copy is sent from, since the last time

@@ -27,11 +27,13 @@ class Published(Sender):
     than `deadline` seconds."""
 
     def __init__(self, *of: Any, store: TCPStore, deadline: float) -> None:
-        super().__init__(*of, dist.new_group())  # one that nobody else sends in meanwhile
+        super().__init__(*of)
+        self.group = dist.new_group()  # nobody else sends in it meanwhile
         self.store, self.deadline = store, deadline
         self.gives = [m for m in self.messages if m.giver == self.rank]
         self.fetched = 0  # versions that this rank has asked for
-        self.version = self.given = -1  # of the copy; the newest that was sent
+        self.version = -1  # of the copy
+        self.given = 0  # versions that were sent
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
         if self.gives:
@@ -41,16 +43,16 @@ class Published(Sender):
             threading.Thread(target=self._give, daemon=True).start()
 
     def publish(self, version: int, told: int) -> None:
-        """Copies the weights as they are, which are those of `version`, for whoever fetches them; `told` is the newest
-        version that somebody was told to fetch, or -1."""
+        """Copies the weights as they are, which are those of `version`, for whoever fetches them; so many times was
+        somebody `told` to fetch one so far, this one perhaps among them."""
         if not self.gives or version == self.version:
             return
         with self.changed:
             given = self.changed.wait_for(lambda: self.failed or self.given >= told, self.deadline)
             if self.failed is not None:
-                raise RuntimeError(f"version {told} of the weights was not sent") from self.failed
+                raise RuntimeError(f"version {self.version} of the weights was not sent") from self.failed
             if not given:
-                raise RuntimeError(f"nobody has fetched version {told} of the weights in {self.deadline:g} s")
+                raise RuntimeError(f"nobody has fetched version {self.version} of the weights in {self.deadline:g} s")
             with torch.no_grad():
                 for copy, shard in zip(self.copies, self.live, strict=True):
                     copy.tensor.copy_(shard.tensor)
@@ -88,7 +90,7 @@ class Published(Sender):
                         raise RuntimeError(f"version {version} is asked for, and {self.version} is there")
                 self.pass_on(self.gives, self.copies)
                 with self.changed:
-                    self.given = version
+                    self.given += 1
                     self.changed.notify_all()
         except BaseException as error:
             with self.changed:

@@ -36,20 +36,15 @@ class Message:
 
 class Sender:
     """One resharding edge on one rank; `rank` counts through all pools. `model` has the update's type, `sides` are the
-    update's and the generation's, `shards` the update's weights, none on a rank that generates; messages between pools
-    pass in `group` (None: that of all ranks). All ranks of all pools make one: it makes process groups."""
+    update's and the generation's, `shards` the update's weights, none on a rank that generates. All ranks of all pools
+    make one: it makes process groups."""
+
+    group: dist.ProcessGroup | None = None  # where messages between pools pass; None: where all ranks are
 
     def __init__(
-        self,
-        plan: Plan,
-        edge: Reshard,
-        model: Model,
-        rank: int,
-        sides: tuple[Side, Side],
-        shards: Sequence[Shard],
-        group: dist.ProcessGroup | None = None,
+        self, plan: Plan, edge: Reshard, model: Model, rank: int, sides: tuple[Side, Side], shards: Sequence[Shard]
     ) -> None:
-        self.name, self.rank, self.shards, self.group = edge.name, rank, shards, group
+        self.name, self.rank, self.shards = edge.name, rank, shards
         (source, target), per_host = sides, plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.
         alike = {t.name: replace(t, name="") for t in model.tensors}
