@@ -76,7 +76,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> str:
             assert got == expected(found, task, name), (name, task.key)
             for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
-    return "to its end"
+    return f"to its end, {found.oldest} versions behind" if found.versions else "to its end"
 
 
 def _numbered(key: str) -> tuple[str, int]:
@@ -96,6 +96,45 @@ def holds(text: str, folder: Path, seed: int, kindness: float) -> str:
         return run_dry(made.plan, seed, kindness)
     except (dry.Stuck, AssertionError) as error:
         raise AssertionError(f"{error}\n\nseed {seed}, kindness {kindness}, of\n{text}") from error
+
+
+AGAIN = """
+algorithm a {
+  columns { prompt : i32[<= 8], answer : text, g2 : i32[<= 4], g4 : i32[<= 4], g6 : i32[<= 4] }
+  worker actor : policy
+  worker judge : policy frozen { model = judge }
+  worker host : function
+  source(1) -> prompt, answer
+  node actor.generate(prompt) -> g2 { samples = 1 }
+  node n2: actor.generate(g2) -> g4 { samples = 3 }
+  node judge.generate(prompt, g4) -> g6 { samples = 3 }
+  node host.k7(g6) { keep = "f.py:keep", per = g6, refill = 2 }
+  node actor.update(prompt, g4) { loss = "f.py:term", optimizer = adamw(lr = 1e-6) }
+  source -> actor.generate
+  actor.generate -> n2
+  n2 -> judge.generate
+  source -> judge.generate
+  judge.generate -> host.k7
+  host.k7 -> actor.update { balance = tokens }
+  source -> actor.update
+  actor.update => actor.generate
+  actor.update => n2
+}
+cluster c { device = "cpu", nodes = 1, devices_per_node = 2 }
+deploy a on c {
+  model policy = "tiny"
+  model judge = "tiny"
+  data source = "tiny.jsonl"
+  apart actor.generate, actor.update
+  run { iterations = 2 }
+}
+"""
+
+
+def test_weights_come_again_in_a_round_of_prompts_while_those_of_the_round_before_are_on_their_way_back(
+    folder: Path,
+) -> None:
+    assert {holds(AGAIN, folder, seed, 0.2) for seed in range(8)} == {"to its end", "refill that does not suffice"}
 
 
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))

@@ -7,6 +7,7 @@ placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
+from ..ir.ahead import hindered
 from ..ir.attributes import Generate, ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
@@ -59,13 +60,22 @@ def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Staleness between nodes that take turns on the same devices: one never runs while the other does."""
+    """Staleness that gains nothing: between nodes that take turns on the same devices, one of which never runs while
+    the other does, and of a pool that has to be in step."""
     found = []
-    for edge in idle_staleness(plan.graph, lambda node: plan.placement(node).pool):
+    idle = idle_staleness(plan.graph, lambda node: plan.placement(node).pool)
+    for edge in idle:
         message = (
             f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: "
             "`staleness` gains nothing"
         )
         help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
         found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help))
+    held = hindered(plan)
+    for edge in plan.graph.reshards():
+        pool = plan.placement(edge.dst).pool
+        if ReshardingEdge.of(edge).staleness and edge not in idle and pool in held:
+            message = f"`{edge.dst}` is never behind, since its pool {held[pool]}: `staleness` gains nothing"
+            help = "leave it out, or `place` what hinders it on other devices"
+            found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help, "warning"))
     return found

@@ -15,7 +15,7 @@ from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import Cluster, Figure
 from ..ir import stepping
-from ..ir.ahead import stale
+from ..ir.ahead import fetched
 from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
@@ -276,7 +276,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         here = what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
         if here or not offloads(plan, node, what):
             items[item] = size
-    for src, _ in stale(plan.graph):  # a copy of the version that generations fetch
+    for src, _ in fetched(plan):  # a copy of the version that generations fetch
         if plan.placement(src).pool == pool:
             item = f"{plan.graph.node(src).worker} weights to fetch"
             items[item] = items.get(item, 0) + weights(plan, engines, src)

@@ -258,6 +258,8 @@ class _Streams(Walker):
             self.wrong.append(f"reshard into `{dst}` where its weights are there")
         self.there.add(dst)
         if self.edges[dst].mode == "swap":
+            # It begins when weights that are on their way back have come, as in a filter's next round.
+            self.returning = {n for n in self.returning if self._worker(n) != self._worker(src)}
             self.away.add(self._worker(src))
 
     def release(self, pool: str, node: str) -> None:

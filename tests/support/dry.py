@@ -22,6 +22,7 @@ import numpy as np
 from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
+from msrl_graph.ir.ahead import fetched, lanes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
@@ -152,12 +153,53 @@ class Computed:
         return Results(self.dry.written(self.node, reader.rows, numbers, batch.rows), states)
 
 
+class Versions:
+    """A resharding edge with staleness, as published.py has it: of each of the update's ranks the version of its copy,
+    and how many it has sent; of each of the generation's how many it has fetched, or waits for."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.told = allowed, list[int]()
+        self.copy: dict[int, int] = {}
+        self.sent: Counter[int] = Counter()
+        self.fetched: Counter[int] = Counter()
+
+    def pass_on(self, sends: list[DryRank], fetches: list[DryRank]) -> None:
+        for rank in (r.rank for r in sends):
+            count = self.sent[rank]
+            if min(self.fetched[r.rank] for r in fetches) > count and self.copy.get(rank) == self.told[count]:
+                self.sent[rank] += 1
+
+
 class Weightless(Doing):
-    """Ranks that share an edge meet at it; there are no weights to go over it."""
+    """Ranks that share an edge meet at it, unless one may be ahead; there are no weights to go over it."""
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank: Any = self.rank
-        rank._meet((src, dst), rank._here(*(rank.plan.placement(n).pool for n in (src, dst))))
+        ends = [rank.plan.placement(n).pool for n in (src, dst)]
+        if (src, dst) not in fetched(rank.plan):
+            rank._meet((src, dst), rank._here(*ends))
+            return
+        name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
+        versions, number = rank.dry.versions[src, dst], self.task.number
+        sends, fetches = (rank._here(pool) for pool in ends)
+        fetch = self.task.fetches.get(name)
+
+        def sent(count: int, by: list[DryRank]) -> bool:
+            versions.pass_on(sends, fetches)
+            return all(versions.sent[r.rank] >= count for r in by)
+
+        if rank in fetches:
+            assert number - versions.allowed <= fetch.version <= number, (self.task.key, fetch.version)
+            rank.dry.oldest = max(rank.dry.oldest, number - fetch.version)
+            count = versions.fetched[rank.rank] = versions.fetched[rank.rank] + 1
+            if len(versions.told) < count:
+                versions.told.append(fetch.version)
+            assert versions.told[count - 1] == fetch.version
+            rank.dry.world.block(lambda: sent(count, sends))
+        elif versions.copy.get(rank.rank) != number:
+            told = fetch.told if fetch else 0
+            rank.dry.world.block(lambda: sent(told, [rank]))
+            versions.copy[rank.rank] = number
 
     def release(self, pool: str, node: str) -> None:
         pass
@@ -259,6 +301,8 @@ class Dry:
         self.stored: Counter[str] = Counter()  # by task, bytes of rows that were written
         self.largest = 0  # of these rows
         self.away = 0  # how often rows found their place on another host
+        self.versions = {edge: Versions(n) for edge, n in fetched(plan).items()}
+        self.oldest = 0  # versions that a generation was behind
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
         self.members, self.way = members(plan, list(self.readers.values()), b"")
@@ -310,9 +354,10 @@ class Dry:
             0,
             lambda host, lane, _: self._functions(host, function_hosts.name(host, lane), rows),
             lambda asked: {r: None for r in asked if r.done},
+            lanes(plan),
         )
         attempt = SimpleNamespace(plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="")
-        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute())
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute(), nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
         driver.recorder = Mute()  # type: ignore[assignment]

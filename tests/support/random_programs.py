@@ -51,6 +51,7 @@ class Program:
     filters: list[str] = field(default_factory=list)
     verbs: dict[str, list[str]] = field(default_factory=dict)  # by `worker.verb`: nodes
     looped: list[str] = field(default_factory=list)  # filters that refill
+    stale: list[str] = field(default_factory=list)  # a generation that may be behind, and the update of its weights
 
     def often(self, percent: int) -> bool:
         return self.draw(CHANCE) < percent
@@ -299,7 +300,10 @@ class Program:
             *(f"  {a} -> {b}{attributes}" for a, b, attributes in self.edges),
         ]
         if updates := self.verbs.get("actor.update"):
-            lines += [f"  {updates[0]} => {g}" for g in self.verbs.get("actor.generate", [])]
+            generations = self.verbs.get("actor.generate", [])
+            self.stale = generations[:1] + updates[:1] if generations and self.often(30) else []
+            behind = [f" {{ staleness = {self.one((1, 1, 2, 3))} }}" if g in self.stale else "" for g in generations]
+            lines += [f"  {updates[0]} => {g}{b}" for g, b in zip(generations, behind, strict=True)]
         return "\n".join([*lines, "}", *self.deployed()]) + "\n"
 
     def workers(self) -> list[str]:
@@ -315,7 +319,7 @@ class Program:
         return [f"{w} : {kind}" for w, kind in known.items() if w in used]
 
     def deployed(self) -> list[str]:
-        nodes, each = self.one((1, 1, 2)), self.one((1, 2))
+        nodes, each = self.one((1, 1, 2)), 2 if self.stale else self.one((1, 2))
         devices = nodes * each
         found = [f'cluster c {{ device = "cpu", nodes = {nodes}, devices_per_node = {each} }}', "deploy a on c {"]
         used = {key.split(".")[0] for key in self.verbs}
@@ -326,7 +330,9 @@ class Program:
         generations = [n for key, some in self.verbs.items() for n in some if key.endswith(".generate")]
         others = [n for n in states if n not in generations]
         updates = self.verbs.get("actor.update", []) + self.verbs.get("critic.update", [])
-        if devices > 1 and len(states) > 1 and self.often(60):
+        if self.stale:
+            found.append(f"  apart {', '.join(self.stale)}")
+        elif devices > 1 and len(states) > 1 and self.often(60):
             found.append(f"  apart {', '.join(self.draw(st.permutations(states))[: self.one((2, 2, 3))])}")
         elif states and self.often(80):
             for group in (generations, others):
@@ -343,7 +349,10 @@ class Program:
                     '  data test = "tiny.jsonl"',
                     f"  evaluate test {{ every = {self.one((1, 2))}, samples = 2, report = [{column}] }}",
                 ]
-        return [*found, f"  run {{ iterations = {self.draw(st.integers(1, 4))} }}", "}"]
+        run = f"iterations = {self.draw(st.integers(1, 6 if self.stale else 4))}"
+        if self.stale and self.often(50):
+            run += f", save = {self.one((2, 3))}, deterministic = true"
+        return [*found, f"  run {{ {run} }}", "}"]
 
 
 @st.composite

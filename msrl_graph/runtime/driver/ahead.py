@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.ahead import leads, stale
+from ...ir.ahead import fetched, leads
 from ...ir.plan import Plan
 from ..process.task import Fetch, Task
 
@@ -30,10 +30,12 @@ class Ahead:
         away = {device for devices in found.values() for device in devices}
         self.in_step = [rank for device, rank in enumerate(ranks) if device not in away]
         names = {(r.src, r.dst): r.name for r in plan.reshards}
-        # By pool, the edges whose weights it fetches.
+        behind = fetched(plan)
+        # By pool and task the edges whose weights it fetches.
         self.edges = {
-            pool: [names[edge] for edge in stale(plan.graph) if plan.placement(edge[1]).pool == pool]
-            for pool in self.leads
+            (s.pool, s.task): [names[x.node, x.other] for x in s.instructions if (x.node, x.other) in behind]
+            for s in plan.schedule
+            if s.pool in self.leads
         }
         self.begun = dict.fromkeys(self.leads, first - 1)  # the last iteration that each pool has begun
         self.at_work: dict[str, list[Any]] = {pool: [] for pool in self.leads}
@@ -42,7 +44,7 @@ class Ahead:
 
     def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
         """Has a pool begin a task with weights of this version, when it has ended what it is at."""
-        for edge in self.edges[pool]:
+        for edge in self.edges[pool, task.name]:
             self.fetches[edge] = Fetch(version, 1 + (self.fetches[edge].told if edge in self.fetches else 0))
         asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
         if task.trains:

@@ -22,7 +22,7 @@ import psutil
 from ...diagnostics import Diagnostic
 from ...emit.page import many
 from ...hardware.device_kinds import HOST
-from ...ir.ahead import leads
+from ...ir.ahead import lanes
 from ...ir.located import remote
 from ...ir.plan import Plan
 from ..dock.readers import members, readers
@@ -156,8 +156,7 @@ class Pool:
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
             return start(functions.FunctionHost, called, host, *arguments, name=None)
 
-        lanes = 1 + max(leads(plan).values(), default=0)
-        self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes)
+        self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes(plan))
         if self.attached:
             self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:

@@ -25,7 +25,7 @@ from ...backends.away import Away
 from ...backends.devices import Device, Devices
 from ...backends.spec import EngineSpec, Generator, Trainer, Weights
 from ...cost import holdings
-from ...ir.ahead import stale
+from ...ir.ahead import fetched
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan
@@ -160,7 +160,7 @@ class Engines:
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             of = (plan, edge, model, self.rank, (sides[0], sides[1]), shards)
-            if (src, dst) in stale(plan.graph):
+            if (src, dst) in fetched(plan):
                 late = plan.docks.deadline + 60  # as for collectives
                 self.resharders[src, dst] = Published(*of, store=self.store, deadline=late)
             else:
