@@ -214,8 +214,9 @@ def one(
         free = sorted(set(range(1, cluster.count)) - cluster.until.keys())
         if now > due and faults and free and pending is None:
             kind = chance.choice(options.only or KINDS)
-            if cluster.harm(kind, chance.choice(free), chance):
+            if cluster.harm(kind, host := chance.choice(free), chance):
                 faults -= 1
+                count.remarks.append(f"{out.name}: {kind} of host {host} after {max(lines, 0)} lines")
                 count.kills[kind] = count.kills.get(kind, 0) + 1
                 pending = kind, now, lines
                 due = now + chance.uniform(0, options.gap)

@@ -179,15 +179,17 @@ def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkey
         return [a for a in asked if a <= clock.now], [a for a in asked if a > clock.now]
 
     monkeypatch.setattr(docks, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    ray = SimpleNamespace(wait=wait, get=lambda asked: asked)
-    assert docks.results(ray, begun, [], ["rank 0"] * len(begun)) == begun
+    ray = SimpleNamespace(wait=wait)
+    asked = {f"rank {i}": took for i, took in enumerate(begun)}
+    docks.begun(ray, asked, [])
+    assert clock.now == begun[-1]
     clock.now = 0.0
     with pytest.raises(docks.HostLost) as caught:
-        docks.results(ray, [*begun, math.inf], [], [*["rank 0"] * len(begun), "rank 1"])
+        docks.begun(ray, asked | {"dock of host 1": math.inf}, [])
     told = 10 * math.ceil(begun[-1] / 10)  # the driver looks as often
     since = max(docks.BEGIN, 3 * told)
     assert since < clock.now <= since + docks.SILENT
-    assert str(caught.value) == f"rank 1 has not begun in {clock.now:.0f} s; all others had in {told} s"
+    assert str(caught.value) == f"dock of host 1 has not begun in {clock.now:.0f} s; all others had in {told} s"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 RAY = [sys.executable, "-c", "import sys; from ray.scripts.scripts import main; sys.exit(main())"]
@@ -87,7 +88,8 @@ class Hosts:
         """Ends a host's Ray node, and waits until it is gone."""
         node = self.nodes.pop(host)
         for pid in self._pids(f"{self.name}h{host}"):
-            os.kill(pid, 9)
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
         node.wait()
 
     def runs(self, host, name):
@@ -104,10 +106,8 @@ class Hosts:
             until = time.monotonic() + 20
             while (pids := self._pids(space)) and time.monotonic() < until:
                 for pid in pids:
-                    try:
+                    with suppress(ProcessLookupError):
                         os.kill(pid, 9)
-                    except ProcessLookupError:
-                        continue
                 time.sleep(0.1)
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
         for node in self.nodes.values():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dock.wire import Status
@@ -58,25 +58,40 @@ class Docks:
         return sorted(missing(nodes[i] for i in silent)) if silent else []
 
 
-def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str], names: Sequence[str] = ()) -> list[Any]:
+def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
     """What Ray was asked for, once all of it is there. Raises HostLost where one of these hosts, by the ids that their
     nodes have in Ray, is out of reach at two looks in a row: of what is to begin on a lost host Ray itself may never
-    tell. Nor may it of what was to begin while a host was out of reach and has come back: with the `names` of processes
-    that take about as long, HostLost where some take far longer than the others."""
+    tell."""
     left, out = list(asked), set[str]()
-    start, last = time.monotonic(), 0.0
     while left:
         done, left = ray.wait(left, num_returns=len(left), timeout=SILENT)
         ray.get(done)  # what went wrong, while others still work
-        before, out = out, missing(nodes) if left and nodes else set()
-        if lost := sorted(out & before):
-            raise HostLost(words.silent(lost))
+        out = _lost(nodes, out) if left else out
+    return list(ray.get(list(asked)))
+
+
+def begun(ray: Any, asked: Mapping[str, Any], nodes: Sequence[str]) -> None:
+    """Waits until all processes of these names have answered, or have died, of which the next call tells. Raises
+    HostLost as `results` does, and where some take far longer than all others: of what was to begin while a host was
+    out of reach and has come back, Ray may hear nothing more."""
+    left, out = dict(asked), set[str]()
+    start, last = time.monotonic(), 0.0
+    while left:
+        done, _ = ray.wait([*left.values()], num_returns=len(left), timeout=SILENT)
+        left = {name: reference for name, reference in left.items() if reference not in done}
+        out = _lost(nodes, out) if left else out
         took = time.monotonic() - start
         last = took if done else last
-        if names and last and left and took > max(BEGIN, 3 * last):
-            late = [name for name, reference in zip(names, asked, strict=True) if reference in left]
-            raise HostLost(f"{' and '.join(late)} has not begun in {took:.0f} s; all others had in {last:.0f} s")
-    return list(ray.get(list(asked)))
+        if last and left and took > max(BEGIN, 3 * last):
+            raise HostLost(f"{' and '.join(left)} has not begun in {took:.0f} s; all others had in {last:.0f} s")
+
+
+def _lost(nodes: Sequence[str], before: set[str]) -> set[str]:
+    """The hosts that are out of reach; HostLost where one was so `before`."""
+    out = missing(nodes) if nodes else set[str]()
+    if lost := sorted(out & before):
+        raise HostLost(words.silent(lost))
+    return out
 
 
 def missing(nodes: Iterable[str]) -> set[str]:

@@ -30,7 +30,7 @@ from ..process import joining
 from ..process.joining import NoResources
 from ..process.processes import ROWS, alive
 from . import devices, function_hosts, shipping
-from .docks import missing, results
+from .docks import begun, missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
 from .probe import probe, room
@@ -97,6 +97,8 @@ class Pool:
 
     def start(self) -> None:
         """Starts the actors, and returns when all are ready."""
+        import ray
+
         plan, cluster = self.plan, self.plan.cluster
         self.reserved = place = devices.reserved(
             plan, f"{devices.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
@@ -147,8 +149,6 @@ class Pool:
 
         def function_host(host: int, lane: int, again: bool) -> Any:
             if again and self.functions:
-                import ray
-
                 # One that only could not be reached for a while would go on beside.
                 ray.kill(self.functions.actors[self.functions.places.index((host, lane))])
             called = function_hosts.name(host, lane)
@@ -157,13 +157,13 @@ class Pool:
             return start(functions.FunctionHost, called, host, *arguments, name=None)
 
         self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes(plan))
+        first = {self.names[actor._actor_id.hex()]: actor.__ray_ready__.remote() for actor in self._actors()}
         if self.attached:
             self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:
                 self.parted.check(Path(self.attempt.resume))
         self.started = self.functions.every("start")
-        names = [self.names[rank._actor_id.hex()] for rank in self.ranks]
-        self.results([rank.__ray_ready__.remote() for rank in self.ranks], names)
+        begun(ray, first, self._nodes())
         (address,) = self.results([self.ranks[0].address.remote()])
         self.results([r.start.remote(address, way) for r in self.ranks])
         self._release()  # who uses the folders that the probes made holds them
@@ -201,12 +201,15 @@ class Pool:
         while self.probes:
             ray.kill(self.probes.pop())
 
-    def results(self, asked: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
-        """What Ray was asked for, as long as no host of a cluster is lost (HostLost): see `results`."""
+    def results(self, asked: Sequence[Any]) -> list[Any]:
+        """What Ray was asked for, as long as no host of a cluster is lost (HostLost)."""
         import ray
 
-        nodes = self.reserved.nodes if self.attached and self.reserved is not None else []
-        return results(ray, asked, nodes, names)
+        return results(ray, asked, self._nodes())
+
+    def _nodes(self) -> list[str]:
+        """The ids that a cluster's hosts have in Ray."""
+        return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
         """Ray's servers that are gone; they are looked for until all are there."""
