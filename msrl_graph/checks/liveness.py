@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Update
+from ..ir.ahead import lanes
+from ..ir.attributes import Call, Generate, SampleEdge, Update
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Memory, Plan
 from ..ir.sequences import is_tokens, weighs
@@ -125,7 +126,7 @@ def _capacity(plan: Plan) -> Iterator[Diagnostic]:
 
     if (need := least(held := _held(worst))) <= capacity:
         return
-    ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
+    ahead = lanes(plan) - 1
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
     level = plan.graph.level(waits)
     rows = f"{plan.graph.rows[level]:,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..ir import verify
-from ..ir.attributes import Call, ReshardingEdge
+from ..ir.ahead import lanes
+from ..ir.attributes import Call
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
 from .spec import Pass
@@ -172,9 +173,8 @@ class CountMemory(Pass):
                 ranks = max(plan.on_hosts(plan.placement(r.src).pool))
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
-            # Under staleness a generation is ahead by so many iterations of rows that no update has read.
-            ahead = max((ReshardingEdge.of(e).staleness for e in plan.graph.reshards()), default=0)
-            items["rows"] = (1 + ahead) * rows // len(plan.docks.warehouses)
+            # A generation may be ahead by iterations of rows that no update has read.
+            items["rows"] = lanes(plan) * rows // len(plan.docks.warehouses)
         if cluster.device.kind.shares_host_memory:
             # A pool that has no such phase is in any of its own meanwhile.
             held = [0] * cluster.nodes

@@ -98,8 +98,14 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
         for n in order
         if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}
     }
-    worker = {u: plan.graph.node(u).worker for u in source.values()}
-    last = {worker[source[n.name]]: n.name for n in order if n.name in swapped}  # a worker's last generation
+    owner = {n.name: plan.graph.node(source.get(n.name, n.name)).worker for n in order}  # whose weights a node uses
+    # Swapped generations after which the weights come back: the next that uses them is none.
+    back = {
+        n.name
+        for i, n in enumerate(order)
+        if n.name in swapped
+        and next((m.name for m in order[i + 1 :] if owner[m.name] == owner[n.name]), "") not in swapped
+    }
     out: list[Instruction] = []
     returning: dict[str, str] = {}  # by worker, the update that its weights left as
     for node in order:
@@ -112,9 +118,9 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
         out.append(Instruction("RUN", node.name))
         if node.name in source:
             out.append(Instruction("RELEASE", node.name))
-            if last.get(worker[source[node.name]]) == node.name:
+            if node.name in back:
                 out.append(Instruction("SWAP_IN", source[node.name]))
-                returning[worker[source[node.name]]] = source[node.name]
+                returning[owner[node.name]] = source[node.name]
     # A task without an update still ends with the weights where the next one expects them.
     return (*out, *(Instruction("WAIT", u) for u in returning.values()))
 

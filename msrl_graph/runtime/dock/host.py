@@ -175,7 +175,8 @@ class DockHost:
                 f"`{node}` has {size:,} bytes of rows more in {key}, and the {self.warehouse.capacity:,} bytes of the "
                 "dock's `capacity` are full on every host"
             )
-            if {*self.warehouse.tasks}.union(*(tasks for _, tasks in states.values())) <= {key}:
+            turns = [t.turn for t in self.warehouse.tasks.values()] + [turn for _, turn in states.values() if turn]
+            if min(turns) >= self.warehouse.tasks[key].turn:
                 raise DockFull(f"{what}; nothing leaves before {key} ends, so raise `capacity`")
             try:
                 async with self.changed:
@@ -185,9 +186,9 @@ class DockHost:
                 raise DockTimeout(f"{what}; in {self.deadline:g} s no task has ended") from None
         return self.warehouse.index
 
-    async def free(self) -> tuple[int, list[str]]:
-        """Bytes that the warehouse still takes, and the tasks that are open."""
-        return self.warehouse.free, [*self.warehouse.tasks]
+    async def free(self) -> tuple[int, tuple[int, bool] | None]:
+        """Bytes that the warehouse still takes, and the turn of the task that ends first of those that are open."""
+        return self.warehouse.free, min((task.turn for task in self.warehouse.tasks.values()), default=None)
 
     async def promise(self, key: str, name: str, size: int) -> bool:
         return self.warehouse.promise(key, name, size)

@@ -43,6 +43,11 @@ class Task:
         return f"{self.name}/{self.number}"
 
     @property
+    def turn(self) -> tuple[int, bool]:
+        """Tasks end in the order of their turns: an evaluation after so many iterations before the next one."""
+        return self.number, self.trains
+
+    @property
     def trains(self) -> bool:
         return self.name == "train"
 
