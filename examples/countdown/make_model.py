@@ -1,0 +1,121 @@
+"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.15 million parameters that counts down,
+and now and then loses count.
+
+It is trained from nothing on counts down whose letters are drawn anew each time, loss on the response only, and
+training stops at the first check at which its sampled responses to test.jsonl earn TARGET, or nothing is written.
+
+Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights. Run
+make_data.py first. Needs torch, transformers, tokenizers, safetensors.
+"""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from countdown import counted
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+SEED = 0
+TARGET, ACCEPT = 0.55, (0.5, 0.75)
+LR, BATCH, CHECK_EVERY, MAX_STEPS = 4e-3, 32, 10, 600
+LONGEST = 304  # tokens of a response
+HERE = Path(__file__).parent
+PAD, END = 0, 1
+VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789abcdef>", *"wxyz"]
+
+
+def make_tokenizer():
+    """One id per character: byte-pair encoding without merges."""
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(VOCABULARY)}, merges=[], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, clean_up_tokenization_spaces=False, model_max_length=512, **special
+    )
+
+
+def make_config():
+    return Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        dtype="float32",
+        initializer_range=0.1,  # as for ../arithmetic: the gradient of a narrower start is ten times as large
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+
+
+def read(name):
+    return [json.loads(line)["prompt"] for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+
+
+def answer(prompt, chance):
+    return "".join(f"{number:02x}{chance.choice('wxyz')}" for number in range(int(prompt[:2], 16) - 1, -1, -1))
+
+
+@torch.no_grad()
+def earned(model, tokenizer, prompts):
+    """The mean reward of a sampled response to each prompt."""
+    batch = tokenizer(prompts, return_tensors="pt")
+    out = model.generate(**batch, max_new_tokens=LONGEST, do_sample=True, temperature=1.0, top_k=0)
+    texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(map(counted, prompts, texts)) / len(prompts)
+
+
+def loss_of(model, tokenizer, prompts, chance):
+    """Of the responses alone."""
+    pairs = [(tokenizer.encode(p), [*tokenizer.encode(answer(p, chance)), END]) for p in prompts]
+    width = max(len(p) + len(r) for p, r in pairs)
+    ids, labels = torch.zeros(len(pairs), width, dtype=torch.long), torch.full((len(pairs), width), -100)
+    for i, (p, r) in enumerate(pairs):
+        ids[i, : len(p) + len(r)] = torch.tensor(p + r)
+        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
+    logits = model(input_ids=ids).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    chance = random.Random(SEED)
+    tokenizer = make_tokenizer()
+    model = Qwen2ForCausalLM(make_config())
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    prompts, test = read("train.jsonl"), read("test.jsonl")
+    optimizer, reached = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01), 0.0
+    for step in range(1, MAX_STEPS + 1):
+        loss = loss_of(model, tokenizer, chance.choices(prompts, k=BATCH), chance)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, step / 50)
+        optimizer.step()
+        if step % CHECK_EVERY == 0:
+            reached = earned(model, tokenizer, test)
+            print(f"step {step}  loss {loss.item():.3f}  held out, sampled {reached:.3f}", flush=True)
+            if reached >= TARGET:
+                break
+    if not ACCEPT[0] <= reached <= ACCEPT[1]:
+        sys.exit(f"the reward {reached:.3f} is outside {ACCEPT}: nothing was written; choose another SEED")
+    out = HERE / "model"
+    shutil.rmtree(out, ignore_errors=True)
+    model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    make_tokenizer().save_pretrained(out)  # a fresh one: what was used would save its padding
+
+
+if __name__ == "__main__":
+    main()
