@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from msrl_graph import algorithms
 
-clip, cispo, kl_cov, clip_cov, entropy, sft, truncated, value_clip, dpo, distil = (
-    algorithms.load("loss", name)
-    for name in ("clip", "cispo", "kl_cov", "clip_cov", "entropy", "sft", "truncated", "value_clip", "dpo", "distil")
+clip, cispo, kl_cov, clip_cov, entropy, sft = (
+    algorithms.load("loss", name) for name in ("clip", "cispo", "kl_cov", "clip_cov", "entropy", "sft")
+)
+truncated, masked, trusted, value_clip, dpo, distil = (
+    algorithms.load("loss", name) for name in ("truncated", "masked", "trusted", "value_clip", "dpo", "distil")
 )
 
 
@@ -114,8 +116,25 @@ def test_a_ratio_without_gradient_by_hand():
 def test_plain_terms():
     logp = f64(-1, -2.5)
     assert same(sft(logp), 1, 2.5) and same(entropy(f64(0.7)), 0.7)
-    weight = truncated(f64(-1, -1, -1).requires_grad_(), f64(-1.5, -3, 0), most=2.0)
-    assert same(weight, math.exp(0.5), 2, math.exp(-1)) and not weight.requires_grad
+
+
+def test_weights_of_what_was_drawn_otherwise_by_hand():
+    """Two rows, of two tokens and of one, and one without: ratios e^0.5, e^2 and e^-1."""
+    drawn = (f64(-1, -1, -1).requires_grad_(), f64(-1.5, -3, 0), torch.tensor([2, 0, 1]))
+    e = math.exp
+    weight, told = truncated(*drawn, most=2.0)
+    assert same(weight, e(0.5), 2, e(-1)) and not weight.requires_grad
+    assert same(told["ratio"], e(0.5), e(2), e(-1)) and told["cut"].tolist() == [0, 1, 0]
+    assert same(truncated(*drawn, most=20.0, ratio="sequence")[0], e(2.5), e(2.5), e(-1))
+    assert same(truncated(*drawn, most=20.0, ratio="mean")[0], e(1.25), e(1.25), e(-1))
+    weight, told = masked(*drawn)
+    assert same(weight, e(0.5), 0, 0) and told["left_out"].tolist() == [0, 1, 1]
+    assert same(trusted(*drawn)[0], 0, 0, 0) and same(trusted(*drawn, high=4.0)[0], 1, 1, 0)
+    assert same(masked(*drawn, low=0.1, ratio="sequence")[0], 0, 0, e(-1))
+    far = truncated(f64(0.0), f64(-1e4))[0]
+    assert same(far, 2) and same(masked(f64(0.0), f64(-1e4))[0], 0)
+    with pytest.raises(ValueError, match="lengths"):
+        truncated(*drawn[:2], ratio="sequence")
 
 
 def test_value_clip_by_hand():

@@ -266,11 +266,24 @@ def value_clip(batch, range):
 
 
 @check("compute_rollout_correction_weights", "truncated")
-def truncated(batch, most):
-    """verl clamps log-ratios to +-20."""
-    return {
-        "tokens": term("truncated", flat(batch["old_logp"]), bounded(batch, "old_logp", "gen_logp", -20, 20), most=most)
-    }
+def truncated(batch, **options):
+    """verl clamps log-ratios, and the sums of rows, to +-20."""
+    found = term("truncated", *drawn(batch), **options)
+    return {"tokens": found.clamp(min=math.exp(-20))}
+
+
+@check("compute_rollout_correction_weights, within bounds", "masked")
+def masked(batch, **options):
+    return {"tokens": term("masked", *drawn(batch), **options)}
+
+
+@check("compute_rollout_rejection_mask", "trusted")
+def trusted(batch, **options):
+    return {"tokens": term("trusted", *drawn(batch), **options)}
+
+
+def drawn(batch):
+    return *tensors(batch, "old_logp", "gen_logp"), torch.tensor(batch["lengths"])
 
 
 @check("agg_loss")

@@ -22,7 +22,9 @@ CALLS = {
     "kl": (ROLLOUT, "actor.update", "kl()"),
     "kl_cov": (ROLLOUT, "actor.update", "kl_cov(0.01)"),
     "sft": (ROLLOUT, "actor.update", "sft()"),
+    "masked": (ROLLOUT, "actor.update", "masked(gen_logp = ref_logp, ratio = sequence)"),
     "truncated": (ROLLOUT, "actor.update", "truncated(gen_logp = ref_logp)"),
+    "trusted": (ROLLOUT, "actor.update", "trusted(gen_logp = ref_logp)"),
     "value_clip": (ROLLOUT, "critic.update", "value_clip()"),
 }
 LOSS = "clip(0.2, ratio = sequence) + 0.1 * kl() - 0.01 * entropy() + 0.1 * distil(reverse)"

@@ -165,14 +165,65 @@ def sft(logp: Tokens) -> Tokens:
 
 
 @loss_term
-def truncated(old_logp: Tokens, gen_logp: Tokens, *, most: Positive = 2.0) -> Tokens:
-    """A truncated importance weight, min(exp(old_logp - gen_logp), most), without gradient (as in V-trace,
+def truncated(
+    old_logp: Tokens,
+    gen_logp: Tokens,
+    lengths: Rows | None = None,
+    *,
+    most: Positive = 2.0,
+    ratio: Literal["token", "sequence", "mean"] = "token",
+) -> tuple[Tokens, Figures]:
+    """A truncated importance weight, min(r, most), r = exp(old_logp - gen_logp), without gradient (as in V-trace,
     arXiv:1802.01561).
 
     A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another
-    engine.
+    engine. `ratio = sequence` takes for each token of a row the product of the row's r, which is exact and varies with
+    the row's length; `mean` their geometric mean. ValueError where these have no `lengths`. Tells the `ratio` of each
+    token, and whether it is `cut`.
     """
-    return (old_logp - gen_logp).exp().clamp(max=most).detach()
+    r = _ratio(old_logp, gen_logp, lengths, ratio)
+    return r.clamp(max=most), {"ratio": r, "cut": (r > most).float()}
+
+
+@loss_term
+def masked(
+    old_logp: Tokens,
+    gen_logp: Tokens,
+    lengths: Rows | None = None,
+    *,
+    low: NotNegative = 0.5,
+    high: Positive = 2.0,
+    ratio: Literal["token", "sequence", "mean"] = "token",
+) -> tuple[Tokens, Figures]:
+    """A masked importance weight, r where low <= r <= high and else 0, without gradient (of tokens IcePop,
+    arXiv:2510.18855).
+
+    A factor for another term, as `truncated`, whose `ratio` it has: what was drawn too differently is left out instead
+    of being cut. Tokens that are left out count in the mean all the same. Tells the `ratio` of each token, and whether
+    it is `left_out`.
+    """
+    r, out = _outside(old_logp, gen_logp, lengths, low, high, ratio)
+    return r.masked_fill(out, 0.0), {"ratio": r, "left_out": out.float()}
+
+
+@loss_term
+def trusted(
+    old_logp: Tokens,
+    gen_logp: Tokens,
+    lengths: Rows | None = None,
+    *,
+    low: NotNegative = 0.5,
+    high: Positive = 2.0,
+    ratio: Literal["token", "sequence", "mean"] = "mean",
+) -> tuple[Tokens, Figures]:
+    """1 where low <= r <= high and else 0: what was drawn too differently is rejected, as whole rows are by trust
+    region masking (arXiv:2512.23075), here by the geometric mean of the row's r.
+
+    A factor for another term, beside `truncated` if need be, whose `ratio` it has. What is left out counts in the mean
+    all the same. Tells the `ratio` of each token, and whether it is `left_out`.
+    """
+    r, out = _outside(old_logp, gen_logp, lengths, low, high, ratio)
+    return (~out).to(r.dtype), {"ratio": r, "left_out": out.float()}
 
 
 @loss_term
@@ -247,6 +298,25 @@ def _sums(tokens: Tokens, lengths: Rows) -> Rows:
 
     rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
     return torch.stack(rows) if rows else tokens[:0]
+
+
+def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, of: str) -> Tokens:
+    """exp(old_logp - gen_logp) of each token, or of its row, without gradient; finite for any."""
+    log_ratio = (old_logp - gen_logp).detach()
+    if of != "token":
+        if lengths is None:
+            raise ValueError("the ratio of a row needs the rows' lengths")
+        sums = _sums(log_ratio, lengths)
+        log_ratio = (sums / lengths.clamp(min=1) if of == "mean" else sums).repeat_interleave(lengths)
+    return log_ratio.clamp(-60, 60).exp()
+
+
+def _outside(
+    old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, low: float, high: float, of: str
+) -> tuple[Tokens, Tokens]:
+    """Ratios, and which of them are out of the bounds."""
+    r = _ratio(old_logp, gen_logp, lengths, of)
+    return r, (r < low) | (r > high)
 
 
 def _kl(log_ratio: Tokens) -> Tokens:

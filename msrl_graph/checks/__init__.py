@@ -54,7 +54,7 @@ CHECKS: tuple[Check, ...] = (
     temperature.greedy,
     temperature.equal,
     scope.own_metric,
-    staleness.unread_logp,
+    staleness.uncorrected,
     states.unread,
     states.unset,
     terms.unused_reads,

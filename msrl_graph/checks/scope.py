@@ -334,6 +334,11 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def named(loss: Expr) -> set[str]:
+    """The columns that stand in a loss by name, as factors of terms."""
+    return {str(loss.value)} if loss.kind == "column" else {c for a in loss.args for c in named(a)}
+
+
 def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
     """The calls of a node whose signature is known."""
     stated = node.attributes

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from ..diagnostics import Diagnostic
 from ..ir.attributes import Generate, Update
-from ..ir.graph import ELEMENTS, Expr, Graph, Node
+from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED
 from .columns import Library
-from .scope import calls, lacking, span, withheld
+from .scope import calls, lacking, named, span, withheld
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -42,7 +42,7 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
     """The terms that need none of this."""
-    terms = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss" and (s.fills or s.logps)]
+    terms = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss" and ({*s.fills} - {"lengths"} or s.logps)]
     fitting = [f"`{s.name}`" for s in terms if not set(s.fills) & set(none) and not (no_logps and s.logps)]
     return f"terms for it: {', '.join(fitting)}" if fitting else ""
 
@@ -117,7 +117,7 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
     found = []
     for node in _typed_updates(graph):
-        used = {*_named(Update.of(node).loss), *sampled(graph, node)}
+        used = {*named(Update.of(node).loss), *sampled(graph, node)}
         for call, signature in calls(node, library):
             used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
         read = sequences(graph, node)
@@ -133,10 +133,6 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
             where = ((node.span, f"`{column}` is read here"),) if at.file != node.span.file else ()
             found.append(Diagnostic("unused-column", message, at, _without(graph, node, column), "warning", where))
     return found
-
-
-def _named(expr: Expr) -> set[str]:
-    return {str(expr.value)} if expr.kind == "column" else {c for a in expr.args for c in _named(a)}
 
 
 def _without(graph: Graph, node: Node, column: str) -> str:

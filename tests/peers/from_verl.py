@@ -158,11 +158,27 @@ def losses(b: Padded) -> list[dict[str, Any]]:
         tokens = [value_loss(b, b.values, one, size)[0].item() for one in b.each()]
         gives = {"tokens": tokens, "gradient": b.ragged(predicted.grad), "clipped": clipped.item()}
         found.append(value("compute_value_loss", options, **gives))
-    for most in (2.0, 1.1):
+    ratio = b.old_logp - b.gen_logp
+    for most, level in ((2.0, "token"), (1.1, "token"), (2.0, "sequence"), (1.1, "sequence")):
         given, _ = rollout_corr_helper.compute_rollout_correction_weights(
-            b.old_logp - b.gen_logp, b.mask, rollout_is_threshold=most
+            ratio, b.mask, rollout_is=level, rollout_is_threshold=most
         )
-        found.append(value("compute_rollout_correction_weights", {"most": most}, tokens=b.ragged(given)))
+        options = {"most": most, "ratio": level}
+        found.append(value("compute_rollout_correction_weights", options, tokens=b.ragged(given)))
+    for low, high, level in ((0.5, 2.0, "token"), (0.9, 1.1, "token"), (0.5, 2.0, "sequence")):
+        # Its metrics divide by the weights, of which there may be none.
+        with mock.patch.object(rollout_corr_helper, "compute_is_metrics", lambda **_: {}):
+            given, _ = rollout_corr_helper.compute_rollout_correction_weights(
+                ratio, b.mask, rollout_is=level, rollout_is_threshold=f"{low}_{high}"
+            )
+        options = {"low": low, "high": high, "ratio": level}
+        found.append(value("compute_rollout_correction_weights, within bounds", options, tokens=b.ragged(given)))
+    for low, high, level in ((0.5, 2.0, "token"), (0.9, 1.1, "token"), (0.5, 2.0, "sequence"), (0.9, 1.1, "mean")):
+        kind = {"token": "token_k1", "sequence": "seq_sum_k1", "mean": "seq_mean_k1"}[level]
+        # Its bounds are of the generator's probability over the trainer's.
+        given, _ = rollout_corr_helper.compute_rollout_rejection_mask(ratio, b.mask, kind, f"{1 / high}_{1 / low}")
+        options = {"low": low, "high": high, "ratio": level}
+        found.append(value("compute_rollout_rejection_mask", options, tokens=b.ragged(given)))
     return found
 
 
