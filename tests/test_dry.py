@@ -232,3 +232,25 @@ def test_weights_are_back_for_who_computes_between_two_generations_with_them(fol
   actor.update => n"""
     deploy = "layout actor.generate, n { dp = 2 }\n  layout actor.infer, actor.update { dp = 2 }"
     assert run(folder, SECOND + GENERATE + algorithm, deploy) == "to its end"
+
+
+def test_who_makes_rounds_of_prompts_is_not_ahead_where_the_filter_waits_for_who_is_in_step(folder: Path) -> None:
+    algorithm = """worker reward : reward_model frozen { model = reward }
+  node reward.infer(prompt, response) -> score
+  node host.keep(prompt, score) { keep = "f.py:keep", per = prompt, refill = 30 }
+  actor.generate -> reward.infer -> host.keep -> actor.update
+  source -> reward.infer"""
+    deploy = """model reward = "tiny"
+  apart actor.generate, actor.update
+  evaluate test { every = 1, samples = 1, report = [score] }"""
+    program = GENERATE.replace("update => actor.generate", "update => actor.generate { staleness = 2 }") + algorithm
+    assert run(folder, program, deploy, kindness=0.6) == "to its end"
+
+
+def test_rounds_of_prompts_go_ahead_where_their_filter_waits_for_nobody_else(folder: Path) -> None:
+    algorithm = """node host.keep(prompt, response) { keep = "f.py:keep", per = prompt, refill = 30 }
+  actor.generate -> host.keep -> actor.update
+  source -> host.keep"""
+    program = GENERATE.replace("update => actor.generate", "update => actor.generate { staleness = 1 }") + algorithm
+    deploy = "apart actor.generate, actor.update"
+    assert run(folder, program, deploy, kindness=0.6, iterations=4) == "to its end, 1 versions behind"

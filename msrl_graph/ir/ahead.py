@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .attributes import ReshardingEdge
 from .plan import FUNCTIONS, Plan
+from .rowsets import looping
 
 
 def leads(plan: Plan) -> dict[str, int]:
@@ -44,13 +45,18 @@ def hindered(plan: Plan) -> dict[str, str]:
     for node in plan.graph.verb("update"):
         if node.name in pool_of:
             found[pool_of[node.name]] = f"runs `{node.name}`"
+    filter, rounds = looping(plan.graph)
     known = -1
     while len(found) > known:
         known = len(found)
-        for node_name, pool in pool_of.items():
-            for after in plan.graph.flow.after(node_name) if pool in found else ():
-                if (other := pool_of.get(after, pool)) not in found:
-                    found[other] = f"runs `{after}`, which waits for rows of `{node_name}`, and that is in step"
+        for node_name in [n for n, pool in pool_of.items() if pool in found]:
+            after = plan.graph.flow.after(node_name)
+            late = dict.fromkeys(after, "which")
+            if filter in after:  # who makes rounds of prompts waits for it: it may ask for another one
+                late |= dict.fromkeys(rounds - after, f"as often as `{filter}` asks, which")
+            for other in (n for n in pool_of if n in late):
+                why = f"runs `{other}`, {late[other]} waits for rows of `{node_name}`, and that is in step"
+                found.setdefault(pool_of[other], why)
     return found
 
 

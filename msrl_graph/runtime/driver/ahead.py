@@ -9,7 +9,7 @@ generates follows from the program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ class Ahead:
             if s.pool in self.leads
         }
         self.begun = dict.fromkeys(self.leads, first - 1)  # the last iteration that each pool has begun
-        self.at_work: dict[str, list[Any]] = {pool: [] for pool in self.leads}
+        self.at_work: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}  # by reference to a report
         self.reports: dict[str, list[Any]] = {}  # by key of the task
         self.fetches: dict[str, Fetch] = {}  # by edge, what was to be fetched last
 
@@ -49,20 +49,24 @@ class Ahead:
         asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
-        self.at_work[pool] += asked
+        self.at_work[pool] |= dict.fromkeys(asked, task)
         self.reports.setdefault(task.key, []).extend(asked)
 
     def under_way(self) -> list[Any]:
         """References to what is not known to have ended."""
         return [reference for asked in self.at_work.values() for reference in asked]
 
-    def ended(self, references: Collection[Any]) -> None:
-        """These have."""
-        for pool, asked in self.at_work.items():
-            self.at_work[pool] = [reference for reference in asked if reference not in references]
+    def ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, int]]:
+        """These have: tasks whose prompts came in so many rounds, as is known now. Raises what went wrong in one."""
+        for asked in self.at_work.values():
+            for reference in [r for r in asked if r in references]:
+                task, report = asked.pop(reference), ray.get(reference)
+                if task.trains and report.rounds:
+                    yield task, report.rounds
 
-    def due(self, now: int, iterations: int) -> Iterator[tuple[str, int]]:
-        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`."""
+    def due(self, now: int, iterations: int, foreseen: Callable[[int], bool]) -> Iterator[tuple[str, int]]:
+        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`: of those that can
+        be `foreseen`."""
         for pool, lead in self.leads.items():
             while self.begun[pool] < iterations - 1:
                 number = self.begun[pool] + 1
@@ -71,7 +75,7 @@ class Ahead:
                     may = now >= max(number - lead, self._saved(number))
                 else:
                     may = number <= now + lead and (not self.at_work[pool] or number <= now)
-                if not may:
+                if not may or not foreseen(number):
                     break
                 yield pool, number
 

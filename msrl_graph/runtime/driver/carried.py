@@ -25,21 +25,36 @@ class Carried:
     """`rows` are those of the source's data: a state of each prompt has a value for every one."""
 
     def __init__(self, plan: Plan, rows: int) -> None:
-        self.graph, self.position, self.rows = plan.graph, 0, rows
-        self.ahead = 0  # how much farther the data was read, by the program as it was before, than this one would have
+        self.graph, self.rows = plan.graph, rows
+        self.refills = any(Call.of(n).refill for n in plan.graph.nodes)
+        self.positions = {0: 0}  # in the data, by iteration, of those where it is known
         self.states: dict[str, Array] = {}
         for state in plan.graph.states:
             first = float(state.initial.literal())
             self.states[state.name] = np.full(rows, first) if state.per else np.asarray(first)
-        # Whether it is known before an iteration has ended which data the next reads, and all that it begins with.
-        self.foreseen = not any(Call.of(n).refill for n in plan.graph.nodes)
-        self.known = self.foreseen and not self.states
+        # Whether the next iteration is known before this one has ended, with all that it begins with.
+        self.known = not self.states and not self.refills
 
     def task(self, number: int) -> Task:
-        """Iteration `number` of training."""
-        prompts = self.graph.rows[0]
-        position = self.ahead + number * prompts if self.foreseen else self.position
-        return Task("train", number, prompts, 0, position, self.of_run())
+        """Iteration `number` of training, which is `foreseen`."""
+        return Task("train", number, self.graph.rows[0], 0, self._position(number), self.of_run())
+
+    @property
+    def position(self) -> int:
+        """Where the data of the next iteration begin."""
+        return self.positions[min(self.positions)]
+
+    def foreseen(self, number: int) -> bool:
+        """Whether it is known which data an iteration begins with."""
+        return not self.refills or number in self.positions
+
+    def _position(self, number: int) -> int:
+        last = number if self.refills else min(number, max(self.positions))
+        return self.positions[last] + (number - last) * self.graph.rows[0]
+
+    def drew(self, task: Task, prompts: int) -> None:
+        """An iteration has taken so many prompts of the data."""
+        self.positions[task.number + 1] = task.position + prompts
 
     def of_run(self) -> dict[str, float]:
         """The states that the whole run has one value of."""
@@ -52,7 +67,8 @@ class Carried:
     def after(self, task: Task, reports: list[Report]) -> None:
         """Takes what an iteration of training has left."""
         drawn = sum(int(r.sums["prompts_drawn"][0]) for r in reports if "prompts_drawn" in r.sums)
-        self.position = task.position + (drawn or task.prompts)
+        self.drew(task, drawn or task.prompts)
+        self.positions = {number: place for number, place in self.positions.items() if number > task.number}
         rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
         given: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
@@ -72,8 +88,7 @@ class Carried:
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
         usual = manifest.iteration * self.graph.rows[0]
-        self.position = usual if manifest.position < 0 else manifest.position
-        self.ahead = self.position - usual
+        self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
         if not self.states:
             return
         found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}

@@ -212,8 +212,8 @@ class Driver:
 
     def _go_ahead(self, now: int) -> None:
         """Starts what is due of the pools that may be ahead, while the updates are in the iteration `now`."""
-        last = now + 1 if self.signals.asked or not self.carried.foreseen else self.plan.deploy.run.iterations
-        for pool, number in self.ahead.due(now, last):
+        last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
+        for pool, number in self.ahead.due(now, last, self.carried.foreseen):
             task = self.carried.task(number)
             if number > now:
                 self._prepare(task)
@@ -277,9 +277,10 @@ class Driver:
                 self.display.say(f"{name} died{self.place([name])}; started again")
                 self.display.restarted(name)
             done = [x for x in left if reference(x) in ended]
-            self.ray.get([reference(x) for x in done] + [x for x in beside if x in ended])
+            self.ray.get([reference(x) for x in done])
             if training >= 0:
-                self.ahead.ended(ended)
+                for task, rounds in self.ahead.ended(self.ray, ended):
+                    self.carried.drew(task, rounds * task.prompts)
                 self._go_ahead(training)
             left = [x for x in left if x not in done]
             now = moves

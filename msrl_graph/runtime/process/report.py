@@ -82,6 +82,7 @@ class Report:
     moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
     loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
+    rounds: int = 0  # of prompts that it knows that its task took; 0: it does not know
     drawn: Any = field(
         default_factory=lambda: np.zeros(0, np.int64)
     )  # of the data's rows those that became prompts, in order

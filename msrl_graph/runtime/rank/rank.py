@@ -108,6 +108,7 @@ class Doing(Walker):
         return self.rank.swaps[self.rank.plan.graph.node(node).worker]
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
+        self.report.rounds = rounds
         return self.rank.client.again(node, self.task, rounds)
 
 
