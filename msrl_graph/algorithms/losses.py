@@ -52,10 +52,7 @@ def clip(
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     kl = _kl(log_ratio)
     if ratio == "sequence":
-        if lengths is None:
-            raise ValueError("the ratio of a sequence needs the rows' lengths")
-        mean = _sums(log_ratio.detach(), lengths) / lengths.clamp(min=1)
-        log_ratio = mean.repeat_interleave(lengths) + (logp - logp.detach())
+        log_ratio = _over_rows(log_ratio.detach(), lengths, mean=True) + (logp - logp.detach())
     # Where the loss is bounded its gradient is 0 for a large ratio, and would be nan for one that overflows.
     most = log_ratio.clamp(max=60)
     r = (most.where(advantage >= 0, log_ratio) if dual is None else most).exp()
@@ -300,14 +297,19 @@ def _sums(tokens: Tokens, lengths: Rows) -> Rows:
     return torch.stack(rows) if rows else tokens[:0]
 
 
+def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
+    """For each token the sum over its row, or the mean."""
+    if lengths is None:
+        raise ValueError("the ratio of a sequence needs the rows' lengths")
+    sums = _sums(log_ratio, lengths)
+    return (sums / lengths.clamp(min=1) if mean else sums).repeat_interleave(lengths)
+
+
 def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, of: str) -> Tokens:
     """exp(old_logp - gen_logp) of each token, or of its row, without gradient; finite for any."""
     log_ratio = (old_logp - gen_logp).detach()
     if of != "token":
-        if lengths is None:
-            raise ValueError("the ratio of a row needs the rows' lengths")
-        sums = _sums(log_ratio, lengths)
-        log_ratio = (sums / lengths.clamp(min=1) if of == "mean" else sums).repeat_interleave(lengths)
+        log_ratio = _over_rows(log_ratio, lengths, mean=of == "mean")
     return log_ratio.clamp(-60, 60).exp()
 
 

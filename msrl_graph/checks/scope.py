@@ -334,9 +334,16 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
-def named(loss: Expr) -> set[str]:
-    """The columns that stand in a loss by name, as factors of terms."""
-    return {str(loss.value)} if loss.kind == "column" else {c for a in loss.args for c in named(a)}
+def taken(node: Node, library: Library) -> set[str]:
+    """The columns that the loss of an update takes: by name, as factors of terms, and as what terms are called with."""
+    found = _named(Update.of(node).loss)
+    for call, signature in calls(node, library):
+        found |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
+    return found
+
+
+def _named(loss: Expr) -> set[str]:
+    return {str(loss.value)} if loss.kind == "column" else {c for a in loss.args for c in _named(a)}
 
 
 def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
 from ..ir.ahead import hindered
-from ..ir.attributes import Generate, ReshardingEdge, Update
+from ..ir.attributes import Generate, ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
 from ..ir.sequences import of_response
 from .columns import Library
-from .scope import calls, named
+from .scope import taken
 
 
 def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -23,38 +23,29 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
         cause = _cause(graph, node)
         updates = [u for u in graph.verb("update") if u.worker == node.worker]
         drawn = {of_response(graph, node, "f32")} - {""}
-        if cause is None or not updates or any(drawn & _taken(u, library) for u in updates):
+        if cause is None or not updates or any(drawn & taken(u, library) for u in updates):
             continue
         name, span = cause
         readers = [u.name for u in updates if drawn & {*u.reads}]
         update = (readers or [updates[0].name])[0]
-        message = f"`{name}` lets older weights generate than those of `{update}`, which "
+        lacks = "reads no log-probabilities as they were sampled"
         if readers:
-            message += f"reads `{min(drawn)}` and has no term that takes it"
+            lacks = f"reads `{min(drawn)}` and has no term that takes it"
             help = (
                 f"multiply what it learns from by `truncated(gen_logp = {min(drawn)})`, or compare with it at once: "
                 f"`clip(old_logp = {min(drawn)})`"
             )
         elif drawn:
-            message += "reads no log-probabilities as they were sampled"
             help = f"read `{min(drawn)}` in `{update}`, and correct its loss by it"
         else:
-            message += "reads no log-probabilities as they were sampled"
             response = next((c for c in node.writes if graph.column(c).element == "i32"), "response")
             help = (
                 f"declare `gen_logp : f32[{response}]`, let `{node.name}` write it beside `{response}`, and "
                 f"`{update}` read it and correct its loss by it: `truncated()`"
             )
+        message = f"`{name}` lets older weights generate than those of `{update}`, which {lacks}"
         found.append(Diagnostic("uncorrected-staleness", message, span, help, "warning"))
     return found
-
-
-def _taken(node: Node, library: Library) -> set[str]:
-    """What the loss of an update takes of what it reads."""
-    taken = named(Update.of(node).loss)
-    for call, signature in calls(node, library):
-        taken |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
-    return taken & {*node.reads}
 
 
 def sampled(graph: Graph, node: Node) -> set[str]:

@@ -10,12 +10,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Generate, Update
+from ..ir.attributes import Generate
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED
 from .columns import Library
-from .scope import calls, lacking, named, span, withheld
+from .scope import calls, lacking, span, taken, withheld
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -117,9 +117,7 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
     found = []
     for node in _typed_updates(graph):
-        used = {*named(Update.of(node).loss), *sampled(graph, node)}
-        for call, signature in calls(node, library):
-            used |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
+        used = taken(node, library) | sampled(graph, node)
         read = sequences(graph, node)
         used |= {*read.context, *read.scored, *(str(e.value) for e in tempered(graph, node))}
         idle = [c for c in node.reads if c not in used and graph.column(c).element != "bool"]
@@ -157,17 +155,17 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in (n for n in graph.verb("generate") if Generate.of(n).environment is not None):
         mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
         for other in graph.nodes:
-            taken = [c for c in _unmasked(graph, other, library) if c in responses]
-            if not taken:
+            whole = [c for c in _unmasked(graph, other, library) if c in responses]
+            if not whole:
                 continue
             does = (
-                f"trains on all of `{taken[0]}`"
+                f"trains on all of `{whole[0]}`"
                 if other.verb == "update"
-                else f"takes all of `{taken[0]}` for the policy's"
+                else f"takes all of `{whole[0]}` for the policy's"
             )
             message = f"`{other.name}` {does}, and parts of it the environment of `{node.name}` wrote"
             own = (
-                f"declare `mask : bool[{taken[0]}]`, let `{node.name}` write it beside `{taken[0]}`, and "
+                f"declare `mask : bool[{whole[0]}]`, let `{node.name}` write it beside `{whole[0]}`, and "
                 f"`{other.name}` read it"
             )
             help = f"read `{mask}` in `{other.name}`" if mask else own

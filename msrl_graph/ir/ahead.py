@@ -27,7 +27,9 @@ def leads(plan: Plan) -> dict[str, int]:
 def fetched(plan: Plan) -> dict[tuple[str, str], int]:
     """The resharding edges, as (src, dst), over which weights are fetched by a pool that may be ahead, and how many
     versions these may be behind; where others state `staleness`, the two pools meet all the same."""
-    ahead, pool_of = leads(plan), _pools(plan)
+    if not (ahead := leads(plan)):
+        return {}
+    pool_of = _pools(plan)
     return {edge: n for edge, n in _staleness(plan).items() if n and pool_of[edge[1]] in ahead}
 
 

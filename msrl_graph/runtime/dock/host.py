@@ -175,7 +175,7 @@ class DockHost:
                 f"`{node}` has {size:,} bytes of rows more in {key}, and the {self.warehouse.capacity:,} bytes of the "
                 "dock's `capacity` are full on every host"
             )
-            turns = [t.turn for t in self.warehouse.tasks.values()] + [turn for _, turn in states.values() if turn]
+            turns = [turn for _, turn in (await self.free(), *states.values()) if turn]
             if min(turns) >= self.warehouse.tasks[key].turn:
                 raise DockFull(f"{what}; nothing leaves before {key} ends, so raise `capacity`")
             try:

@@ -42,7 +42,7 @@ class FunctionHosts:
         ended: Callable[[Sequence[Any]], dict[Any, Exception | None]] | None = None,
         lanes: int = 1,
     ) -> None:
-        self.start, self.ended, self.hosts, self.lanes = start, ended or _ended, hosts, lanes
+        self.start, self.ended, self.lanes = start, ended or _ended, lanes
         self.places = [(host, lane) for lane in range(lanes) for host in range(hosts)]
         self.left = [restarts for _ in self.places]
         self.open: list[list[Call]] = [[] for _ in self.places]
@@ -50,7 +50,7 @@ class FunctionHosts:
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> Call:
         """Asks for a call after all that its lane was asked for before."""
-        call = Call(lane % self.lanes * self.hosts + host, method, arguments)
+        call = Call(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open[call.process].append(call)
         self._send(call)
         return call
