@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import transformer
-from msrl_graph.backends.spec import Asked, Sampling, Shard
+from msrl_graph.backends.spec import Asked, Sampling, Shard, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -56,7 +56,7 @@ def test_greedy_agrees_with_transformers(generator):
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")
-    got, _ = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    got, _ = collected(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
     for prompt, tokens in zip(PROMPTS, got, strict=True):
         out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
         assert list(tokens) == out[0, len(prompt) :].tolist()
@@ -66,7 +66,9 @@ def test_greedy_agrees_with_transformers(generator):
 def test_draws_follow_the_distribution(generator):
     """The first token of one prompt, drawn 4,000 times, against the softmax."""
     logits = transformer_logits(PROMPTS[1], 0.8)
-    got, _ = generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+    got, _ = collected(
+        generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
+    )
     counts = np.bincount([t[0] for t in got], minlength=16)
     expected = logits.softmax(-1).numpy() * 4000
     some = expected > 5
@@ -76,18 +78,24 @@ def test_draws_follow_the_distribution(generator):
 def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     share = transformer_logits(PROMPTS[1], 2.0).softmax(-1)
     order = share.argsort(descending=True).tolist()
-    drawn, _ = generator.generate(
-        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
+    drawn, _ = collected(
+        generator.generate(
+            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
+        )
     )
     assert {int(t[0]) for t in drawn} == set(order[:3])
-    drawn, _ = generator.generate(
-        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
+    drawn, _ = collected(
+        generator.generate(
+            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
+        )
     )
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
     assert {int(t[0]) for t in drawn} == set(nucleus)
     # Both: the nucleus is one of what the k likeliest are together.
-    drawn, _ = generator.generate(
-        [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
+    drawn, _ = collected(
+        generator.generate(
+            [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
+        )
     )
     both = [t for i, t in enumerate(order[:3]) if share[order[:i]].sum() < 0.8 * share[order[:3]].sum()]
     assert {int(t[0]) for t in drawn} == set(both) < set(order[:3])
@@ -97,7 +105,7 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
 def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
     engine = engines.trainer(model())
-    tokens, logps = generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes))
+    tokens, logps = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
     packed = pack([prompts], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], Asked(changes.get("temperature", 1.0)))
@@ -107,7 +115,7 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
 
 def test_an_update_is_told_the_entropy_of_each_token(generator):
     engine = engines.trainer(model(), optimizer=adamw(lr=0.0))
-    tokens, _ = generator.generate(PROMPTS, np.arange(12), sampling(samples=4))
+    tokens, _ = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4)))
     packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], Asked(0.8, best=16))
     assert found.entropy is None and engine.score([packed], Asked(0.8))[0].entropy is None  # nobody asks
@@ -125,16 +133,18 @@ def test_an_update_is_told_the_entropy_of_each_token(generator):
 
 
 def test_at_temperature_0_a_token_is_sure(generator):
-    _, logps = generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0))
+    _, logps = collected(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
     assert not np.concatenate(logps).any()
 
 
 def test_each_response_has_its_own_temperature(generator):
     """A row draws what it would draw among rows of one temperature, those at 0 the likeliest tokens."""
     heat = np.array([0, 1, 2, 0.5, 0, 1], np.float32)
-    mixed, logps = generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat))
+    mixed, logps = collected(generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat)))
     for value in np.unique(heat):
-        alone, expected = generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value)))
+        alone, expected = collected(
+            generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value)))
+        )
         for i in np.flatnonzero(heat == value):
             assert list(mixed[i]) == list(alone[i])
             assert np.allclose(logps[i], expected[i], atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 from stage import PROMPTS, Stage, one_rank, same
 from torch import distributed as dist
 
-from msrl_graph.backends.spec import Sampling
+from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import Column, ragged, texts
 from msrl_graph.runtime.data.recording import check
@@ -95,7 +95,9 @@ def naive(stage, path, bound=BOUND):
         for turn in range(TURNS):
             sampling = Sampling(1, bound, 1.0, 1.0, 0, stage.seed, 3, tokens.ends)
             begun = np.array([len(ids)])
-            (new,), (logp,) = stage.generator.generate([np.array([*prompt, *ids])], np.array([row]), sampling, begun)
+            (new,), (logp,) = collected(
+                stage.generator.generate([np.array([*prompt, *ids])], np.array([row]), sampling, begun)
+            )
             ids, mask, logps = [*ids, *new.tolist()], mask + [True] * len(new), [*logps, *logp.tolist()]
             said, *values, over = instance.step(tokens.decode([new])[0])
             answer = tokens.encode([said])[0].tolist()

@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import transformer
-from msrl_graph.backends.spec import Asked, Sampling
+from msrl_graph.backends.spec import Asked, Sampling, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -178,7 +178,7 @@ def generate(rank, folder, weights, out, cases):
         dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
-        found, _ = engine.generate([prompts[j] for j in mine], rows, sampling)
+        found, _ = collected(engine.generate([prompts[j] for j in mine], rows, sampling))
         engine.release()
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
 

@@ -39,8 +39,8 @@ def sharing(rank, *changes):
             node = stage.plan.graph.node(name)
             stage.plan.placement(name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in (*node.reads, "response.logp")} if len(mine) else {}
-            written = getattr(stage, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
-            for made in written.values():
+            parts = stage.compute(node, TASK, Batch(part, mine, taken), report)
+            for made in (piece for part in parts for piece in part.values()):
                 logp |= {int(row): made.column[i].tolist() for i, row in enumerate(made.rows)}
         return logp, report.sums.get("grad_norm", (0.0, 0))[0]
 
@@ -70,7 +70,7 @@ def pair(request):
 def test_a_share_of_no_prompts_generates_nothing(alone):
     stage, none = Stage(one_rank()), np.zeros(0, np.int64)
     batch = Batch(share(none, 1, 1, {"prompt": 6}), none, {})
-    assert stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told) == {}
+    assert not [*stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told)]
 
 
 # Which rank gets each row; None: another mini-batch has it.

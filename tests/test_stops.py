@@ -10,6 +10,7 @@ from test_engines import PROMPTS, model, sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import transformer
+from msrl_graph.backends.spec import collected
 from msrl_graph.backends.stops import Stops
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -94,9 +95,9 @@ def test_a_response_ends_with_its_stop_string(generator):
     """The same tokens as without, each row up to the first stop string, and the log-probabilities of these."""
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     rows, whole = np.arange(60), sampling(samples=20, max_tokens=8, temperature=2.0)
-    tokens, logps = generator.generate(PROMPTS, rows, whole)
-    stopped = generator.generate(
-        PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "="))
+    tokens, logps = collected(generator.generate(PROMPTS, rows, whole))
+    stopped = collected(
+        generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
     )
     ends = [naive(tokenizer, row.tolist(), ("3", "11", "=")) for row in tokens]
     assert 5 < sum(e is not None for e in ends) < 55
@@ -108,13 +109,13 @@ def test_a_response_ends_with_its_stop_string(generator):
 def test_a_response_goes_on_as_if_it_had_not_been_left(generator):
     """In two calls, rows of different lengths in the second: noise and room are those of the whole response."""
     rows = np.arange(60)
-    tokens, logps = generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8))
+    tokens, logps = collected(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8)))
     some = np.flatnonzero([len(t) > 3 for t in tokens])
     begun = 1 + some % 3
     context = [np.concatenate([PROMPTS[i // 20], tokens[i][:n]]) for i, n in zip(some, begun, strict=True)]
     for micro_batch in (0, 1):
         generator.micro_batch = micro_batch
-        again, its = generator.generate(context, rows[some], sampling(samples=20, max_tokens=8), begun)
+        again, its = collected(generator.generate(context, rows[some], sampling(samples=20, max_tokens=8), begun))
         generator.micro_batch = 0
         for i, n, row, logp in zip(some, begun, again, its, strict=True):
             assert np.array_equal(tokens[i][n:], row)

@@ -6,13 +6,15 @@ The weights have memory only between `allocate` and `release`; their boxes are t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
 from . import experts, peaks, transformer
+from .continuous import Batch
 from .devices import release, take
 from .draw import draw
-from .spec import Act, Calls, EngineSpec, Sampling, Shard, Weights
+from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
 from .stops import looks_for
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ SPEC = EngineSpec(
     options=("micro_batch", "dtype", "memory"),
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     calls=_calls,
+    continuous=True,
     shares_beginnings=("host", "device"),
     # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
     cache_passes=5,
@@ -46,7 +49,7 @@ SPEC = EngineSpec(
 
 
 class Engine:
-    """A generator on this rank; the responses to `micro_batch` prompts are generated at once (0: all)."""
+    """A generator on this rank; the responses to `micro_batch` prompts are under way at once (0: all)."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
@@ -91,82 +94,25 @@ class Engine:
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
-    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+    ) -> Iterator[Response]:
         import numpy as np
         import torch
 
-        tokens: list[NDArray[np.int32]] = []
-        logps: list[NDArray[np.float32]] = []
         begun = np.zeros(len(rows), np.int64) if begun is None else begun
-        each = len(rows) // len(prompts)
-        wave = self.micro_batch * sampling.samples // each or len(prompts)
-        with torch.inference_mode():
-            for i in range(0, len(prompts), wave):
-                some = slice(i * each, (i + wave) * each)
-                drawn = self._wave(prompts[i : i + wave], rows[some], begun[some], sampling.of(some))
-                tokens += drawn[0]
-                logps += drawn[1]
-        return tokens, logps
+        stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
+        slots = self.micro_batch * sampling.samples or len(rows)
+        batch = Batch(self, prompts, rows, begun, sampling, slots, stops)
+        while batch.left:
+            with torch.inference_mode():  # not while others compute between two steps
+                ended = batch.step()
+            yield from ended
 
-    def _wave(
-        self, given: list[NDArray[np.int32]], rows: NDArray[np.int64], begun: NDArray[np.int64], sampling: Sampling
-    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """Prefills each prompt once, left-padded, then decodes; rows that have drawn alike so far are one in the batch,
-        and what has finished leaves it when half has."""
-        import numpy as np
-        import torch
+    def cache(self) -> Any:
         from transformers.cache_utils import DynamicCache
 
-        alike = {prompt.tobytes(): i for i, prompt in reversed([*enumerate(given)])}
-        first = sorted(alike.values())
-        prompts = [given[i] for i in first]
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros(len(prompts), width, dtype=torch.long)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-            mask[i, width - len(prompt) :] = 1
-        cache = DynamicCache(config=self.module.config)
-        ids, mask = ids.to(self.place, non_blocking=True), mask.to(self.place, non_blocking=True)
-        logits = self._logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
-        room = sampling.max_tokens - begun
-        out = np.zeros((len(rows), room.max()), np.int32)
-        logps = np.zeros((len(rows), room.max()), np.float32)
-        lengths = np.zeros(len(rows), np.int64)
-        running = np.arange(len(rows))
-        # Where in the batch each running row is.
-        place = np.repeat(np.searchsorted(first, [alike[p.tobytes()] for p in given]), len(rows) // len(given))
-        for step in range(room.max()):
-            drawn = logits[self._here(place)]
-            token, logp = self._draw(drawn, rows[running], begun[running] + step, sampling.of(running))
-            out[running, step] = token
-            logps[running, step] = logp
-            lengths[running] = step + 1
-            going = ~np.isin(token, sampling.ends) & (step + 1 < room[running])
-            if sampling.stop:
-                going &= ~looks_for(self.model.path, sampling.stop)(out[running, : step + 1])
-            running, place, token = running[going], place[going], token[going]
-            if not len(running):
-                break
-            vocabulary = logits.shape[-1]
-            distinct, which = np.unique(place * vocabulary + token, return_inverse=True)
-            parent, token = np.divmod(distinct, vocabulary)
-            if len(np.unique(parent)) == len(parent) and len(parent) * 2 > len(logits):
-                # Nothing parts, and little has finished: to carry that along takes less than to copy the cache.
-                fed = np.zeros(len(logits), np.int64)
-                fed[parent] = token
-            else:
-                fed, place = token, which
-                chosen = self._here(parent)
-                cache.batch_select_indices(chosen)
-                mask = mask[chosen]
-            mask = torch.cat([mask, mask.new_ones(len(fed), 1)], 1)
-            position = mask.sum(1, keepdim=True) - 1
-            logits = self._logits(self._here(fed)[:, None], mask, position, cache)
-        ends = list(enumerate(lengths))
-        return [out[i, :n].copy() for i, n in ends], [logps[i, :n].copy() for i, n in ends]
+        return DynamicCache(config=self.module.config)
 
-    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor, mask: torch.Tensor, position: torch.Tensor, cache: Any) -> torch.Tensor:
         import torch
         from torch import distributed as dist
 
@@ -181,16 +127,11 @@ class Engine:
             logits = torch.cat(parts, dim=-1)
         return logits
 
-    def _draw(
+    def draw(
         self, logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         token, logp = draw(logits, rows, steps, sampling, self.group)
         return token.cpu().numpy(), logp.cpu().numpy()
-
-    def _here(self, given: NDArray[Any]) -> torch.Tensor:
-        import torch
-
-        return torch.from_numpy(given).to(self.place, non_blocking=True)
 
 
 def _join(module: Any, group: Any, index: int) -> None:

@@ -6,7 +6,7 @@ builds its engine, which is looked up where one is built, so that whoever only r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -252,6 +252,21 @@ class Sampling:
         return self if one else replace(self, temperature=self.temperature[responses])  # type: ignore[index]
 
 
+class Response(NamedTuple):
+    """A response that has ended: its place among those that were asked for, its tokens, and their log-probabilities at
+    the sampling temperature, over the whole vocabulary (top_k and top_p aside)."""
+
+    place: int
+    tokens: NDArray[np.int32]
+    logps: NDArray[np.float32]
+
+
+def collected(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+    """Tokens and log-probabilities of all responses, by place."""
+    found = sorted(responses, key=lambda r: r.place)
+    return [r.tokens for r in found], [r.logps for r in found]
+
+
 Loss = Callable[[Outputs, int], "Tensor"]
 
 
@@ -316,9 +331,9 @@ class Generator(Protocol):
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
-    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-        """`samples` responses to each prompt, in order, and the log-probability of each of their tokens at the sampling
-        temperature, over the whole vocabulary (top_k and top_p aside). `rows` numbers them (it keys the noise). The end
-        token is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row
-        that ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
+    ) -> Iterator[Response]:
+        """`samples` responses to each prompt, each as it ends: all ranks of the group give the same ones in the same
+        order, and what is not asked for any more is not drawn. `rows` numbers them (it keys the noise). The end token
+        is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row that
+        ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
         looked for in what is drawn alone."""

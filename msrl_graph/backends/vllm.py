@@ -10,6 +10,7 @@ On cuda and npu it has never run: no such device was at hand.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ..ir.work import Work
 from ..sharding.layout import shard
 from . import spread, transformer
 from .devices import content, release, take
-from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Sampling, Shard, Situation, Weights
+from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
 from .stops import looks_for
 from .vllm_core import (
     BLOCK,
@@ -198,9 +199,8 @@ class Engine:
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
-    ) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+    ) -> Iterator[Response]:
         import numpy as np
-        import torch
 
         if not self._open:
             for cache in self._caches:
@@ -217,18 +217,27 @@ class Engine:
         alike: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(self._prompts):
             alike.setdefault(prompt.tobytes(), []).append(i)
+        with self._at_work():
+            for some in alike.values():
+                self._add(np.array(some))
+        try:
+            while self._running:
+                with self._at_work():
+                    ended = self._step()
+                for i in ended.tolist():
+                    end = drawn.lengths[i]
+                    yield Response(i, drawn.tokens[i, :end].copy(), drawn.logps[i, :end].copy())
+        finally:
+            with self._at_work():
+                self.core.abort_requests(list(self._running))  # none, unless a step raised or no more was asked for
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Not while others compute between two steps."""
+        import torch
+
         with torch.inference_mode(), self.replica.shown():
-            try:
-                for some in alike.values():
-                    self._add(np.array(some))
-                while self._running:
-                    self._step()
-            finally:
-                self.core.abort_requests(list(self._running))  # none, unless a step raised
-        ends = drawn.lengths.tolist()
-        return [drawn.tokens[i, :n].copy() for i, n in enumerate(ends)], [
-            drawn.logps[i, :n].copy() for i, n in enumerate(ends)
-        ]
+            yield
 
     def _add(self, rows: NDArray[np.int64]) -> None:
         """A request for rows that have the same tokens so far."""
@@ -268,10 +277,10 @@ class Engine:
         self._running.add(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
 
-    def _step(self) -> None:
-        """Computes one more token of the requests that the scheduler chooses. Rows of a request that draw another token
-        than the one that it goes on with get a request of their own, whose cache begins with the whole blocks that they
-        share; a request without rows ends."""
+    def _step(self) -> NDArray[np.int64]:
+        """Computes one more token of the requests that the scheduler chooses: the rows that end with it. Rows of a
+        request that draw another token than the one that it goes on with get a request of their own, whose cache begins
+        with the whole blocks that they share; a request without rows ends."""
         import numpy as np
 
         drawn = self.drawing.call
@@ -279,7 +288,7 @@ class Engine:
         self.core.post_step(ran)
         outputs = [o for o in (found[0].outputs if found and 0 in found else ()) if o.new_token_ids]
         if not outputs:
-            return
+            return np.zeros(0, np.int64)
         numbers = [int(o.request_id) for o in outputs]
         rows, of = drawn.each(numbers)
         drawn.lengths[rows] += 1
@@ -290,6 +299,7 @@ class Engine:
             for length in np.unique(drawn.lengths[rows[going]]):
                 some = np.flatnonzero(going & (drawn.lengths[rows] == length))
                 going[some] = ~stops(drawn.tokens[rows[some], :length])
+        over: NDArray[np.int64] = rows[~going]
         rows, of, tokens = rows[going], of[going], tokens[going]
         order = np.lexsort((tokens, of))
         parts = np.flatnonzero(np.diff(of[order]) | np.diff(tokens[order])) + 1
@@ -306,3 +316,4 @@ class Engine:
         self.core.abort_requests([o.request_id for o in outputs if o.finish_reason is None and o.request_id in ended])
         for number in left:
             del drawn.alike[number]
+        return over

@@ -242,20 +242,24 @@ class DryRank(Rank):
                 self._meet(("batch", node.name), self._here(self.pool.name))  # type: ignore[union-attr]
             yield batch
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
         made = self.dry.rows.columns[node.writes[0]]
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
-        return {c: Piece(rows, cells(self.plan.graph, c, rows)) for c in names} if len(rows) else {}
+        chance = self.dry.world.random
+        order, count = chance.sample(range(len(rows)), len(rows)), chance.randint(1, 3)
+        for part in np.array_split(rows[order], count) if len(rows) else ():  # as they end
+            some = np.sort(part)
+            yield {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
 
-    def _update(self, *_: Any) -> dict[str, Piece]:
-        return {}
+    def _update(self, *_: Any) -> None:
+        pass
 
     def save(self, worker: str, folder: str) -> None:
         pass

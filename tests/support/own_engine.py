@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from msrl_graph import backends
 from msrl_graph.backends import transformer
-from msrl_graph.backends.spec import EngineSpec, Outputs, Shard
+from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
 from msrl_graph.hardware.device_kinds import HOST
 from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.sharding.layout import shard
@@ -68,14 +68,11 @@ class Likeliest:
         pass
 
     def generate(self, prompts, rows, sampling, begun=None):
-        tokens, logps = [], []
         for i in range(len(rows)):
             before = [prompts[i * len(prompts) // len(rows)][-1]]
             while len(before) <= sampling.max_tokens and (len(before) == 1 or before[-1] not in sampling.ends):
                 before.append(self.next[before[-1]])
-            tokens.append(np.array(before[1:], np.int32))
-            logps.append(self.logp[before[:-1]].astype(np.float32))
-        return tokens, logps
+            yield Response(i, np.array(before[1:], np.int32), self.logp[before[:-1]].astype(np.float32))
 
 
 class Pairs:

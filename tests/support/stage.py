@@ -7,7 +7,7 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import transformer
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import Column, Piece, joined, ragged
 from msrl_graph.runtime.dock.wire import Batch, Share
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
@@ -62,8 +62,12 @@ class Stage(Rank):
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
-        written = getattr(self, f"_{node.verb}")(node, Task(task, 3, 4, 2), batch, self.told)
-        return {c: made.column.take(np.argsort(made.rows)) for c, made in written.items()}
+        written: dict[str, list[Piece]] = {}
+        for part in self.compute(node, Task(task, 3, 4, 2), batch, self.told):
+            for c, made in part.items():
+                written.setdefault(c, []).append(made)
+        pieces = {c: joined(made) for c, made in written.items()}
+        return {c: made.column.take(np.argsort(made.rows)) for c, made in pieces.items()}
 
     def sampled(self):
         """Four prompts' eight responses, with all that an update reads."""

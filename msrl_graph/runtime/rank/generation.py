@@ -7,12 +7,14 @@ and what it says is shared.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ...backends.spec import Sampling
-from ...ir.attributes import Generate
+from ...backends.spec import Response, Sampling, collected
+from ...ir.attributes import Generate, SampleEdge
 from ...ir.graph import Node
 from ...ir.plan import Evaluation, Plan
 from ...ir.rowsets import rowsets
@@ -53,9 +55,11 @@ class Generation(Engines):
         """Takes the responses of training from a recorded run from now on."""
         self.recording = Recording(self.plan, Path(folder))
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+        """What the node writes, in parts where an edge from it streams: each as soon as so many responses have
+        ended."""
         if not len(batch.rows):  # a last chunk smaller than the groups are many
-            return {}
+            return
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
         evaluation = self._evaluation(node, task)
         said = Generate.of(node)
@@ -76,38 +80,67 @@ class Generation(Engines):
         self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
+        responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if said.environment is not None:
             written = self._episodes(node, task, batch, rows, context, sampling, report, head)
+            responses = [written[response][i] for i in range(len(rows))]
+            yield {name: Piece(rows, made) for name, made in written.items()}
         else:
+            ended: Iterator[Response]
             if self.recording is not None and task.trains:
-                tokens, logps = self.recording.responses(
-                    node, (response, as_drawn), task.number, context, rows, sampling.samples
-                )
+                of = (node, (response, as_drawn), task.number, context, rows, sampling.samples)
+                ended = map(Response, range(len(rows)), *self.recording.responses(*of))
             else:
-                tokens, logps = self.generators[node.name].generate(context, rows, sampling)
-            ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
-            self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
-            alone = Column(np.ones(len(ids.values), bool), ids.offsets)  # nobody else wrote in it
-            written = {response: ids, as_drawn: logp} | (
-                {name: alone} if (name := of_response(graph, node, "bool")) else {}
-            )
-        column = written[response]
-        responses = [column[i] for i in range(len(column))]
+                ended = self.generators[node.name].generate(context, rows, sampling)
+            for part in self._parts(node, ended, sampling.samples):
+                places, (tokens, logps) = np.sort([r.place for r in part]), collected(part)
+                for place, drawn in zip(places, tokens, strict=True):
+                    responses[place] = drawn
+                yield self._written(node, task, rows[places], tokens, logps, report)
+        lengths = np.fromiter(map(len, responses), int)
         report.count(f"{head}truncated", float(self._truncated(node, responses, sampling)), len(responses))
-        report.count(f"{head}response_length", float(len(column.values)), len(column))
+        report.count(f"{head}response_length", float(lengths.sum()), len(rows))
         report.count(f"{head}prompt_tokens", float(sum(map(len, context)) * sampling.samples), 0)
-        report.count(f"{head}response_tokens", float(len(column.values)), 0)
+        report.count(f"{head}response_tokens", float(lengths.sum()), 0)
         report.count(f"{head}distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
         for name, number in zip(
             ("distinct_tokens", "distinct_rows"), distinct(responses, sampling.samples), strict=True
         ):
             report.count(head + name, float(number), 0)
-        report.peak(f"{head}response_length_max", float(column.lengths.max(initial=0)))
+        report.peak(f"{head}response_length_max", float(lengths.max(initial=0)))
         for edge in [e.name for e in self.plan.reshards if e.dst == node.name and e.name in task.fetches]:
             behind = float(task.number - task.fetches[edge].version)
             report.count(f"{head}staleness", behind * len(rows), len(rows))
             report.peak(f"{head}staleness_max", behind)
-        return {name: Piece(rows, made) for name, made in written.items()}
+
+    def _parts(self, node: Node, ended: Iterator[Response], samples: int) -> Iterator[list[Response]]:
+        """Responses as they are handed on: all at once, or as many as the first that streams waits for."""
+        streams = [SampleEdge.of(e) for e in self.plan.graph.samples() if e.src == node.name]
+        part: list[Response] = []
+        tokens = 0
+        for response in ended:
+            part.append(response)
+            tokens += len(response.tokens)
+            for said in streams:
+                if len(part) >= (said.stream or math.inf) or tokens >= (said.stream_tokens or math.inf):
+                    yield part
+                    part, tokens = [], 0
+                    break
+        if part:
+            yield part
+
+    def _written(
+        self, node: Node, task: Task, rows: Array, tokens: list[Array], logps: list[Array], report: Report
+    ) -> dict[str, Piece]:
+        """The columns of responses that nobody but the policy wrote in."""
+        graph = self.plan.graph
+        response, as_drawn = wrong.drawn(graph, node)
+        ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
+        self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
+        made = {response: ids, as_drawn: logp}
+        if name := of_response(graph, node, "bool"):
+            made[name] = Column(np.ones(len(ids.values), bool), ids.offsets)
+        return {name: Piece(rows, column) for name, column in made.items()}
 
     def _truncated(self, node: Node, responses: list[Array], sampling: Sampling) -> int:
         """How many responses are as long as one may get and end with neither an end token nor a stop string."""
@@ -152,9 +185,8 @@ class Generation(Engines):
             )
         for turn in range(1, turns + 1):
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
-            drawn = self.generators[node.name].generate(
-                before, rows[going], sampling.of(going), responses.lengths[going]
-            )
+            some = sampling.of(going)
+            drawn = collected(self.generators[node.name].generate(before, rows[going], some, responses.lengths[going]))
             responses.drawn(going, *drawn)
             answers += len(going)
             with report.phase("environment"):

@@ -60,13 +60,16 @@ class Doing(Walker):
             for name in found.states:
                 if name in self.task.states:  # of the run: each row has the same; others came with the rows
                     batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
-            with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
-                columns = rank.compute(found, self.task, batch, told)
-            if rank._first(found):
-                if columns:
+            parts = rank.compute(found, self.task, batch, told)
+            while True:
+                with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
+                    columns = next(parts, None)
+                if columns is None:
+                    break
+                if columns and rank._first(found):
                     rank.client.put(node, self.task, columns)
-                elif len(batch.rows):
-                    rank.client.did(node, self.task, len(batch.rows))
+            if rank._first(found) and not found.writes and len(batch.rows):
+                rank.client.did(node, self.task, len(batch.rows))
         rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
@@ -190,16 +193,17 @@ class Rank(Training, Generation):
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
-    def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
-        """What a node writes of a batch."""
+    def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+        """What a node writes of a batch, in parts as they are ready."""
         match node.verb:
             case "generate":
-                return self._generate(node, task, batch, report)
+                yield from self._generate(node, task, batch, report)
             case "infer":
-                return self._infer(node, task, batch, report)
+                yield self._infer(node, task, batch, report)
             case "update":
-                return self._update(node, task, batch, report)
-        raise AssertionError(f"no rank has the verb `{node.verb}`")
+                self._update(node, task, batch, report)
+            case verb:
+                raise AssertionError(f"no rank has the verb `{verb}`")
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
         """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares

@@ -70,13 +70,13 @@ class Training(Engines):
                 made.values[np.repeat(known, made.lengths)] = math.nan
         return {name: Piece(rows, made) for name, made in found.items()}
 
-    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+    def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
         if not batch.share.round_units:
             if self._leads(node):
                 report.remarks.append(
                     f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
                 )
-            return {}
+            return
         seen = self._given(node, task, batch)
         known = seen.strange
         for name, column in seen.columns.items():
@@ -125,7 +125,6 @@ class Training(Engines):
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
             report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
             report.count("response_tokens", float(sum(c.lengths.sum() for c in seen.scored.values())), 0)
-        return {}
 
     def _step(
         self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]

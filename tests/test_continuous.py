@@ -1,0 +1,96 @@
+"""Continuous batching of the light generator: nobody draws otherwise for who is beside it, places are taken at once,
+and no more rows than allowed are under way."""
+
+from itertools import pairwise
+
+import engines
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_engines import EXAMPLE, model, sampling
+
+from msrl_graph.backends.continuous import Batch
+from msrl_graph.backends.spec import collected
+
+
+@pytest.fixture(scope="module")
+def generator():
+    torch.set_num_threads(1)
+    engine = engines.generator(model())
+    weights = load_file(EXAMPLE / "model" / "model.safetensors")
+    for piece in engine.allocate():
+        piece.tensor.copy_(weights[piece.name])
+    return engine
+
+
+PROMPTS = st.lists(st.lists(st.integers(3, 15), min_size=1, max_size=9), min_size=1, max_size=9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(prompts=PROMPTS, samples=st.integers(1, 3), micro_batch=st.integers(1, 4), heat=st.sampled_from([0.7, 1.0, 3.0]))
+def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_batch, heat):
+    prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
+    said = sampling(samples=samples, max_tokens=12, temperature=heat)
+    generator.micro_batch = 0
+    tokens, logps = collected(generator.generate(prompts, rows, said))
+    generator.micro_batch = micro_batch
+    some, theirs = collected(generator.generate(prompts, rows, said))
+    assert [t.tolist() for t in some] == [t.tolist() for t in tokens]
+    assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
+
+
+class Watched(Batch):
+    """Notes after each step how many rows are under way, and which have ended."""
+
+    def __init__(self, *of):
+        super().__init__(*of)
+        self.under_way, self.ended = [], []
+
+    def step(self):
+        found = super().step()
+        self.under_way.append(len(self.running) + len(found))
+        self.ended.append([r.place for r in found])
+        return found
+
+
+def watched(generator, lengths, slots):
+    """A batch of rows that end after so many tokens each."""
+    prompts = [np.array([5 + i % 9], np.int32) for i in range(len(lengths))]
+    said = sampling(max_tokens=50, temperature=9.0, ends=())
+    batch = Watched(generator, prompts, np.arange(len(lengths)), np.array([50 - n for n in lengths]), said, slots, None)
+    while batch.left:
+        batch.step()
+    return batch
+
+
+def test_a_row_that_ends_is_told_at_once_and_leaves_its_place(generator):
+    lengths = [1, 2, 40, 3, 5, 8, 30, 1, 2, 3, 4, 2]
+    batch = watched(generator, lengths, 4)
+    assert sorted(p for ended in batch.ended for p in ended) == [*range(12)]
+    assert batch.lengths.tolist() == lengths
+    assert max(batch.under_way) <= 4
+    # As many steps as the longest takes, which began with the first: by waves they would be 40 + 30 + 4.
+    assert len(batch.ended) == 40
+    assert batch.ended[0] == [0] and batch.ended[1] == [1]
+
+
+def test_of_many_places_a_quarter_is_free_before_the_cache_is_copied(generator):
+    batch = watched(generator, [3 + i % 13 for i in range(60)], 16)
+    ended = [len(places) for places in batch.ended]
+    begun = [now - before + over for (before, now), over in zip(pairwise(batch.under_way), ended, strict=False)]
+    assert max(batch.under_way) <= 16 and batch.under_way[0] + sum(begun) == 60
+    last = max(i for i, count in enumerate(begun) if count)
+    assert all(count == 0 or count >= 4 for count in begun[:last]) and sum(c > 0 for c in begun) > 5
+
+
+def test_what_is_not_asked_for_any_more_is_not_drawn(generator):
+    said = sampling(max_tokens=40, temperature=9.0, ends=(1,))
+    generator.micro_batch = 0
+    responses = generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said)
+    first = next(responses)
+    responses.close()
+    whole, _ = collected(generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
+    assert first.tokens.tolist() == min(whole, key=len).tolist()
