@@ -15,8 +15,11 @@ from msrl_graph.runtime.weights import checkpoint
 APART = [
     ("layout actor.update   { dp = 2, zero = 3 }", "layout actor.update { dp = 1 }"),
     ("layout actor.generate { tp = 2 }", "layout actor.generate { dp = 1 }\n  apart actor.generate, actor.update"),
-    ("    advantage : f32[response]", "    advantage : f32[response]\n    gen_logp : f32[response]"),
-    ("-> response {", "-> response, gen_logp {"),
+    (
+        "    advantage : f32[response]",
+        "    advantage : f32[response]\n    gen_logp : f32[response]\n    made : i32[response]",
+    ),
+    ("-> response {", "-> response, gen_logp, made {"),
     ("clip(0.2)", "clip(0.2, old_logp = gen_logp)"),
     ("update(prompt, response, old_logp,", "update(prompt, response, gen_logp,"),
     ("  node actor.infer(prompt, response) -> old_logp\n", ""),
@@ -66,6 +69,7 @@ def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is
     for number in (0, 1, 4, 7):
         rows = rows_of(place.folder / "out", number).to_pylist()[:8]
         version = number - behind[number]
+        assert all(row["made"] == [version] * len(row["response"]) for row in rows)
         assert apart(saved(place, "out", version), rows) < 1e-5
         assert version == 0 or apart(saved(place, "out", version - 1), rows) > 1e-4
 

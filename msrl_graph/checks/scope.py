@@ -191,15 +191,16 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
             like = responses[0].name if len(responses) == 1 else ""
             logps = [c for c in columns if c.element == "f32" and like and [d.like for d in c.dims] == [like]]
             masks = [c for c in columns if c.element == "bool" and like and [d.like for d in c.dims] == [like]]
+            versions = [c for c in columns if c.element == "i32" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
                 if (
-                    column not in [*responses, *logps[:1], *masks[:1]]
+                    column not in [*responses, *logps[:1], *masks[:1], *versions[:1]]
                     and like
                     and Generate.of(node).environment is None
                 ):
                     help = (
-                        f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`; functions write "
-                        "the rest"
+                        f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`, versions as "
+                        f"`i32[{like}]`; functions write the rest"
                     )
                     wrong(node, f"writes `{column.name}`, which no generation gives", help)
         elif node.verb == "infer":

@@ -52,7 +52,7 @@ class Environment:
             c: of_column(plan, c) for c in self.reads if c in self.signature.text and is_tokens(plan.graph, c)
         }
         self.filled = Filled(self.signature, node, plan)
-        own = {*wrong.drawn(plan.graph, node), of_response(plan.graph, node, "bool")}
+        own = {*wrong.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
         self.timeout = said.timeout

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,8 +109,8 @@ class Generation(Engines):
         ):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(lengths.max(initial=0)))
-        for edge in [e.name for e in self.plan.reshards if e.dst == node.name and e.name in task.fetches]:
-            behind = float(task.number - task.fetches[edge].version)
+        if any(e.dst == node.name and e.name in task.fetches for e in self.plan.reshards):
+            behind = float(task.number - self._version(node, task))
             report.count(f"{head}staleness", behind * len(rows), len(rows))
             report.peak(f"{head}staleness_max", behind)
 
@@ -140,7 +141,15 @@ class Generation(Engines):
         made = {response: ids, as_drawn: logp}
         if name := of_response(graph, node, "bool"):
             made[name] = Column(np.ones(len(ids.values), bool), ids.offsets)
+        if name := of_response(graph, node, "i32"):
+            made[name] = Column(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
         return {name: Piece(rows, column) for name, column in made.items()}
+
+    def _version(self, node: Node, task: Task) -> int:
+        """Of the weights that a generation draws with: how many iterations were trained before; 0 where they never
+        change."""
+        edge = next((e.name for e in self.plan.reshards if e.dst == node.name), "")
+        return task.fetches[edge].version if edge in task.fetches else task.number if edge else 0
 
     def _truncated(self, node: Node, responses: list[Array], sampling: Sampling) -> int:
         """How many responses are as long as one may get and end with neither an end token nor a stop string."""
@@ -203,9 +212,11 @@ class Generation(Engines):
         report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
-        written = {response: ids, as_drawn: logp} | (
-            {name: mask} if (name := of_response(self.plan.graph, node, "bool")) else {}
-        )
+        written = {response: ids, as_drawn: logp}
+        if name := of_response(self.plan.graph, node, "bool"):
+            written[name] = mask
+        if name := of_response(self.plan.graph, node, "i32"):
+            written[name] = replace(mask, values=np.where(mask.values, self._version(node, task), -1).astype(np.int32))
         return written | (
             self._values(node, task, rows, episodes.columns({response: ids.lengths}), report)
             if self._first(node)
