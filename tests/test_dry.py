@@ -38,7 +38,7 @@ def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
     truth, reader = found.truth(task), found.readers[node]
     if not task.trains:
         numbers = reader.numbers(task)
-        return Counter(truth.key(numbers, r, reader.rows) for r in range(numbers.size[reader.rows]))
+        return Counter(truth.under(range(numbers.size[0]), reader.rows, reader.failing, numbers.fans))
     if truth.rounds(task.prompts) is None:
         return None
     once = Counter(truth.expected(node, task.prompts))

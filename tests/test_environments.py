@@ -256,7 +256,7 @@ OVER = "where true or false belongs: whether the episode is over"
         (
             "return '1' * 24",
             "pass",
-            "row 0 of iteration 3: what the environment says first takes 24 tokens, and a response holds 24",
+            f"{FIRST}BadResult: what the environment says first takes 24 tokens, and a response holds 24",
         ),
         (
             "pass",

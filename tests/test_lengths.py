@@ -28,8 +28,8 @@ def responses(spread: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
 def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
     """As runtime/metrics/predicted.py makes them of a run's metrics."""
     prompt, response = sum(map(len, prompts)), sum(map(len, found))
-    beginnings, _ = distinct(prompts, len(prompts))
-    tokens, rows = distinct(found, SAMPLES)
+    beginnings, _ = distinct(prompts, np.zeros(len(prompts), int))
+    tokens, rows = distinct(found, np.arange(len(found)) // SAMPLES)
     return Rows(len(found), prompt, response, 0.0, 0.0, prompt - beginnings, response - tokens, len(found) - rows)
 
 

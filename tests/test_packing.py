@@ -49,4 +49,4 @@ def test_what_is_distinct_among_the_responses_to_a_prompt(fan, responses):
     groups = [responses[i : i + fan] for i in range(0, len(responses), fan)]
     beginnings = sum(len({tuple(r[:n]) for r in g for n in range(1, len(r) + 1)}) for g in groups)
     rows = sum(len({tuple(r) for r in g}) for g in groups)
-    assert distinct([np.array(r, np.int32) for r in responses], fan) == (beginnings, rows)
+    assert distinct([np.array(r, np.int32) for r in responses], np.arange(len(responses)) // fan) == (beginnings, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Call
+from ..ir.attributes import Call, Generate
 from ..ir.graph import Graph
 from ..ir.rowsets import rowsets
 from .columns import Library
@@ -17,26 +17,30 @@ from .scope import calls
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Statistics over groups of which a filter before them may have taken single rows."""
+    """Statistics over groups of which a filter, or a failure, before them may have taken single rows."""
     found = []
     for node in graph.nodes:
-        if not node.filters or node.per != "row" or not graph.level(node):
+        fails = node.verb == "generate"
+        if not node.filters or node.per != "row" or not (level := graph.row_level(node)):
+            continue
+        if fails and Generate.of(node).on_failure == "drop_group":
             continue
         if any(s.scope != "row" for _, s in calls(node, library)):
             continue  # it must filter whole groups itself, which is told of it
-        above = next((c.name for c in graph.columns if c.level == graph.under[graph.level(node)]), "")
+        above = next((c.name for c in graph.columns if c.level == graph.under[level]), "")
         for after in (graph.node(n) for n in sorted(graph.flow.after(node.name))):
             for call, signature in calls(after, library):
                 if signature.scope == "group" and after.per not in ("row", "batch"):
                     message = (
                         f"`{signature.name}` of `{after.name}` needs whole groups, and `{node.name}` before it "
-                        "drops single rows"
+                        f"drops single rows{' that fail' if fails else ''}"
                     )
                     help = f"filter whole groups, `per = {above}`, or filter after `{after.name}`"
+                    if fails:
+                        help = "let the whole group go with a row that fails: `on_failure = drop_group`"
                     span = call.span if call.span.line else after.span
-                    found.append(
-                        Diagnostic("bad-scope", message, span, help, related=((node.span, "rows are dropped here"),))
-                    )
+                    at = node.at("on_failure") if fails else node.span
+                    found.append(Diagnostic("bad-scope", message, span, help, related=((at, "rows are dropped here"),)))
     return found
 
 
@@ -92,7 +96,7 @@ def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
     for filter in (n for n in graph.nodes if n.filters):
         after = graph.flow.after(filter.name)
         for update in graph.verb("update"):
-            one, other = graph.level(filter), graph.level(update)
+            one, other = graph.row_level(filter), graph.level(update)
             if update.name not in after and graph.common(one, other) in (one, other):
                 message = (
                     f"`{update.name}` trains on rows that `{filter.name}` drops: no path of sample edges leads from it"

@@ -238,7 +238,7 @@ class _Algorithm(Declarations):
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
         if (
-            lonely := sorted(given & {"turns", "timeout"})
+            lonely := sorted(given & {"turns", "timeout", "on_failure"})
             if statement == "generate" and "environment" not in given
             else []
         ):

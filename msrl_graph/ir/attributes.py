@@ -113,8 +113,15 @@ class Generate(OfNode):
     timeout: float = attr(
         TIME,
         math.inf,
-        "With `environment`: how long one step of it may take; one that takes longer ends the run.",
+        "With `environment`: how long one step of it may take; one that takes longer has failed.",
         "none",
+    )
+    on_failure: str = attr(
+        Words(("stop", "drop_row", "drop_group")),
+        "stop",
+        "With `environment`: what becomes of a row whose environment raises, takes too long or returns what does not "
+        "belong there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
+        "responses to its prompt. They are [counted and told](metrics.md).",
     )
 
     def longest(self, bound: int) -> int:

@@ -181,8 +181,9 @@ class Node(Saying):
 
     @property
     def filters(self) -> bool:
-        """Whether rows leave the iteration here."""
-        return "keep" in self.attributes or "select" in self.attributes
+        """Whether rows leave the iteration here: it is a filter, or a generation that rows which fail leave."""
+        fails = self.stated("on_failure")
+        return "keep" in self.attributes or "select" in self.attributes or (fails is not None and fails.value != "stop")
 
 
 @dataclass(frozen=True)

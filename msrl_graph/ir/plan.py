@@ -53,7 +53,7 @@ METRICS = frozenset(
             "evaluation",
             "after_iterations",
         ),
-        *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens"),
+        *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens", "failed"),
         *(
             "response_length_max",
             "distinct_prompt_tokens",

@@ -40,12 +40,14 @@ class Rowset:
 @dataclass(frozen=True)
 class Sieve:
     """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may
-    repeat; `refill`: how many more rounds of prompts it may ask for."""
+    repeat; `refill`: how many more rounds of prompts it may ask for. `failures`: it is a generation, which the rows
+    that failed leave, in evaluations too."""
 
     node: str
     rows: int
     left: int
     refill: int = 0
+    failures: bool = False
 
     @property
     def column(self) -> str:
@@ -100,7 +102,9 @@ class Rowsets:
             self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples))
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
-        if node.filters:
+        if node.verb == "generate" and node.filters:
+            self.sieves[node.name] = Sieve(node.name, made, made, failures=True)
+        elif node.filters:
             left, said = rows, Call.of(node)
             if said.select is not None:
                 left = len(self.sets)

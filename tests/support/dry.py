@@ -248,11 +248,16 @@ class DryRank(Rank):
         made = self.dry.rows.columns[node.writes[0]]
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        failed: dict[str, Piece] = {}
+        if len(rows) and (sieve := self.dry.rows.sieves.get(node.name)) is not None:
+            truth = self.dry.truth(task)
+            times = np.array([truth.verdict(node.name, truth.key(numbers, int(r), made)) for r in rows], np.int32)
+            failed[sieve.column], rows = Verdicts(rows, Column(times)), rows[times > 0]
         chance = self.dry.world.random
         order, count = chance.sample(range(len(rows)), len(rows)), chance.randint(1, 3)
-        for part in np.array_split(rows[order], count) if len(rows) else ():  # as they end
+        for i, part in enumerate(np.array_split(rows[order], count)) if len(batch.rows) else ():  # as they end
             some = np.sort(part)
-            yield {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
+            yield (failed if i == 0 else {}) | {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         reader = self.dry.readers[node.name]

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 FILE = "f.py"
 STATES = {"step": "f32", "rate": "f32 per prompt"}
 FUNCTIONS = """
+class Place:
+    def reset(self): ...
+    def step(self, text): ...
 def keep(*columns) -> bool: ...
 def places(*columns) -> list[int]: ...
 def count(value): ...
@@ -133,9 +136,13 @@ class Program:
         writes = [name]
         if self.often(30):
             writes.append(self.wrote("", f"l{at}", f"f32[{name}]", "list", (*path, name), name))
-        text = f"({self.names(reads)}) -> {', '.join(writes)} {{ samples = {self.draw(st.integers(1, 3))} }}"
+        attributes = f"samples = {self.draw(st.integers(1, 3))}"
+        if fails := self.often(30) and all(c.kind == "tokens" for c in reads):
+            attributes += f', environment = "{FILE}:Place", on_failure = {self.one(("drop_row", "drop_group"))}'
+        text = f"({self.names(reads)}) -> {', '.join(writes)} {{ {attributes} }}"
         node = self.node(worker, "generate", text, reads)
         self.rename(node, list(range(at, len(self.columns))))
+        self.filters += [node] * fails
 
     def infer(self) -> None:
         response = self.one(self.known("tokens"))

@@ -6,7 +6,7 @@ Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a 
 
 import zlib
 
-from msrl_graph.ir.attributes import Call
+from msrl_graph.ir.attributes import Call, Generate
 from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
@@ -17,7 +17,9 @@ class Truth:
         self.graph, self.rows, self.seed, self.kindness = plan.graph, rowsets(plan.graph), seed, kindness
 
     def verdict(self, node, key):
-        """How often a row goes on."""
+        """How often a row goes on; of a row that fails its whole group may leave."""
+        if Generate.of(self.graph.node(node)).on_failure == "drop_group":
+            key = key[1]
         bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
         select = Call.of(self.graph.node(node)).select is not None
         return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
@@ -30,28 +32,31 @@ class Truth:
         if made.repeats:
             space = numbers.space[made.above]
             return ("s", self.key(numbers, row % space, made.above), row // space)
-        return ("g", self.key(numbers, row // made.fan, made.above), row % made.fan)
+        fan = numbers.fans[of]
+        return ("g", self.key(numbers, row // fan, made.above), row % fan)
 
-    def under(self, prompts, end, sieves):
+    def under(self, prompts, end, sieves, fans=None):
         """The keys of set `end` that these filters leave of some prompts: by the path, and of filters elsewhere by who
-        belongs together."""
+        belongs together. `fans`: of an evaluation, how many rows a generation makes of each, by set."""
         found = [("p", i) for i in prompts]
         path = chain(self.rows.sets, end)[::-1]
         for here, below in zip(path, [*path[1:], None], strict=True):
             made = self.rows.sets[here]
             if here and not made.repeats:
-                found = [("g", key, j) for key in found for j in range(made.fan)]
+                found = [("g", key, j) for key in found for j in range(fans[here] if fans else made.fan)]
             for sieve in sieves:
                 if sieve.left == sieve.rows == here:
                     found = [k for k in found if self.verdict(sieve.node, k)]
             for sieve in sieves:
                 if sieve.left != sieve.rows == here and sieve.left == below:
                     found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
+            if below and self.rows.sets[below].repeats and all(s.left != below for s in sieves):
+                found = [("s", k, 0) for k in found]  # in an evaluation each goes on once
         for sieve in sieves:
             if sieve.left not in path:
                 meeting = common(self.rows.sets, end, sieve.left)
                 on_path = [s for s in sieves if s.left in chain(self.rows.sets, sieve.left)]
-                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path)}
+                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path, fans)}
                 found = [k for k in found if self.up(k, end, meeting) in there]
         return found
 

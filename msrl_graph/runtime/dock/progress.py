@@ -42,7 +42,7 @@ class Progress:
         self.ready: list[Array] = []
         self.fresh = self.dealt = 0
         self._state = Table(size[reader.unit], WAITS)
-        self._sieves = reader.passed if task.trains else ()
+        self._sieves = reader.passed if task.trains else reader.failing
         self._filter = reader.refilling if task.trains else None
         # By prompt: whether something was heard since it was looked at, by `look` and by `surviving`; whether it is
         # settled; how many units it has (rows, where all are one unit), and whether all that is read of them is there.

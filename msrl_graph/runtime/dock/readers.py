@@ -11,7 +11,7 @@ from functools import cached_property
 
 from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
-from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets
+from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
 from ...ir.sequences import weighs
 from ..data.wrong import comparison
 from ..process.task import Task, numbers
@@ -37,7 +37,8 @@ class Reader:
     - `at`: of each data-parallel group that asks, the warehouse of its host (-1: it has none). `tokens`: by whose
       lengths it is as long as it is, and how often each counts; `balance`: shares are even by these, else by number;
       `imbalance`: how many times an even share one may be.
-    - `passed`: the filters whose verdicts decide which rows it gets.
+    - `passed`: the filters whose verdicts decide which rows it gets, and `failing` those of them that do so in an
+      evaluation too: generations that what it reads comes from, and that the rows which fail leave.
     - `refilling`: the graph's filter that asks for more prompts, if there is one, and `before_refill` the filters
       before it. `loops`: the node comes before that filter, or is it, so it works round by round of prompts.
     - `prompts`: a column of the source. A node that loops but reads no column, only nodes, hears by it that a round
@@ -61,6 +62,7 @@ class Reader:
     mini_batch: int = 0  # rows; 0: all
     seed: int = 0
     passed: tuple[Sieve, ...] = ()
+    failing: tuple[Sieve, ...] = ()
     refilling: Sieve | None = None
     before_refill: tuple[Sieve, ...] = ()
     loops: bool = False
@@ -109,6 +111,9 @@ def readers(plan: Plan) -> list[Reader]:
                 mini_batch=Update.of(node).mini_batch or 0,
                 seed=plan.deploy.run.seed,
                 passed=rows.passed[node.name],
+                failing=tuple(
+                    s for s in rows.passed[node.name] if s.failures and s.node in upstream(graph, node.reads)
+                ),
                 refilling=refilling,
                 before_refill=rows.passed[refilling.node] if refilling else (),
                 loops=node.name in repeated,

@@ -19,6 +19,7 @@ from ...ir.located import here
 from ...ir.plan import Evaluation, Plan
 from ..dock.wire import Status
 from ..metrics.display import Display, comparison
+from ..metrics.failures import failures
 from ..metrics.record import Recorder
 from ..metrics.symptoms import Symptoms
 from ..process import points
@@ -246,7 +247,7 @@ class Driver:
         """Forgets the rows of a task that has ended; bytes moved by the dock, and the messages that it took."""
         pool = self.pool
         points.reach("driver", f"clear {task.key}")
-        for remark in [r for report in reports for r in report.remarks]:
+        for remark in [*(r for report in reports for r in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
             out = str(Path(self.attempt.out).absolute())

@@ -10,6 +10,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,31 @@ class BadResult(ValueError):
     wrong."""
 
 
-def blame(node: Node, error: BaseException, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
+@dataclass(frozen=True)
+class Told:
+    """What there is to tell of an error, for processes that do not have it: the `reason` in a line, the `steps` that
+    led there, and Python's `whole` traceback."""
+
+    reason: str
+    steps: tuple[str, ...] = ()
+    whole: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Told:
+        return cls(reason(error), tuple(steps(error)), "".join(traceback.format_exception(error)))
+
+
+def blame(node: Node, error: BaseException | Told, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
     """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process
     gets it in full."""
+    told = error if isinstance(error, Told) else Told.of(error)
     # Of a node that extends another one's the call may stand elsewhere.
     calls = [call.span for key in CALLED if (call := node.stated(key)) is not None]
     place = next((span.place for span in calls if span.line), node.span.place)
-    head = f"`{node.name}` ({place}) failed on {where}: {reason(error)}"
+    head = f"`{node.name}` ({place}) failed on {where}: {told.reason}"
     values = list(given)
-    log.whole(head, *traceback.format_exception(error), *(f"{name}: {cut(repr(v), LOGGED)}\n" for name, v in values))
-    lines = [*steps(error), *(f"{name}: {shown(value)}" for name, value in values)]
+    log.whole(head, told.whole, *(f"{name}: {cut(repr(v), LOGGED)}\n" for name, v in values))
+    lines = [*told.steps, *(f"{name}: {shown(value)}" for name, value in values)]
     if log.file():
         lines.append(f"all of it is in logs/{log.file()}")
     return "\n  ".join([head, *lines])
@@ -98,4 +114,4 @@ def _own(error: BaseException) -> list[traceback.FrameSummary]:
     return [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs[-1:] or frames[-1:]
 
 
-__all__ = ["BadResult", "blame", "reason", "shown", "steps"]
+__all__ = ["BadResult", "Told", "blame", "reason", "shown", "steps"]

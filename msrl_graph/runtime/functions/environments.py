@@ -1,43 +1,42 @@
 """Environments: the user's class that answers a policy over several turns, one instance a row.
 
-Invariant: an instance is asked by one thread at a time, turn after turn; instances are asked side by side, so that
-their waits overlap. What they return fits the columns that the node writes, or the run ends with the node, its line,
-the row, the turn and what was returned.
+Invariant: a row whose environment fails is never taken for one that has an answer. Under `on_failure = stop` it ends
+the run with the node, its line, the row, the turn and what went wrong; else its episode is over, and it leaves the
+iteration, with its group under `drop_group`. What stays fits the columns that the node writes.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from ...ir.attributes import Generate
 from ...ir.graph import Node
 from ...ir.plan import Plan
+from ...ir.rowsets import rowsets
 from ...ir.sequences import is_tokens, of_response
 from ...ir.signatures import classes
 from ..data import wrong
-from ..data.columns import Array, Column
+from ..data.columns import Array, Column, Verdicts
 from ..data.tokens import of_column
 from ..dock.wire import Batch
 from ..process import shipped
-from ..process.report import RunError
+from ..process.report import Report, RunError
 from ..process.task import Task
 from .blame import BadResult, blame
-from .values import Filled, Returned, brief, imported, seen
+from .instances import Answer, Ask, Failure, Instances, Loop, Reset
+from .values import Filled, Returned, imported, seen
 
-T = TypeVar("T")
-Given = Callable[[int], Mapping[str, Any]]  # what the user's code was given for a row
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
+FEW = 3  # failures of a batch that are told in full
 
 
 class Environment:
     """The class that a generation names. `columns` are those that it writes beside the response, its log-probabilities
-    and its mask."""
+    and its mask; `verdicts` the dock's name for which rows failed, "" where they end the run."""
 
     def __init__(self, node: Node, plan: Plan) -> None:
         self.node, self.graph = node, plan.graph
@@ -55,130 +54,113 @@ class Environment:
         own = {*wrong.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
-        self.timeout = said.timeout
-        self.threads = ThreadPoolExecutor(AT_ONCE, "environment")
+        self.timeout, self.on_failure = said.timeout, said.on_failure
+        sieve = rowsets(plan.graph).sieves.get(node.name)
+        self.verdicts = sieve.column if sieve else ""
+        self.loop = Loop()
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
         """An instance for each of the rows, of which equally many belong to each row of the batch."""
         return Episodes(self, batch, rows, task)
 
+    def given(self, batch: Batch, row: int) -> dict[str, Any]:
+        """What `reset` is given of the columns of a row of a batch."""
+        found = {}
+        for name in self.reads:
+            text, element = name in self.signature.text, self.graph.column(name).element
+            found[name] = seen(batch.columns[name], element, range(row, row + 1), text, self.tokens.get(name))[0]
+        return found
+
 
 class Episodes:
-    """The instances of some rows, which are called by their positions."""
+    """The episodes of some rows, which are called by their positions.
+
+    `failed` are those whose environment failed. One that is lost, for its own failure or its group's, is over."""
 
     def __init__(self, environment: Environment, batch: Batch, rows: Array, task: Task) -> None:
-        self.environment, self.rows, self.iteration = environment, rows, task.number
+        self.environment, self.rows, self.task = environment, rows, task
         self.batch, self.fan = batch, len(rows) // len(batch.rows)
-        self.instances: list[Any] = [None] * len(rows)
-        self.values: list[tuple[Any, ...]] = [()] * len(
-            rows
-        )  # of the other columns, as each row's last step returned them
+        self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the other columns, as the last step returned them
+        self.checked: dict[str, list[Any]] = {}
+        self.failed: dict[int, tuple[Failure, str]] = {}  # with when it was
+        self.lost = np.zeros(len(rows), bool)
 
-    def reset(self) -> list[str]:
-        """What the environment says first in each row."""
-        return self._ask(self._reset, self._given, range(len(self.rows)), "the beginning")
+    def reset(self) -> list[tuple[str, bool]]:
+        """What the environment says first in each row, and whether the episode is over already."""
+        of = self.environment
+        self.instances = Instances(of.make, of.filled, of.columns, of.timeout, AT_ONCE)
+        given = [self.environment.given(self.batch, row) for row in range(len(self.batch.rows))]
+        asked: dict[int, Ask] = {
+            i: Reset(self.task.number, int(row), given[i // self.fan]) for i, row in enumerate(self.rows)
+        }
+        return self._asked(asked, "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[str, bool]]:
         """What the environment says to what the policy wrote in these rows in a turn, the first is 1, and whether that
         ends the episode."""
-        told = dict(zip(positions.tolist(), texts, strict=True))
-        return self._ask(lambda i: self._step(i, told[i]), lambda i: {"text": told[i]}, told, f"turn {turn}")
+        return self._asked(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
 
-    def columns(self, lengths: dict[str, Array]) -> dict[str, Column]:
-        """The other columns that the node writes, of all rows; `lengths` are those of what the generation wrote."""
-        environment, found = self.environment, {}
-        for place, name in enumerate(environment.columns):
-            values = []
-            for i, row in enumerate(self.rows):
+    def refuse(self, position: int, what: str, when: str = "the beginning") -> None:
+        """What the environment said there cannot go on."""
+        self._fail(position, Failure.of(BadResult(what)), when)
+
+    def end(self, lengths: Mapping[str, Array]) -> Array:
+        """Ends the instances; which rows stay, True. `lengths` are those of what the generation wrote."""
+        returned = self.environment.returned
+        for place, name in enumerate(self.environment.columns):
+            values = self.checked[name] = [None] * len(self.rows)
+            for i in np.flatnonzero(~self.lost).tolist():
                 try:
                     own = {column: int(n[i]) for column, n in lengths.items()}
-                    values.append(environment.returned.checked(name, self.values[i][place], own))
+                    values[i] = returned.checked(name, self.values[i][place], own)
                 except (BadResult, TypeError, ValueError) as error:
-                    raise RunError(self._blame(error, int(row), "the last turn")) from error
-            found[name] = environment.returned.column(name, values)
-        return found
+                    self._fail(i, Failure("rubbish", Failure.of(error).told), "the last turn")
+        return ~self.lost
 
-    def _given(self, position: int) -> dict[str, Any]:
-        """What `reset` is given of the columns."""
-        environment, row, given = self.environment, position // self.fan, {}
-        for name in environment.reads:
-            text = name in environment.signature.text
-            element = environment.graph.column(name).element
-            given[name] = seen(
-                self.batch.columns[name], element, range(row, row + 1), text, environment.tokens.get(name)
-            )[0]
-        return given
+    def columns(self) -> dict[str, Column]:
+        """The other columns that the node writes, of the rows that stay."""
+        stay = np.flatnonzero(~self.lost)
+        return {name: self.environment.returned.column(name, [v[i] for i in stay]) for name, v in self.checked.items()}
 
-    def _reset(self, position: int) -> str:
-        environment, given = self.environment, self._given(position)
-        given |= environment.filled(self.iteration, int(self.rows[position]))
-        self.instances[position] = environment.make()
-        return _said(self.instances[position].reset(**given))
+    def verdicts(self, report: Report, head: str) -> dict[str, Verdicts]:
+        """Which rows stay, for the dock, where rows may fail; counts and tells of those that do not."""
+        environment, count = self.environment, Counter(failure.reason for failure, _ in self.failed.values())
+        if not environment.verdicts:
+            return {}
+        report.count(f"{head}failed", len(self.failed), 0)
+        for reason, number in sorted(count.items()):
+            report.count(f"{head}failed/{reason}", number, 0)
+        report.count(f"kept/{environment.node.name}", float((~self.lost).sum()), len(self.rows))
+        for position in sorted(self.failed)[:FEW]:
+            failure, when = self.failed[position]
+            self._blamed(position, failure, when)
+            words = f"row {self.rows[position]}, {when}: {failure.told.reason}"
+            report.failed.setdefault(environment.node.name, []).append(words)
+        return {environment.verdicts: Verdicts(self.rows, Column((~self.lost).astype(np.int32)))}
 
-    def _step(self, position: int, text: str) -> tuple[str, bool]:
-        found, columns = self.instances[position].step(text), self.environment.columns
-        if not isinstance(found, tuple) or len(found) != len(columns) + 2:
-            belongs = ", ".join(("what it says", *columns, "whether the episode is over"))
-            raise BadResult(f"`step` returned {brief(found)}, where a tuple of {len(columns) + 2} belongs: {belongs}")
-        said, *values, over = found
-        if not isinstance(over, bool | np.bool_):
-            raise BadResult(
-                f"`step` returned {brief(over)} at the end, where true or false belongs: whether the episode is over"
-            )
-        self.values[position] = tuple(values)
-        return _said(said), bool(over)
+    def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[str, bool]]:
+        """What each of these rows is told; nothing more where it is lost."""
+        alive = {position: ask for position, ask in asked.items() if not self.lost[position]}
+        said: dict[int, tuple[str, bool]] = {}
+        stops = not self.environment.verdicts
+        for position, answer in self.environment.loop.answers(self.instances, alive, stops).items():
+            if isinstance(answer, Answer):
+                said[position], self.values[position] = (answer.said, answer.over), answer.values
+            else:
+                ask = asked[position]
+                self._fail(position, answer, when, ask.given if isinstance(ask, Reset) else {"text": ask})
+        return [("", True) if self.lost[i] else said[i] for i in asked]
 
-    def _ask(self, call: Callable[[int], T], given: Given, positions: Iterable[int], when: str) -> list[T]:
-        """What a call gives for each of these rows, with what they are `given`; the first that fails, or takes too
-        long, ends the run."""
-        began: dict[int, float] = {}
-        spent: dict[int, float] = {}
+    def _fail(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> None:
+        environment = self.environment
+        if environment.on_failure == "stop":
+            raise RunError(self._blamed(position, failure, when, given))
+        self.failed.setdefault(position, (failure, when))
+        first, size = position, 1
+        if environment.on_failure == "drop_group":
+            first, size = position - position % self.fan, self.fan
+        self.lost[first : first + size] = True
 
-        def ask(position: int) -> T:
-            began[position] = time.monotonic()
-            try:
-                return call(position)
-            finally:
-                spent[position] = time.monotonic() - began[position]
-
-        futures = {i: self.environment.threads.submit(ask, i) for i in positions}
-        try:
-            return [self._answer(i, future, began, spent, given, when) for i, future in futures.items()]
-        except RunError:
-            for future in futures.values():
-                future.cancel()  # those that no thread has begun
-            raise
-
-    def _answer(
-        self,
-        position: int,
-        future: Future[T],
-        began: dict[int, float],
-        spent: dict[int, float],
-        given: Given,
-        when: str,
-    ) -> T:
-        limit, row = self.environment.timeout, int(self.rows[position])
-        while not future.done() and (left := began.get(position, time.monotonic()) + limit - time.monotonic()) > 0:
-            wait([future], None if limit == math.inf else left)
-        if not future.done() or spent[position] > limit:
-            raise RunError(
-                self._blame(
-                    TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), row, when, given(position)
-                )
-            )
-        if (error := future.exception()) is not None:
-            raise RunError(self._blame(error, row, when, given(position))) from error
-        return future.result()
-
-    def _blame(self, error: BaseException, row: int, when: str, given: Mapping[str, Any] | None = None) -> str:
-        return blame(
-            self.environment.node, error, f"row {row}, {when} of iteration {self.iteration}", (given or {}).items()
-        )
-
-
-def _said(value: Any) -> str:
-    """What an environment says; None is nothing."""
-    if value is not None and not isinstance(value, str):
-        raise BadResult(f"it returned {brief(value)}, where the text belongs that it says, or none")
-    return value or ""
+    def _blamed(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> str:
+        where = f"row {self.rows[position]}, {when} of iteration {self.task.number}"
+        return blame(self.environment.node, failure.told, where, (given or {}).items())

@@ -22,7 +22,7 @@ from .tensorboard import TensorBoard
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
 # What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
 # begun.
-COUNTED = ("wrong/", "verify/")  # what evaluations tell beside their columns
+COUNTED = ("wrong/", "verify/", "failed/")  # what evaluations tell beside their columns
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes", "dock_messages", "imbalance")
 
 
@@ -107,7 +107,7 @@ class Recorder:
         for column in columns:
             total, weight = sums.get(column, (math.nan, 1.0))
             found[column] = total / weight
-        counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED)}
+        counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED) or key == "failed"}
         line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **counted}
         self._write(line)
         self.evaluations.append(line)

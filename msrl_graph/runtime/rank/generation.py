@@ -21,13 +21,13 @@ from ...ir.plan import Evaluation, Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import of_response, sequences, tempered
 from ..data import wrong
-from ..data.columns import Array, Column, Piece, ragged
+from ..data.columns import Array, Column, Piece, Verdicts, ragged
 from ..data.recording import Recording
 from ..data.tokens import Tokens, ends, tokenised
 from ..dock.wire import Batch
 from ..functions.environments import Environment
 from ..metrics.spread import Means
-from ..process.report import Report, RunError
+from ..process.report import Report
 from ..process.task import Task
 from .engines import Engines
 from .packing import distinct, kept
@@ -83,9 +83,9 @@ class Generation(Engines):
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if said.environment is not None:
-            written = self._episodes(node, task, batch, rows, context, sampling, report, head)
+            rows, written, verdicts = self._episodes(node, task, batch, rows, context, sampling, report, head)
             responses = [written[response][i] for i in range(len(rows))]
-            yield {name: Piece(rows, made) for name, made in written.items()}
+            yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
         else:
             ended: Iterator[Response]
             if self.recording is not None and task.trains:
@@ -101,12 +101,11 @@ class Generation(Engines):
         lengths = np.fromiter(map(len, responses), int)
         report.count(f"{head}truncated", float(self._truncated(node, responses, sampling)), len(responses))
         report.count(f"{head}response_length", float(lengths.sum()), len(rows))
-        report.count(f"{head}prompt_tokens", float(sum(map(len, context)) * sampling.samples), 0)
+        read, prompts = dict(zip(batch.rows.tolist(), map(len, context), strict=True)), rows // sampling.samples
+        report.count(f"{head}prompt_tokens", float(sum(read[prompt] for prompt in prompts.tolist())), 0)
         report.count(f"{head}response_tokens", float(lengths.sum()), 0)
-        report.count(f"{head}distinct_prompt_tokens", float(distinct(context, len(context))[0]), 0)
-        for name, number in zip(
-            ("distinct_tokens", "distinct_rows"), distinct(responses, sampling.samples), strict=True
-        ):
+        report.count(f"{head}distinct_prompt_tokens", float(distinct(context, np.zeros(len(context), int))[0]), 0)
+        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(responses, prompts), strict=True):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(lengths.max(initial=0)))
         if any(e.dst == node.name and e.name in task.fetches for e in self.plan.reshards):
@@ -169,9 +168,9 @@ class Generation(Engines):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> dict[str, Column]:
-        """Turns of the policy and of the environment until each row's episode is over: what the node writes, on the
-        first rank of the group all of it."""
+    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
+        """Turns of the policy and of the environment until each row's episode is over: the rows that did not fail, what
+        the node writes of them, on the first rank of the group all of it, and which failed."""
         tokens, episodes = (
             Tokens(self.plan.model(node.name).path),
             self.environments[node.name].begin(batch, rows, task),
@@ -182,17 +181,13 @@ class Generation(Engines):
             0,
         )
         with report.phase("environment"):
-            said = self._shared(node, episodes.reset)
-        going = responses.told(np.arange(len(rows)), first := tokens.encode(said))
-        if len(full := np.setdiff1d(np.arange(len(rows)), going)):
-            what = (
-                f"what the environment says first takes {len(first[full[0]])} tokens, and a response holds "
-                f"{sampling.max_tokens}"
-            )
-            raise RunError(
-                f"`{node.name}` ({node.span.place}) on row {rows[full[0]]} of iteration {task.number}: {what}"
-            )
-        for turn in range(1, turns + 1):
+            told = self._shared(node, episodes.reset)
+        begun = np.array([i for i, (_, over) in enumerate(told) if not over], int)
+        going = responses.told(begun, first := tokens.encode([text for text, over in told if not over]))
+        for i in np.flatnonzero(~np.isin(begun, going)):
+            what = f"what the environment says first takes {len(first[i])} tokens, and a response holds"
+            episodes.refuse(int(begun[i]), f"{what} {sampling.max_tokens}")
+        for turn in range(1, turns + 1) if len(going) else ():
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
             some = sampling.of(going)
             drawn = collected(self.generators[node.name].generate(before, rows[going], some, responses.lengths[going]))
@@ -207,7 +202,9 @@ class Generation(Engines):
             if not len(going):
                 break
         response, as_drawn = wrong.drawn(self.plan.graph, node)
-        ids, logp, mask = responses.columns()
+        stay = self._shared(node, episodes.end, {response: responses.lengths})
+        verdicts, rows = episodes.verdicts(report, head), rows[stay]
+        ids, logp, mask = (column.take(np.flatnonzero(stay)) for column in responses.columns())
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
         report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
@@ -217,11 +214,8 @@ class Generation(Engines):
             written[name] = mask
         if name := of_response(self.plan.graph, node, "i32"):
             written[name] = replace(mask, values=np.where(mask.values, self._version(node, task), -1).astype(np.int32))
-        return written | (
-            self._values(node, task, rows, episodes.columns({response: ids.lengths}), report)
-            if self._first(node)
-            else {}
-        )
+        of_environment = self._values(node, task, rows, episodes.columns(), report) if self._first(node) else {}
+        return rows, written | of_environment, verdicts
 
     def _values(
         self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report

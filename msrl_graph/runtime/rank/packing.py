@@ -90,15 +90,15 @@ def flat(column: Column, rows: Array, lengths: Array | None = None) -> torch.Ten
     return torch.from_numpy(values.astype(np.int64 if values.dtype.kind == "i" else np.float32, copy=False))
 
 
-def distinct(rows: Sequence[Array], fan: int) -> tuple[int, int]:
+def distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
     """How many different beginnings rows have, which is how many tokens there are to compute where rows share them, and
-    how many rows differ; in each `fan` rows in turn: the responses to one prompt, or as many prompts as there are."""
+    how many rows differ, in each group: the responses to a prompt, or all prompts. `groups` says whose each row is."""
     lengths = np.array([len(r) for r in rows], np.int64)
     tokens = np.zeros((len(rows), int(lengths.max(initial=0)) + 1), np.int64)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     base = int(tokens.max(initial=0)) + 1
-    live, parent = np.arange(len(rows)), np.arange(len(rows)) // fan
+    live, parent = np.arange(len(rows)), np.unique(groups, return_inverse=True)[1]
     beginnings = ended = 0
     for column in range(tokens.shape[1]):
         over = lengths[live] == column
