@@ -83,7 +83,8 @@ class EngineSpec:
       `chosen`: what it is meant for, where a plan may choose it if a program names none.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
-      whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them.
+      whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them;
+      `packs_experts`: `filled` brings what was written of experts into another form, in its place.
     - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
       beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
       see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
@@ -109,6 +110,7 @@ class EngineSpec:
     pads_whole: bool = False
     replicates_kv_heads: bool = False
     spread: Spread = NONE
+    packs_experts: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
     planned: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch", "transformers")

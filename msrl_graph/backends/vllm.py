@@ -116,6 +116,7 @@ SPEC = EngineSpec(
     pads_whole=True,
     replicates_kv_heads=True,
     spread=spread.VLLM,
+    packs_experts=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     # Of ep: the kernel for the CPU does not know whose experts are whose, and ends the process.
     planned=("ep",),

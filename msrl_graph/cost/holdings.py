@@ -30,6 +30,9 @@ Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
 # collectives' buffers.
 RESERVE = 1 - EngineOptions.memory
+# A probe, by which trainer and generator are compared as weights arrive (runtime/rank/proof.py): so many prompts of so
+# many tokens, or of a whole block of the generator's cache and these.
+PROBES, TOKENS = 4, 8
 
 
 def capacity(cluster: Cluster) -> Figure:
@@ -242,6 +245,21 @@ def largest(moments: Moments) -> tuple[str, dict[str, int]]:
     """The fullest of some moments: its name and its items."""
     name = max(moments, key=lambda m: sum(moments[m].values()))
     return name, {k: v for k, v in moments[name].items() if v}
+
+
+def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
+    """Tokens of each prompt of a probe: as many as an engine keeps of a prompt, as far as the columns' bounds let both
+    ends have them."""
+    bounds = [made.prompt + made.response - 1 for made in (work(plan, engines, n) for n in (src, dst))]
+    return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
+
+
+def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
+    """What the trainer holds beside what is resident while it computes a probe."""
+    made, own = work(plan, engines, src), spec(plan, engines, src)
+    size = probe_tokens(plan, engines, src, dst)
+    made = replace(made, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
+    return largest(_moments("infer", replace(made, entropy=False, given=False), own))[1]
 
 
 def scored_tokens(plan: Plan, node: str) -> int:

@@ -116,6 +116,9 @@ class CountMemory(Pass):
             items |= {"generation weights": r.generate_bytes_per_device * (pool == target), "bucket": r.bucket_bytes}
             how = r.order if source == target else r.mode
             entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, {how}"))
+            if pool == source:  # before, the trainer computes what the generator is then compared with
+                items = holdings.resident(plan, self.engines, pool) | holdings.probing(plan, self.engines, r.src, r.dst)
+                entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, while it is probed"))
         return entries
 
     def _swaps(self, plan: Plan, pool: str) -> list[Memory]:

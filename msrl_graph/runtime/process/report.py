@@ -36,6 +36,10 @@ class Unjoined(RunError):
     """A rank has not found the others as they started: what lies between them failed, or one is lost."""
 
 
+class Undelivered(RunError):
+    """A rank does not hold, or does not compute with, the weights that it was to get."""
+
+
 @dataclass
 class NextValues:
     """The next values of a state that functions have computed: of which units (rows, groups or, where there is one

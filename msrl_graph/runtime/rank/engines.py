@@ -28,8 +28,8 @@ from ...cost import holdings
 from ...ir.ahead import fetched
 from ...ir.attributes import Update
 from ...ir.graph import Node
-from ...ir.plan import Placement, Plan
-from ...sharding.layout import full, owns, slices
+from ...ir.plan import Placement, Plan, Reshard
+from ...sharding.layout import Side, full, owns, slices
 from ..weights import checkpoint, saved
 from ..weights.checkpoint import Manifest
 from ..weights.published import Published
@@ -37,6 +37,7 @@ from ..weights.reshard import Resharder, Swap
 from ..weights.routes import blocks
 from ..weights.send import Sender
 from .failed import BUILT, telling
+from .proof import Proof, complete
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Engines:
         self.swaps: dict[str, Swap] = {}  # by worker
         self.store: Any = None  # where the ranks meet
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
+        self.proofs: dict[tuple[str, str], Proof] = {}  # of the same edges
         self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 
@@ -125,12 +127,14 @@ class Engines:
             generator = self.generators[node.name] = spec.built(weights, placement, devices)
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
-                transformer.fill(model, generator.allocate())
+                transformer.fill(model, shards := generator.allocate())
+                complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
                 generator.filled()
         elif node.worker not in self.trainers:
             steps = algorithms.optimizer(Update.of(node).optimizer) if node.verb == "update" else None
             trainer = spec.built(replace(weights, optimizer=steps), placement, devices)
             self.trainers[node.worker] = trainer
+            complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
             if holdings.offloads(plan, node.name, "weights"):
                 away = self.away[node.worker] = Away(self.device, [s.tensor for s in trainer.shards()])
                 away.store()
@@ -157,9 +161,10 @@ class Engines:
         source, model = plan.placement(src), plan.model(src)
         shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
         sides = [self._spec(p.node).side(p.layout, p.first, p.each) for p in (source, plan.placement(dst))]
+        proof = self.proofs[src, dst] = self._proof(edge, (sides[0], sides[1]))
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
-            of = (plan, edge, model, self.rank, (sides[0], sides[1]), shards)
+            of = (plan, edge, model, self.rank, (sides[0], sides[1]), shards, proof.word)
             if (src, dst) in fetched(plan):
                 late = plan.docks.deadline + 60  # as for collectives
                 self.resharders[src, dst] = Published(*of, store=self.store, deadline=late)
@@ -170,6 +175,16 @@ class Engines:
         if shards:
             swap = self.swaps.setdefault(worker, Swap(shards))
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
+
+    def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> Proof:
+        """What proves a delivery of an edge; a collective of all ranks."""
+        plan, members = self.plan, [sides[0].device(r, self.per_host) for r in range(sides[0].devices)]
+        team = dist.new_group(members) if len(members) > 1 else None
+        pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
+        ends = [self.local if self.pool and self.pool.name == pool else -1 for pool in pools]
+        trainer = self.trainers[plan.graph.node(edge.src).worker] if ends[0] >= 0 else None
+        generator = self.generators[edge.dst] if ends[1] >= 0 else None
+        return Proof(plan, edge, self.device, sides, (ends[0], ends[1]), team, trainer, generator)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,

@@ -19,6 +19,7 @@ import numpy as np
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from ...backends.spec import Shard
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.instruction import Instruction, Walker
@@ -34,6 +35,7 @@ from ..process.report import Report, Unjoined
 from ..process.task import Task
 from ..weights.published import Published
 from ..weights.reshard import Swap
+from ..weights.send import Sender
 from .failed import telling
 from .generation import Generation
 from .training import Training
@@ -56,6 +58,9 @@ class Doing(Walker):
         told = self.report if rank._first(found) else Report(self.report.process)
         with self.report.phase(node):
             rank.fetch(found)
+        for proof in [p for (_, dst), p in rank.proofs.items() if dst == node and p.unprobed]:
+            with self.report.phase("proof"), telling(rank.plan, found, rank.rank, f"in {self.task.key}"):
+                proof.probe()
         for batch in rank._batches(found, self.task, self.report):
             for name in found.states:
                 if name in self.task.states:  # of the run: each row has the same; others came with the rows
@@ -73,23 +78,40 @@ class Doing(Walker):
         rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        rank, edge, worker = self.rank, self.rank.resharders[src, dst], self.rank.plan.graph.node(src).worker
-        with self.report.phase("reshard"):
-            if worker in rank.swaps:
-                rank.swaps[worker].wait()
-            # A rank of the pool that sends has nothing to fill.
-            generator = rank.generators.get(dst)
-            with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"):
-                allocate = generator.allocate if generator else list
+        rank, number = self.rank, self.task.number
+        edge, proof, worker = rank.resharders[src, dst], rank.proofs[src, dst], rank.plan.graph.node(src).worker
+        generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
+        shards: list[Shard] = []
+
+        def allocate() -> list[Shard]:
+            shards[:] = generator.allocate() if generator else []
+            proof.bound(shards)
+            return shards
+
+        with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"):
+            with self.report.phase("reshard"):
+                if worker in rank.swaps:
+                    rank.swaps[worker].wait()
+            with self.report.phase("proof"):
+                proof.send(number, again=not isinstance(edge, Published))
+                if isinstance(edge, Sender):
+                    proof.settle()
+            with self.report.phase("reshard"):
                 if not isinstance(edge, Published):
                     edge.run(allocate)
                 elif generator:
-                    edge.fetch(self.task.fetches[edge.name].version, allocate)
+                    number = self.task.fetches[edge.name].version
+                    edge.fetch(number, allocate)
                 else:
                     last = self.task.fetches.get(edge.name)
-                    edge.publish(self.task.number, last.told if last else 0)
-                if generator:
+                    edge.publish(number, last.told if last else 0)
+            if generator:
+                with self.report.phase("proof"):
+                    proof.packed(shards)
+                with self.report.phase("reshard"):
                     generator.filled()
+                with self.report.phase("proof"):
+                    proof.check(number, shards)
         taken, edge.seconds = edge.seconds, {}  # of what a copy is sent from, since the last time
         for step, seconds in taken.items():
             self.report.more(f"reshard {step}", seconds)

@@ -40,11 +40,12 @@ class Published(Sender):
             names = {name for message in self.gives for name, _ in message.boxes}
             self.live = [s for s in self.shards if s.name in names]
             self.copies = [Shard(s.name, s.box, torch.empty_like(s.tensor, dtype=self.dtype)) for s in self.live]
+            self.said, self.word = self.word, None if self.word is None else self.word.clone()
             threading.Thread(target=self._give, daemon=True).start()
 
     def publish(self, version: int, told: int) -> None:
-        """Copies the weights as they are, which are those of `version`, for whoever fetches them; so many times was
-        somebody `told` to fetch one so far, this one perhaps among them."""
+        """Copies the weights as they are, which are those of `version`, and the word, for whoever fetches them; so many
+        times was somebody `told` to fetch one so far, this one perhaps among them."""
         if not self.gives or version == self.version:
             return
         with self.changed:
@@ -56,6 +57,8 @@ class Published(Sender):
             with torch.no_grad():
                 for copy, shard in zip(self.copies, self.live, strict=True):
                     copy.tensor.copy_(shard.tensor)
+            if self.word is not None and self.said is not None:
+                self.word.copy_(self.said)
             self.version = version
             self.changed.notify_all()
 

@@ -1,0 +1,108 @@
+"""Whether a generation holds what its update sent, tensor by tensor, at each end of a resharding edge.
+
+Invariant: what an end sums up follows from the two layouts alone (sharding/layout.py), and nothing of it from the
+routes by which weights go: so a route that was cut wrongly, or left out, shows. Of ranks that hold copies of a part one
+sums it up, so that all have about as much to do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ...backends.spec import Shard
+from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
+from .digest import Digest, Odd, joined
+
+
+class Part(NamedTuple):
+    """What this rank sums up of a tensor: a box, where it is in what the rank holds, with the numbers of its positions,
+    and the place of the list that it is for."""
+
+    box: Box
+    inside: tuple[slice, ...]
+    at: Odd
+    place: int
+
+
+class Delivery:
+    """The weights of an edge on one rank, which is the number `ends` of the update's layout and of the generation's
+    (-1: of none). `size`: how many different boxes the generation's ranks hold, of all tensors; what the update sent is
+    a list with the digest of each, the sum of what its ranks have of it."""
+
+    def __init__(self, tensors: Sequence[Tensor], sides: tuple[Side, Side], ends: tuple[int, int], of: Digest) -> None:
+        source, target = sides
+        self.digest, self.size = of, 0
+        self.parts: list[tuple[str, Part]] = []  # of the update, by tensor
+        self.declared: dict[str, Part] = {}  # by tensor, what this rank generates with
+        busy = [0] * source.devices  # elements that each rank of the update sums up
+        holding: dict[Tensor, tuple[dict[Box, list[int]], list[Box]]] = {}
+        for tensor in tensors:
+            # What holds for a tensor holds for all that differ from it in nothing but the name.
+            alike = replace(tensor, name="")
+            if alike not in holding:
+                holders: dict[Box, list[int]] = {}
+                for rank in range(source.devices):
+                    holders.setdefault(shard(alike, source, rank), []).append(rank)
+                wanted = dict.fromkeys(shard(alike, target, rank) for rank in range(target.devices))
+                holding[alike] = holders, [box for box in wanted if elements(box)]
+            holders, boxes = holding[alike]
+            places = {box: self.size + i for i, box in enumerate(boxes)}
+            self.size += len(boxes)
+            for held, ranks in holders.items():
+                giver = min(ranks, key=lambda rank: (busy[rank], rank))
+                busy[giver] += elements(held)
+                if giver == ends[0] and elements(held):
+                    found = [(overlap(held, box), place) for box, place in places.items()]
+                    self.parts += [(tensor.name, self._part(b, held, place)) for b, place in found if b is not None]
+            if ends[1] >= 0 and (own := shard(alike, target, ends[1])) in places:
+                self.declared[tensor.name] = self._part(own, own, places[own])
+
+    def _part(self, box: Box, of: Box, place: int) -> Part:
+        return Part(box, slices(within(box, of)), self.digest.at(box), place)
+
+    def sent(self, shards: Iterable[Shard]) -> torch.Tensor:
+        """Of what the generation is to hold, by place, what this rank of the update has to add."""
+        held, total = {s.name: s.tensor for s in shards}, torch.zeros(self.size, dtype=torch.int64)
+        with torch.inference_mode():
+            found = joined([self.digest.of(held[name][part.inside], part.at) for name, part in self.parts])
+            return total.index_add_(0, torch.tensor([part.place for _, part in self.parts]), found)
+
+    def held(self, shards: Iterable[Shard]) -> dict[str, int]:
+        """The digests of what this rank generates with, of some of its tensors."""
+        some = [s for s in shards if s.name in self.declared]
+        with torch.inference_mode():
+            found = joined([self.digest.of(s.tensor, self.declared[s.name].at) for s in some])
+        return dict(zip([s.name for s in some], found.tolist(), strict=True))
+
+    def other(self, held: Mapping[str, int], sent: torch.Tensor) -> list[str]:
+        """The tensors of this rank of which it does not hold what was sent."""
+        told = sent.tolist()
+        return [name for name, part in self.declared.items() if held.get(name) != told[part.place]]
+
+
+def unbound(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
+    """What an engine holds otherwise than its layout declares, by name, in words; "" where nothing is."""
+    bound = [s for s in shards if s.tensor.numel()]
+    times, shapes = Counter(s.name for s in bound), {n: [b - a for a, b in box] for n, box in declared.items()}
+    wrong = [f"`{name}` is missing" for name in declared if name not in times]
+    wrong += [f"`{name}` is no part of it" for name in times if name not in declared]
+    wrong += [f"`{name}` is there {count} times" for name, count in times.items() if count > 1]
+    wrong += [
+        f"`{s.name}` has the shape {[*s.tensor.shape]} in place of {shapes[s.name]}"
+        for s in bound
+        if s.name in shapes and [*s.tensor.shape] != shapes[s.name]
+    ]
+    if not wrong:
+        return ""
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{sum(times.values())} tensors where its layout declares {len(declared)}: {wrong[0]}{more}"
+
+
+def boxes(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
+    """What a rank of a layout holds, by tensor, without what it has nothing of."""
+    return {t.name: box for t in tensors if elements(box := shard(t, side, rank))}

@@ -1,0 +1,66 @@
+"""A digest of a tensor's part that adds up: however a tensor is cut, the digests of its parts sum to that of the whole.
+
+Invariant: it is the sum of bits(e) * weight(position of e in the whole tensor) modulo 2^64, where a position's weight
+is the product of one odd pseudo-random number for its index in each dim. An odd number times a change of at most 64
+bits is never 0, so a change of one element always shows; whatever else happens to a tensor (rows or elements that
+change places, values of another version) is missed by chance alone: where nothing but signs changes, less than once in
+10^8, else far less often. Nothing of it depends on layout, device or order: these are integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from ... import noise
+from ...sharding.layout import Box
+
+_KEY = 0x0DD  # what these numbers have apart from others of `noise`
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+WIDTH = 8  # bytes of an element while it is summed
+Odd = list[torch.Tensor]  # the numbers of a stretch of indices, by dim
+
+
+class Digest:
+    """Digests of tensors of at most these `shapes`, whose elements lie on `place` and count as `dtype`; `at_once` are
+    summed at a time, in so many times WIDTH bytes."""
+
+    def __init__(
+        self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, place: str | torch.device, at_once: int
+    ) -> None:
+        self.dtype, self.place, self.at_once = dtype, place, at_once
+        most: dict[int, int] = {}  # by dim, the largest size
+        for shape in shapes:
+            for dim, size in enumerate(shape):
+                most[dim] = max(size, most.get(dim, 0))
+        self._odd = [
+            torch.from_numpy((noise.keys(_KEY, dim, np.arange(most[dim])) | np.uint64(1)).view(np.int64)).to(place)
+            for dim in sorted(most)
+        ]
+
+    def at(self, box: Box) -> Odd:
+        """The numbers of a box's positions."""
+        return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
+
+    def of(self, values: torch.Tensor, at: Odd) -> torch.Tensor:
+        """That of what lies at some positions of a tensor: one number, on its device."""
+        size = values.numel()
+        dim = next((d for d, length in enumerate(values.shape) if length > 1), None)
+        if size > self.at_once and dim is not None:
+            each = max(1, self.at_once * values.shape[dim] // size)
+            total = torch.zeros((), dtype=torch.int64, device=values.device)
+            for part, own in zip(torch.split(values, each, dim), torch.split(at[dim], each), strict=True):
+                total += self.of(part, [*at[:dim], own, *at[dim + 1 :]])
+            return total
+        bits = values.to(self.dtype).view(_INTEGERS[self.dtype.itemsize])
+        found = bits.to(torch.int64, copy=True)
+        for weights in reversed(at):
+            found = found.mul_(weights).sum(-1)
+        return found
+
+
+def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Some digests as one tensor in the host's memory."""
+    return torch.stack(list(found)).cpu() if found else torch.zeros(0, dtype=torch.int64)
