@@ -70,7 +70,8 @@ class Delivery:
         held, total = {s.name: s.tensor for s in shards}, torch.zeros(self.size, dtype=torch.int64)
         with torch.inference_mode():
             found = joined([self.digest.of(held[name][part.inside], part.at) for name, part in self.parts])
-            return total.index_add_(0, torch.tensor([part.place for _, part in self.parts]), found)
+            places = torch.tensor([part.place for _, part in self.parts], dtype=torch.int64)  # perhaps none
+            return total.index_add_(0, places, found)
 
     def held(self, shards: Iterable[Shard]) -> dict[str, int]:
         """The digests of what this rank generates with, of some of its tensors."""

@@ -1,7 +1,7 @@
 """A digest of a tensor's part that adds up: however a tensor is cut, the digests of its parts sum to that of the whole.
 
 Invariant: it is the sum of bits(e) * weight(position of e in the whole tensor) modulo 2^64, where a position's weight
-is the product of one odd pseudo-random number for its index in each dim. An odd number times a change of at most 64
+is the product of one odd pseudo-random number for its index in each dim. An odd number times a change of at most 32
 bits is never 0, so a change of one element always shows; whatever else happens to a tensor (rows or elements that
 change places, values of another version) is missed by chance alone: where nothing but signs changes, less than once in
 10^8, else far less often. Nothing of it depends on layout, device or order: these are integers.
@@ -18,7 +18,7 @@ from ... import noise
 from ...sharding.layout import Box
 
 _KEY = 0x0DD  # what these numbers have apart from others of `noise`
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 WIDTH = 8  # bytes of an element while it is summed
 Odd = list[torch.Tensor]  # the numbers of a stretch of indices, by dim
 

@@ -1,0 +1,161 @@
+"""Weights that arrive are what was sent: digests add up however tensors are cut, and whatever goes wrong on the way is
+told with its tensor, in the iteration in which it does."""
+
+import re
+from dataclasses import replace
+
+import deliveries
+import layouts
+import pytest
+import ranks
+import torch
+from deliveries import COLUMNS, ROWS, WAYS, planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msrl_graph.backends.spec import Shard
+from msrl_graph.runtime.weights.delivered import Delivery, unbound
+from msrl_graph.runtime.weights.digest import Digest
+from msrl_graph.sharding.layout import elements, full, shard, slices
+
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+def digest(tensors, dtype=torch.float32, at_once=7):
+    return Digest([t.shape for t in tensors], dtype, "cpu", at_once)
+
+
+def filled(shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def holding(tensors, whole, side, rank):
+    held = [(t.name, shard(t, side, rank)) for t in tensors]
+    return [Shard(name, box, whole[name][slices(box)].clone()) for name, box in held]
+
+
+# The digest.
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_parts_of_any_layout_sum_to_what_ranks_of_any_other_hold(data):
+    tensors = [
+        replace(t, name=f"{i}") for i, t in enumerate(data.draw(st.lists(layouts.tensors(), min_size=1, max_size=4)))
+    ]
+    source, target = data.draw(layouts.sides(), "source"), data.draw(layouts.sides(), "target")
+    target, dtype = replace(target, divided=False), data.draw(st.sampled_from(FLOATS))
+    whole = {t.name: filled(t.shape, i) for i, t in enumerate(tensors)}
+    of = digest(tensors, dtype, data.draw(st.integers(1, 100)))
+    ends = [Delivery(tensors, (source, target), (rank, -1), of) for rank in range(source.devices)]
+    sent = sum(end.sent(holding(tensors, whole, source, rank)) for rank, end in enumerate(ends))
+    work = [sum(elements(p.box) for _, p in end.parts) for end in ends]
+    assert sum(work) == sum(elements(box) for t in tensors for box in {*boxes(t, target)}), "each element once"
+    wide = data.draw(st.booleans())  # as an engine may hold them
+    for rank in range(target.devices):
+        end = Delivery(tensors, (source, target), (-1, rank), of)
+        shards = [s for s in holding(tensors, whole, target, rank) if s.tensor.numel()]
+        shards = [replace(s, tensor=s.tensor.to(dtype).to(torch.float64 if wide else dtype)) for s in shards]
+        assert end.other(end.held(shards), sent) == []
+        if shards:
+            changed = data.draw(st.sampled_from(shards))
+            flat = changed.tensor.view(-1)
+            flat[data.draw(st.integers(0, flat.numel() - 1))] += 1
+            assert end.other(end.held(shards), sent) == [changed.name]
+
+
+def boxes(tensor, side):
+    return [box for rank in range(side.devices) if elements(box := shard(tensor, side, rank))]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_change_of_an_element_and_any_exchange_show(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    of, box = Digest([shape], dtype, "cpu", data.draw(st.integers(1, 50))), full(tuple(shape))
+    values = filled(shape, data.draw(st.integers(0, 99))).to(dtype)
+    before = int(of.of(values, of.at(box)))
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    place = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    other, size = values.clone(), 8 * dtype.itemsize
+    bit = data.draw(st.integers(0, size - 1))
+    other.view(bits)[place] ^= 1 << bit if bit < size - 1 else torch.iinfo(bits).min
+    assert int(of.of(other, of.at(box))) != before
+    there, exchanged = tuple(data.draw(st.integers(0, n - 1)) for n in shape), values.clone()
+    exchanged[place], exchanged[there] = values[there], values[place]
+    assert (int(of.of(exchanged, of.at(box))) == before) == bool(values[place] == values[there])
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    order = torch.arange(shape[dim])
+    order[[place[dim], there[dim]]] = order[[there[dim], place[dim]]]
+    rows = values.index_select(dim, order)
+    assert (int(of.of(rows, of.at(box))) == before) == torch.equal(rows, values)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_signs_alone_show_where_elements_change_places(dtype):
+    """Bits that differ in the highest place alone."""
+    values = torch.full((40, 40), 1.5, dtype=dtype)
+    of = digest([values], dtype, 100)
+    found = set()
+    for i in range(40):
+        one = values.clone()
+        one[i, (7 * i) % 40] = -1.5
+        found.add(int(of.of(one, of.at(full((40, 40))))))
+    assert len(found) == 40
+
+
+# What is bound.
+
+
+def test_what_an_engine_does_not_have_is_told_by_name():
+    declared = {"a": ((0, 2), (0, 3)), "b": ((1, 3),)}
+    a, b = Shard("a", declared["a"], torch.zeros(2, 3)), Shard("b", declared["b"], torch.zeros(2))
+    nothing = Shard("of another stage", ((0, 0),), torch.zeros(0))
+    assert unbound(declared, [a, b, nothing]) == ""
+    assert unbound(declared, [a]) == "1 tensors where its layout declares 2: `b` is missing"
+    assert unbound(declared, [b, a, a]) == "3 tensors where its layout declares 2: `a` is there 2 times"
+    other = replace(b, name="c")
+    assert unbound(declared, [a, other]) == ("2 tensors where its layout declares 2: `b` is missing, and 1 more")
+    assert unbound(declared, [a, b, other]).endswith("`c` is no part of it")
+    flat = replace(a, tensor=torch.zeros(6))
+    assert unbound(declared, [flat, b]).endswith("`a` has the shape [6] in place of [2, 3]")
+
+
+# Deliveries, on ranks.
+
+
+@pytest.mark.parametrize("how", [*deliveries.BREAKS])
+@pytest.mark.parametrize("way", [*WAYS])
+def test_what_breaks_on_the_way_is_told_with_its_tensor(way, how, tmp_path):
+    plan = planned(way)
+    ranks.run(WAYS[way][0], deliveries.broken, plan.to_json(), how, str(tmp_path))
+    words = [w for file in sorted(tmp_path.iterdir()) if (w := file.read_text())]
+    tensor = ROWS if (how, way) in (("cut_wrongly", "send"), ("cut_wrongly", "fetch")) else COLUMNS
+    line = next(e.span.line for e in plan.graph.reshards())
+    old = ", but what it had in version 1" if how in ("not_sent", "sent_as_it_was") else ""
+    expected = (
+        rf"`actor.update => actor.generate` \(line {line} of grpo.rlg\) on rank \d: `{re.escape(tensor)}` is not what "
+        rf"`actor.update` has in version 2{old} \(1 of 51 tensors differ\)"
+    )
+    assert words and all(re.fullmatch(expected, w) for w in words), words
+
+
+@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("engine", ["Copying", "Prefixes"])
+def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
+    """Digests of what it holds are right: the probe tells."""
+    bad = {"Copying": "CopyingOnce", "Prefixes": "PrefixesOfOld"}[engine]
+    for name in (engine, bad):
+        (out := tmp_path / name).mkdir()
+        ranks.run(WAYS[way][0], deliveries.keeping, planned(way).to_json(), name, str(out))
+        first, second, _ = zip(*(file.read_text().split("\n") for file in sorted(out.iterdir())), strict=True)
+        assert not any(first)
+        if name == engine:
+            assert not any(second)
+            continue
+        words = [w for w in second if w]
+        assert words
+        for w in words:
+            assert "it holds version 1 of the weights, and computes something else than `actor.update`" in w, w
+            assert "off by" in w or "none of the trainer's 8 likeliest" in w
