@@ -66,6 +66,11 @@ def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is
     assert [line["rows"] for line in lines] == [32] * 8
     behind = [int(line["staleness"]) for line in lines]
     assert behind == [line["staleness_max"] for line in lines] and behind[0] == 0 and 1 <= max(behind) <= versions
+    for line, versions_behind in zip(lines, behind, strict=True):
+        told = {key: line[key] for key in line if key.startswith("logp_drift")}
+        of = f"/{versions_behind}" if versions_behind else ""
+        assert told.keys() == {f"logp_drift{of}", f"logp_drift_max{of}"}
+        assert (told[f"logp_drift{of}"] > 1e-4) == bool(versions_behind), "by rounding alone, or by the steps since"
     for number in (0, 1, 4, 7):
         rows = rows_of(place.folder / "out", number).to_pylist()[:8]
         version = number - behind[number]

@@ -124,3 +124,18 @@ def test_what_is_not_finite_has_no_spread():
     )
     means.count(report, node, Task("held_out", 0, 2), "reward", np.arange(2), np.ones(2))
     assert spreads([report])["reward/flat"] == 0.0  # of training alone
+
+
+def test_trainer_and_generator_that_drift_apart():
+    apart = [{"logp_drift": d} for d in (0.02, 0.011, 0.036)]
+    assert told(apart) == {}, "without a threshold there is none"
+    words = "the log-probabilities of trainer and generator differ by 0.036 nats a token, over 0.03"
+    where = "`actor.infer`, line 24 of grpo.rlg"
+    assert told(apart, stated("max_drift = 0.03")) == {3: [f"warning: {words}, in iteration 3 ({where}): {PAGE}"]}
+    stale = [{"logp_drift/1": 0.5, "logp_drift_max/1": 3.0}]
+    assert told(stale, stated("max_drift = 0.03")) == {}, "the policy has changed since"
+    stops = Symptoms(one_rank(stated("max_drift = 0.03, on_drift = stop")))
+    line = {"iteration": 7, **apart[2]}
+    assert stops.look(line) == [] and stops.ends({"iteration": 6, **apart[0]}) == ""
+    assert stops.ends(line) == f"`actor.infer` (line 24 of grpo.rlg) in iteration 7: {words}: {PAGE}"
+    assert Symptoms(one_rank(stated("max_drift = 0.03"))).ends(line) == ""

@@ -14,7 +14,7 @@ import ranks
 import torch
 from place import ONE_RANK, SMALL, metrics
 from safetensors.torch import load_file, save_file
-from stage import EXAMPLE, Stage, one_rank, same
+from stage import EXAMPLE, Stage, one_rank, same, share
 from test_ranks import model
 
 from msrl_graph import compile
@@ -24,8 +24,9 @@ from msrl_graph.runtime.data import wrong
 from msrl_graph.runtime.data.columns import Column, ragged
 from msrl_graph.runtime.data.dataset import LOOKED
 from msrl_graph.runtime.dock.readers import Read, readers
+from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.process.report import Report, RunError
-from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task import Fetch, Task
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
@@ -50,7 +51,9 @@ DECLARED = (
 
 def test_an_infer_of_the_generators_weights_compares_else_the_update():
     plan = one_rank()
-    assert wrong.comparison(plan) == wrong.Comparison("actor.infer", "response.logp", "response", 1e-3)
+    assert wrong.comparison(plan) == wrong.Comparison(
+        "actor.infer", "response.logp", "response", 1e-3, edge="actor.update => actor.generate"
+    )
     reads = {r.node: [c.column for c in r.reads] for r in readers(plan)}
     assert reads["actor.infer"] == ["prompt", "response", "response.logp"] and reads["reference.infer"] == [
         "prompt",
@@ -140,6 +143,27 @@ def test_weights_that_did_not_arrive_whole_are_seen_as_drift():
         "grpo.rlg) drew it"
     ) in told
     assert " with: off by " in told
+
+
+def test_rows_of_older_weights_are_told_apart_and_may_drift():
+    """The policy has changed since: that is no mistake, whatever it comes to."""
+    stage = Stage(one_rank())
+    corrupt(stage)
+    node, columns = stage.plan.graph.node("actor.infer"), stage.sampled()
+    size = len(columns["response"])
+    elements = {c: len(columns[c].values) for c in ("prompt", "response", "response.logp")}
+    for version in (3, 1):
+        task = Task("train", 3, 4, 2, fetches={"actor.update => actor.generate": Fetch(version, 5)})
+        batch = Batch(share(np.arange(size), size, size, elements), np.arange(size), {c: columns[c] for c in elements})
+        if version == 3:
+            with pytest.raises(RunError, match=r"where rounding makes at most 0\.001"):
+                stage._infer(node, task, batch, Report("rank"))
+            continue
+        told = Report("rank")
+        stage._infer(node, task, batch, told)
+        total, tokens = told.sums["logp_drift/2"]
+        assert tokens == elements["response"] and total / tokens > 1e-3 and told.peaks["logp_drift_max/2"] > 1e-3
+        assert "logp_drift" not in told.sums and not told.remarks
 
 
 def test_temperatures_below_1_stretch_what_rounding_makes():

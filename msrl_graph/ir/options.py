@@ -233,7 +233,8 @@ class EvaluateOptions(Declared):
 
 @dataclass(frozen=True)
 class Run(Declared):
-    """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` are the thresholds of symptoms.py."""
+    """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
+    symptoms.py."""
 
     iterations: int = attr(COUNT, 1, "How many.")
     seed: int = attr(
@@ -279,6 +280,14 @@ class Run(Declared):
         "It warns where `loss/kl` or `clip/kl` is more nats a token; 0: never.",
         "1.0",
     )
+    max_drift: float | None = attr(
+        Number(0),
+        None,
+        "The most that the log-probabilities of trainer and generator, with the same weights, may differ in an "
+        "iteration: nats a token, on average (`logp_drift`, [drift](metrics.md#drift)).",
+        "any",
+    )
+    on_drift: str = attr(Words(("warn", "stop")), "warn", "What more than `max_drift` does: `warn`, or `stop` the run.")
     span: Span = NOWHERE
 
 

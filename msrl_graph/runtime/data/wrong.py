@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost.holdings import dtype
-from ...ir.attributes import Generate, ReshardingEdge
+from ...ir.attributes import Generate
 from ...ir.graph import Graph, Node
 from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
@@ -38,8 +38,9 @@ class Comparison:
     """Where the log-probabilities of a response's tokens are compared with those that they were drawn with.
 
     The node `node` computes those of `response` with the generator's weights, and reads beside them `column`, those
-    as drawn. They may differ by `tolerance` nats on average. `turns`: the response is of several turns, and what the
-    environment wrote in it was not drawn: `column` holds NaN there.
+    as drawn. They may differ by `tolerance` nats on average, where the weights are of the same version: `edge` is the
+    resharding edge that the generator has them by. `turns`: the response is of several turns, and what the environment
+    wrote in it was not drawn: `column` holds NaN there.
     """
 
     node: str
@@ -47,6 +48,12 @@ class Comparison:
     response: str
     tolerance: float
     turns: bool = False
+    edge: str = ""
+
+    def behind(self, task: Task) -> int:
+        """How many versions the weights that drew a task's rows are behind those that it trains."""
+        fetch = task.fetches.get(self.edge)
+        return task.number - fetch.version if fetch and task.trains else 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,6 @@ def comparison(plan: Plan) -> Comparison | None:
     for node in graph.verb("generate"):
         response, column = drawn(graph, node)
         edges = [e for e in graph.reshards() if e.dst == node.name]
-        if any(ReshardingEdge.of(e).staleness for e in edges):
-            continue
         worker = graph.node(edges[0].src).worker if edges else node.worker
         fed = (*sequences(graph, node).context, response)
         for other in order:
@@ -90,6 +95,7 @@ def comparison(plan: Plan) -> Comparison | None:
                     response,
                     max(TOLERANCE[k] for k in kinds),
                     Generate.of(node).environment is not None,
+                    f"{edges[0].src} => {node.name}" if edges else "",
                 )
     return None
 
@@ -205,8 +211,9 @@ class Watch:
         self, node: Node, task: Task, report: Report, rows: Array, logp: Column, found: Drawn, known: Array
     ) -> Array:
         """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or
-        are too far off."""
+        are too far off. Of older weights they may be as far off as the policy has gone since: that is only counted."""
         assert self.comparison is not None
+        behind = self.comparison.behind(task)
         as_drawn = found.logp
         written = ~np.isnan(as_drawn.values) if self.comparison.turns else np.ones(len(as_drawn.values), bool)
         known = known | _any(as_drawn, written & ~np.isfinite(as_drawn.values))
@@ -215,8 +222,11 @@ class Watch:
         off, row = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64), row[compared]
         if not len(off):
             return known
-        report.count("logp_drift", float(off.sum()), len(off))
-        report.peak("logp_drift_max", float(off.max()))
+        of = f"/{behind}" if behind else ""
+        report.count(f"logp_drift{of}", float(off.sum()), len(off))
+        report.peak(f"logp_drift_max{of}", float(off.max()))
+        if behind:
+            return known
         tolerance = self.comparison.tolerance / np.minimum(
             1.0, found.heat
         )  # temperatures below 1 stretch the errors of logits

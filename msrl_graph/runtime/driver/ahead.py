@@ -41,16 +41,26 @@ class Ahead:
         self.at_work: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}  # by reference to a report
         self.reports: dict[str, list[Any]] = {}  # by key of the task
         self.fetches: dict[str, Fetch] = {}  # by edge, what was to be fetched last
+        self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that its rows are drawn with
 
     def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
         """Has a pool begin a task with weights of this version, when it has ended what it is at."""
         for edge in self.edges[pool, task.name]:
             self.fetches[edge] = Fetch(version, 1 + (self.fetches[edge].told if edge in self.fetches else 0))
+            if task.trains:
+                self.drawn[edge, task.number] = version
         asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
         self.at_work[pool] |= dict.fromkeys(asked, task)
         self.reports.setdefault(task.key, []).extend(asked)
+
+    def told(self, task: Task) -> dict[str, Fetch]:
+        """What the pools in step hear of the fetches so far as they begin a task: how many there were, and the version
+        that its own rows are drawn with, which is the newest where that is yet to be fetched."""
+        self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= task.number}
+        newest = task.number
+        return {e: Fetch(self.drawn.get((e, newest), newest), fetch.told) for e, fetch in self.fetches.items()}
 
     def under_way(self) -> list[Any]:
         """References to what is not known to have ended."""

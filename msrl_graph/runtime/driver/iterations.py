@@ -142,6 +142,8 @@ class Driver:
             self.display.iteration(line, scalars, reports)
             for remark in symptoms.look(line):
                 self.display.say(remark)
+            if ends := symptoms.ends(line):
+                raise RunError(ends)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
             if running is not None:
@@ -201,7 +203,7 @@ class Driver:
         """Starts the streams of all pools for one task, but for those that were ahead."""
         start = time.perf_counter()
         self._prepare(task)
-        told = replace(task, fetches=dict(self.ahead.fetches))
+        told = replace(task, fetches=self.ahead.told(task))
         ranks = [r.run.remote(told, measure) for r in self.ahead.in_step]
         if task.trains:
             self._go_ahead(task.number)

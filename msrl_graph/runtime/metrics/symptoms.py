@@ -2,7 +2,7 @@
 iterations: a figure that swings about its threshold is told of once.
 
 Invariant: a function of the metrics' lines in their order: a run that goes on tells what it would have told. Thresholds
-are those of `run`.
+are those of `run`. What ends a run is told apart (`ends`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan, reported
+from ..data.wrong import comparison
 
 PAGE = "docs/metrics.md#when-a-run-goes-wrong"
 CALM = 10
@@ -22,6 +23,7 @@ class Symptoms:
 
     def __init__(self, plan: Plan) -> None:
         self.graph, self.run = plan.graph, plan.deploy.run
+        self.compares = comparison(plan)
         self.judged = {c: plan.graph.writer(c) for c in judged(plan.graph)}
         self.flat = dict.fromkeys(self.judged, 0)  # iterations without spread up to now
         self.first: dict[str, float] = {}  # the entropy that each update began with
@@ -41,6 +43,26 @@ class Symptoms:
         self.seen |= dict.fromkeys(found, self.lines)
         return new
 
+    def ends(self, line: dict[str, Any]) -> str:
+        """Why the run ends with this iteration, in words; "": it does not."""
+        node = self._drifted(line) if self.run.on_drift == "stop" else None
+        if node is None:
+            return ""
+        return f"`{node.name}` ({node.span.place}) in iteration {line['iteration']}: {self._drift(line)}: {PAGE}"
+
+    def _drifted(self, line: dict[str, Any]) -> Node | None:
+        """Who has compared trainer and generator, where they are too far apart."""
+        most = self.run.max_drift
+        if self.compares is None or most is None or not line.get("logp_drift", 0.0) > most:
+            return None
+        return self.graph.node(self.compares.node)
+
+    def _drift(self, line: dict[str, Any]) -> str:
+        return (
+            f"the log-probabilities of trainer and generator differ by {line['logp_drift']:.3g} nats a token, over "
+            f"{self.run.max_drift:g}"
+        )
+
     def _signs(self, line: dict[str, Any]) -> Iterator[tuple[str, tuple[str, Node]]]:
         run = self.run
         for name, node in self.judged.items():
@@ -51,6 +73,9 @@ class Symptoms:
                     "nothing is learnt from it,"
                 )
                 yield f"flat {name}", (words, node)
+        compares = self._drifted(line) if run.on_drift == "warn" else None
+        if compares is not None:
+            yield "drift", (f"{self._drift(line)},", compares)
         generations, updates = list(self.graph.verb("generate")), list(self.graph.verb("update"))
         for node in generations:
             key = "truncated" if node is generations[0] else f"{node.name}/truncated"

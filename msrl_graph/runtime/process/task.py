@@ -10,8 +10,8 @@ from ...ir.rowsets import Numbers, Rowset, Sieve
 
 
 class Fetch(NamedTuple):
-    """A version of weights, which is the iterations that were trained before, and how many were told to be fetched so
-    far."""
+    """A version of weights, which is the iterations that were trained before, and how many times one was told to be
+    fetched so far."""
 
     version: int
     told: int
@@ -26,8 +26,8 @@ class Task:
       sequence of rows.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
     - `states`: the values of the run's states with which the iteration begins.
-    - `fetches`: by resharding edge with `staleness`, what its generation was told to fetch last: by this task, if it is
-      asked to do it.
+    - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
+      generation was told to fetch so far, this one perhaps among them.
     """
 
     name: str

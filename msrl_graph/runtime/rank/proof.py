@@ -2,8 +2,8 @@
 it what the trainer computes.
 
 Invariant: digests of all tensors are compared at every delivery, of what the engine holds after `filled`. A probe, a
-few fixed prompts whose next tokens trainer and generator must give the same log-probability, is made at the first
-two deliveries after a start, and then as often as all of the proof takes at most SHARE of the time, but at least at one of
+few fixed prompts whose next tokens trainer and generator must give the same log-probability, is made at the first two
+deliveries after a start, and then as often as all of the proof takes at most SHARE of the time, but at least at one of
 OFTEN; whether the next one has it, one rank of the update decides for all. It sees what no digest does: caches of old
 weights, copies in another form, an engine that computes something else. What differs ends the run, with tensor, rank,
 version and edge.

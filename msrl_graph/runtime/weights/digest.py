@@ -56,8 +56,8 @@ class Digest:
             return total
         bits = values.to(self.dtype).view(_INTEGERS[self.dtype.itemsize])
         found = bits.to(torch.int64, copy=True)
-        for weights in reversed(at):
-            found = found.mul_(weights).sum(-1)
+        for weights in reversed(at):  # of integers only a host's cores have a product, which takes less
+            found = found @ weights if found.is_cpu else found.mul_(weights).sum(-1)
         return found
 
 
