@@ -12,12 +12,24 @@ import torch
 from deliveries import COLUMNS, ROWS, WAYS, planned
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage import Stage, one_rank
 
+from msrl_graph.backends import fsdp, hf
 from msrl_graph.backends.spec import Shard
+from msrl_graph.runtime.process.report import Report, Undelivered
+from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank import proof
+from msrl_graph.runtime.rank.rank import Doing
 from msrl_graph.runtime.weights.delivered import Delivery, unbound
 from msrl_graph.runtime.weights.digest import Digest
 from msrl_graph.sharding.layout import elements, full, shard, slices
 
+# The policy that generates is frozen.
+NAMED = (
+    ("  actor.generate -> ", "  reference.generate -> "),
+    ("source -> actor.generate", "source -> reference.generate"),
+)
+NAMED += (("layout actor.generate", "layout reference.generate"),)
 FLOATS = (torch.float32, torch.bfloat16)
 
 
@@ -120,6 +132,53 @@ def test_what_an_engine_does_not_have_is_told_by_name():
     assert unbound(declared, [a, b, other]).endswith("`c` is no part of it")
     flat = replace(a, tensor=torch.zeros(6))
     assert unbound(declared, [flat, b]).endswith("`a` has the shape [6] in place of [2, 3]")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_that_lacks_a_tensor_ends_the_run_as_it_is_built_or_as_weights_come(monkeypatch):
+    for engine, method, what in ((hf.Engine, "allocate", None), (fsdp.Engine, "shards", "`actor.update` (line 28")):
+        with monkeypatch.context() as patch:
+            whole = getattr(engine, method)
+            patch.setattr(engine, method, lambda self, whole=whole: [s for s in whole(self) if s.name != COLUMNS])
+            with pytest.raises(Undelivered) as error:
+                reshard(Stage(one_rank()))
+            assert f"50 tensors where its layout declares 51: `{COLUMNS}` is missing" in str(error.value)
+            assert str(error.value).startswith(
+                what or "`actor.update => actor.generate` (line 39 of grpo.rlg) on rank 0"
+            )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_frozen_generator_that_lacks_a_tensor_ends_the_run_as_it_is_built(monkeypatch):
+    whole = hf.Engine.allocate
+    monkeypatch.setattr(hf.Engine, "allocate", lambda self: whole(self)[1:])
+    plan = one_rank(
+        ("  actor.update => actor.generate\n", ""), ("actor.generate(prompt)", "reference.generate(prompt)"), *NAMED
+    )
+    with pytest.raises(
+        Undelivered, match=r"^`reference.generate` \(line 23 of grpo.rlg\), engine hf, has on rank 0 of"
+    ):
+        Stage(plan)
+
+
+def reshard(stage, number=0):
+    report = Report("rank")
+    Doing(stage, Task("train", number, 4, 2), report).reshard((), "actor.update", "actor.generate")
+    return report
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 33, 65]), (1e9, [*range(70)])])
+def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, probed, monkeypatch):
+    monkeypatch.setattr(proof, "SHARE", share)
+    stage, found = Stage(one_rank()), []
+    (one,) = stage.proofs.values()
+    for number in range(70):
+        assert reshard(stage, number).seconds["proof"] > 0
+        if one.unprobed:
+            found.append(number)
+            one.probe()
+    assert found == probed
 
 
 # Deliveries, on ranks.

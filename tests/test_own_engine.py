@@ -78,6 +78,18 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
     assert not all(map(torch.equal, before, (s.tensor for s in generator.held)))
 
 
+@pytest.mark.usefixtures("alone")
+def test_weights_of_a_trainer_that_tells_no_likeliest_tokens_are_proven_and_not_probed():
+    stage = Stage(one_rank(TRAINS, SLOW))
+    Doing(stage, Task("train", 3, 4, 2), report := Report("")).reshard((), "actor.update", "actor.generate")
+    (proof,) = stage.proofs.values()
+    assert report.seconds["proof"] > 0 and not proof.unprobed and len(proof.held) == 51
+    stage.swaps["actor"].wait()
+    stage.trainers["actor"].held[5].tensor.add_(1)  # as if it were no longer what was sent
+    sent = proof.delivery.sent(stage.trainers["actor"].shards())
+    assert proof.delivery.other(proof.held, sent) == [stage.trainers["actor"].held[5].name]
+
+
 def columns():
     draw = np.random.default_rng(0)
     prompts = ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))

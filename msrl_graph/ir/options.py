@@ -284,7 +284,7 @@ class Run(Declared):
         Number(0),
         None,
         "The most that the log-probabilities of trainer and generator, with the same weights, may differ in an "
-        "iteration: nats a token, on average (`logp_drift`, [drift](metrics.md#drift)).",
+        "iteration: nats a token, on average (`logp_drift`, [metrics](metrics.md)).",
         "any",
     )
     on_drift: str = attr(Words(("warn", "stop")), "warn", "What more than `max_drift` does: `warn`, or `stop` the run.")

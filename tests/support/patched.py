@@ -1,5 +1,7 @@
 """Runs whose processes have a module of the package changed, as a mistake in it would change it."""
 
+import os
+
 _CODE = """
 import importlib.abc
 import importlib.util
@@ -29,4 +31,4 @@ def patched(place, module, code):
     folder = place.folder / "patched"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_CODE.format(module=module, code=code))  # Python runs it as it begins
-    return {"PYTHONPATH": str(folder)}
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
