@@ -79,7 +79,7 @@ class Proof:
         self.before: tuple[int, torch.Tensor] | None = None  # the last version that this rank held, and its digests
         self.held: dict[str, int] = {}
         self.unprobed = False  # whether the word has a probe that the generator has not answered
-        self.work: Any = None
+        self.said = True  # whether the word is that of all ranks
         self.since = 0  # deliveries since the last probe
         self.began = self.spent = 0.0  # of the time that counts, without what only first passes take
         self.answered = False  # whether the generator has made its first
@@ -87,8 +87,8 @@ class Proof:
     # The update's ranks.
 
     def send(self, version: int, again: bool = True) -> None:
-        """Begins to bring together what all ranks of the update say of their weights, which are of this version; not
-        `again` where that was done."""
+        """Has this rank of the update say what it knows of its weights, which are of this version; not `again` where it
+        has."""
         if self.trainer is None or (version == self.version and not again):
             return
         with self._counted():
@@ -102,17 +102,16 @@ class Proof:
                 facts = self._facts()
                 facts[VERSION] = version
                 facts[NEXT] = int(self._affords())
-            if self.team is not None:
-                self.work = dist.all_reduce(self.word, group=self.team, async_op=True)
+            self.said = False
 
     def settle(self) -> None:
-        """Returns when the word is there, on the ranks of the update."""
-        if self.trainer is None:
+        """Brings together what the ranks of the update have said; a call of all of them."""
+        if self.trainer is None or self.said:
             return
-        if self.work is not None:
-            with self._counted():
-                self.work.wait()
-                self.work = None
+        with self._counted():
+            if self.team is not None:
+                dist.all_reduce(self.word, group=self.team)
+        self.said = True
         self.due = bool(self._facts()[NEXT])
         if not self.began:
             self._count()
@@ -195,7 +194,9 @@ class Proof:
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
             tokens, drawn = self.generator.generate(self._prompts(), np.arange(PROMPTS), _likeliest())
-            off = []
+            layout, off = self.plan.placement(self.edge.dst).layout, []
+            if layout.coordinates(self.ends[1]).pp != layout.pp - 1:  # log-probabilities are where the last layers are
+                return
             for prompt, (token, logp) in enumerate(zip(tokens, drawn, strict=True)):
                 place = np.flatnonzero(ids[prompt] == token[0])
                 if not len(place):

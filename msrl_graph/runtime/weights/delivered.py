@@ -8,14 +8,14 @@ sums it up, so that all have about as much to do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from heapq import heapreplace
 from typing import NamedTuple
 
 import torch
 
 from ...backends.spec import Shard
-from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
+from ...sharding.layout import Box, Side, Tensor, elements, nameless, overlap, shard, slices, stages, within
 from .digest import Digest, Odd, joined
 
 
@@ -39,27 +39,24 @@ class Delivery:
         self.digest, self.size = of, 0
         self.parts: list[tuple[str, Part]] = []  # of the update, by tensor
         self.declared: dict[str, Part] = {}  # by tensor, what this rank generates with
-        busy = [0] * source.devices  # elements that each rank of the update sums up
-        holding: dict[Tensor, tuple[dict[Box, list[int]], list[Box]]] = {}
+        # By kind of tensor, who holds which box of the update, and the different boxes of the generation.
+        known: dict[Hashable, tuple[dict[Box, tuple[int, ...]], list[Box]]] = {}
+        busy: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # elements that each of some holders sums up: a heap
         for tensor in tensors:
-            # What holds for a tensor holds for all that differ from it in nothing but the name.
-            alike = replace(tensor, name="")
-            if alike not in holding:
-                holders: dict[Box, list[int]] = {}
-                for rank in range(source.devices):
-                    holders.setdefault(shard(alike, source, rank), []).append(rank)
-                wanted = dict.fromkeys(shard(alike, target, rank) for rank in range(target.devices))
-                holding[alike] = holders, [box for box in wanted if elements(box)]
-            holders, boxes = holding[alike]
-            places = {box: self.size + i for i, box in enumerate(boxes)}
-            self.size += len(boxes)
+            kind = nameless(tensor), stages(tensor, source.layout), stages(tensor, target.layout)
+            if kind not in known:
+                known[kind] = _holders(tensor, source), [*_holders(tensor, target)]
+            holders, wanted = known[kind]
+            places = {box: self.size + i for i, box in enumerate(wanted)}
+            self.size += len(wanted)
             for held, ranks in holders.items():
-                giver = min(ranks, key=lambda rank: (busy[rank], rank))
-                busy[giver] += elements(held)
-                if giver == ends[0] and elements(held):
+                heap = busy.setdefault(ranks, [(0, rank) for rank in ranks])
+                sums, giver = heap[0]
+                heapreplace(heap, (sums + elements(held), giver))
+                if giver == ends[0]:
                     found = [(overlap(held, box), place) for box, place in places.items()]
                     self.parts += [(tensor.name, self._part(b, held, place)) for b, place in found if b is not None]
-            if ends[1] >= 0 and (own := shard(alike, target, ends[1])) in places:
+            if ends[1] >= 0 and (own := shard(tensor, target, ends[1])) in places:
                 self.declared[tensor.name] = self._part(own, own, places[own])
 
     def _part(self, box: Box, of: Box, place: int) -> Part:
@@ -84,6 +81,15 @@ class Delivery:
         """The tensors of this rank of which it does not hold what was sent."""
         told = sent.tolist()
         return [name for name, part in self.declared.items() if held.get(name) != told[part.place]]
+
+
+def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
+    """The ranks that hold each box of a tensor."""
+    found: dict[Box, list[int]] = {}
+    for rank in range(side.devices):
+        if elements(box := shard(tensor, side, rank)):
+            found.setdefault(box, []).append(rank)
+    return {box: tuple(ranks) for box, ranks in found.items()}
 
 
 def unbound(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
