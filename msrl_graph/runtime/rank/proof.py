@@ -162,7 +162,7 @@ class Proof:
         if self._spec().packs_experts:
             experts = {t.name for t in self.model.tensors if t.experts}
             with self._counted():
-                self.held = self.delivery.held(s for s in shards if s.name in experts)
+                self.held = self.delivery.held([s for s in shards if s.name in experts])
 
     def check(self, version: int, shards: Sequence[Shard]) -> None:
         """Ends the run where this rank does not hold what the update sent as this version."""
@@ -173,7 +173,7 @@ class Proof:
             if said != version:
                 other = f"version {said}" if said >= 0 else "nothing"
                 raise Undelivered(f"{self._where()}: it was to get version {version} of the weights, and got {other}")
-            self.held |= self.delivery.held(s for s in shards if s.name not in self.held)
+            self.held |= self.delivery.held([s for s in shards if s.name not in self.held])
             if wrong := self.delivery.other(self.held, sent):
                 raise Undelivered(f"{self._where()}: {self._differs(version, wrong)}")
             self.before, self.unprobed = (version, sent), bool(facts[PROBED])

@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from heapq import heapreplace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
 from ...backends.spec import Shard
 from ...sharding.layout import Box, Side, Tensor, elements, nameless, overlap, shard, slices, stages, within
-from .digest import Digest, Odd, joined
+from .digest import Digest, Odd
 
 
 class Part(NamedTuple):
-    """What this rank sums up of a tensor: a box, where it is in what the rank holds, with the numbers of its positions,
-    and the place of the list that it is for."""
+    """What this rank sums up of a tensor: a box, where it is in what the rank holds (None: that is all of it), with the
+    numbers of its positions, and the place of the list that it is for."""
 
+    name: str
     box: Box
-    inside: tuple[slice, ...]
+    inside: tuple[slice, ...] | None
     at: Odd
     place: int
 
@@ -37,7 +39,7 @@ class Delivery:
     def __init__(self, tensors: Sequence[Tensor], sides: tuple[Side, Side], ends: tuple[int, int], of: Digest) -> None:
         source, target = sides
         self.digest, self.size = of, 0
-        self.parts: list[tuple[str, Part]] = []  # of the update, by tensor
+        self.parts: list[Part] = []  # of the update
         self.declared: dict[str, Part] = {}  # by tensor, what this rank generates with
         # By kind of tensor, who holds which box of the update, and the different boxes of the generation.
         known: dict[Hashable, tuple[dict[Box, tuple[int, ...]], list[Box]]] = {}
@@ -55,27 +57,36 @@ class Delivery:
                 heapreplace(heap, (sums + elements(held), giver))
                 if giver == ends[0]:
                     found = [(overlap(held, box), place) for box, place in places.items()]
-                    self.parts += [(tensor.name, self._part(b, held, place)) for b, place in found if b is not None]
+                    self.parts += [self._part(tensor, b, held, place) for b, place in found if b is not None]
             if ends[1] >= 0 and (own := shard(tensor, target, ends[1])) in places:
-                self.declared[tensor.name] = self._part(own, own, places[own])
+                self.declared[tensor.name] = self._part(tensor, own, own, places[own])
+        self.parts.sort(key=lambda part: part.box)  # those of the same box are summed together
+        self.own = sorted(self.declared.values(), key=lambda part: part.box)
+        self._places = torch.tensor([part.place for part in self.parts], dtype=torch.int64)
 
-    def _part(self, box: Box, of: Box, place: int) -> Part:
-        return Part(box, slices(within(box, of)), self.digest.at(box), place)
+    def _part(self, tensor: Tensor, box: Box, of: Box, place: int) -> Part:
+        inside = None if box == of else slices(within(box, of))
+        return Part(tensor.name, box, inside, self.digest.at(box), place)
 
     def sent(self, shards: Iterable[Shard]) -> torch.Tensor:
         """Of what the generation is to hold, by place, what this rank of the update has to add."""
-        held, total = {s.name: s.tensor for s in shards}, torch.zeros(self.size, dtype=torch.int64)
-        with torch.inference_mode():
-            found = joined([self.digest.of(held[name][part.inside], part.at) for name, part in self.parts])
-            places = torch.tensor([part.place for _, part in self.parts], dtype=torch.int64)  # perhaps none
-            return total.index_add_(0, places, found)
+        found = self._digests(shards, self.parts)
+        return torch.zeros(self.size, dtype=torch.int64).index_add_(0, self._places, found)
 
-    def held(self, shards: Iterable[Shard]) -> dict[str, int]:
+    def held(self, shards: Sequence[Shard]) -> dict[str, int]:
         """The digests of what this rank generates with, of some of its tensors."""
-        some = [s for s in shards if s.name in self.declared]
+        names = {s.name for s in shards}
+        parts = [part for part in self.own if part.name in names]
+        return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
+
+    def _digests(self, shards: Iterable[Shard], parts: Sequence[Part]) -> torch.Tensor:
+        held, found = {s.name: s.tensor for s in shards}, []
         with torch.inference_mode():
-            found = joined([self.digest.of(s.tensor, self.declared[s.name].at) for s in some])
-        return dict(zip([s.name for s in some], found.tolist(), strict=True))
+            for _, alike in groupby(parts, key=lambda part: part.box):
+                some = [*alike]
+                values = [held[p.name] if p.inside is None else held[p.name][p.inside] for p in some]
+                found.append(self.digest.of(values, some[0].at))
+            return torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
 
     def other(self, held: Mapping[str, int], sent: torch.Tensor) -> list[str]:
         """The tensors of this rank of which it does not hold what was sent."""

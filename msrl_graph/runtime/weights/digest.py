@@ -30,7 +30,7 @@ class Digest:
     def __init__(
         self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, place: str | torch.device, at_once: int
     ) -> None:
-        self.dtype, self.place, self.at_once = dtype, place, at_once
+        self.dtype, self.at_once, self._bits = dtype, at_once, _INTEGERS[dtype.itemsize]
         most: dict[int, int] = {}  # by dim, the largest size
         for shape in shapes:
             for dim, size in enumerate(shape):
@@ -44,23 +44,22 @@ class Digest:
         """The numbers of a box's positions."""
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
-    def of(self, values: torch.Tensor, at: Odd) -> torch.Tensor:
-        """That of what lies at some positions of a tensor: one number, on its device."""
-        size = values.numel()
-        dim = next((d for d, length in enumerate(values.shape) if length > 1), None)
-        if size > self.at_once and dim is not None:
-            each = max(1, self.at_once * values.shape[dim] // size)
-            total = torch.zeros((), dtype=torch.int64, device=values.device)
-            for part, own in zip(torch.split(values, each, dim), torch.split(at[dim], each), strict=True):
-                total += self.of(part, [*at[:dim], own, *at[dim + 1 :]])
+    def of(self, values: Sequence[torch.Tensor], at: Odd) -> torch.Tensor:
+        """Those of what lies at the same positions of some tensors: a number for each, on their device."""
+        first = values[0]
+        dim = next((d for d, length in enumerate(first.shape) if length > 1), None)
+        if len(values) > 1 and first.numel() * len(values) > self.at_once:
+            some = max(1, self.at_once // first.numel())
+            return torch.cat([self.of(values[i : i + some], at) for i in range(0, len(values), some)])
+        if first.numel() > self.at_once and dim is not None:
+            each = max(1, self.at_once * first.shape[dim] // first.numel())
+            total = torch.zeros(1, dtype=torch.int64, device=first.device)
+            for part, own in zip(torch.split(first, each, dim), torch.split(at[dim], each), strict=True):
+                total += self.of([part], [*at[:dim], own, *at[dim + 1 :]])
             return total
-        bits = values.to(self.dtype).view(_INTEGERS[self.dtype.itemsize])
-        found = bits.to(torch.int64, copy=True)
+        found = torch.empty((len(values), *first.shape), dtype=torch.int64, device=first.device)
+        for room, one in zip(found, values, strict=True):
+            room.copy_(one.to(self.dtype).view(self._bits))
         for weights in reversed(at):  # of integers only a host's cores have a product, which takes less
             found = found @ weights if found.is_cpu else found.mul_(weights).sum(-1)
         return found
-
-
-def joined(found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some digests as one tensor in the host's memory."""
-    return torch.stack(list(found)).cpu() if found else torch.zeros(0, dtype=torch.int64)
