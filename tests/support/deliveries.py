@@ -8,7 +8,6 @@ import torch
 from stage import EXAMPLE
 from test_send import met
 from torch import distributed as dist
-from transformers.cache_utils import DynamicCache
 
 from msrl_graph import backends, compile
 from msrl_graph.backends import hf
@@ -184,16 +183,16 @@ class Prefixes(hf.Engine):
         if self.renews or not hasattr(self, "kept"):
             self.kept = {}
 
-    def _logits(self, ids, mask, position, cache):
+    def logits(self, ids, mask, position, cache):
         if ids.shape[1] == 1:
-            return super()._logits(ids, mask, position, cache)
-        key, but_last = ids.numpy().tobytes(), DynamicCache(config=self.module.config)
+            return super().logits(ids, mask, position, cache)
+        key, but_last = ids.numpy().tobytes(), self.cache()
         if key not in self.kept:
-            super()._logits(ids[:, :-1], mask[:, :-1], position[:, :-1], but_last)
+            super().logits(ids[:, :-1], mask[:, :-1], position[:, :-1], but_last)
             self.kept[key] = [(layer.keys, layer.values) for layer in but_last.layers]
         for layer, (keys, values) in enumerate(self.kept[key]):
             cache.update(keys, values, layer)
-        return super()._logits(ids[:, -1:], mask, position[:, -1:], cache)
+        return super().logits(ids[:, -1:], mask, position[:, -1:], cache)
 
 
 class CopyingOnce(Copying):

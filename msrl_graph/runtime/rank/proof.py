@@ -23,7 +23,7 @@ from torch import distributed as dist
 from ... import noise
 from ...backends import ENGINES, transformer
 from ...backends.devices import Device
-from ...backends.spec import Asked, EngineSpec, Generator, Sampling, Shard, Trainer
+from ...backends.spec import Asked, EngineSpec, Generator, Sampling, Shard, Trainer, collected
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
@@ -193,7 +193,7 @@ class Proof:
         with self._counted():
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
-            tokens, drawn = self.generator.generate(self._prompts(), np.arange(PROMPTS), _likeliest())
+            tokens, drawn = collected(self.generator.generate(self._prompts(), np.arange(PROMPTS), _likeliest()))
             layout, off = self.plan.placement(self.edge.dst).layout, []
             if layout.coordinates(self.ends[1]).pp != layout.pp - 1:  # log-probabilities are where the last layers are
                 return
