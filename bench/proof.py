@@ -1,0 +1,71 @@
+"""What the proof that weights arrived takes: seconds of it in iterations of examples/arithmetic, on two ranks, and what
+a digest takes of each element, beside reading it once, on one core.
+
+The first iterations are left out: they have what only first passes take. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from msrl_graph.runtime.rank.proof import AT_ONCE
+from msrl_graph.runtime.weights.digest import Digest
+from msrl_graph.sharding.layout import full
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
+MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
+LEFT_OUT = 3
+SHAPE, ROUNDS = (4096, 1024), 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iterations", type=int, default=100)
+    lines = run(parser.parse_args().iterations)
+    proofs, seconds = [line["phases"]["proof"] for line in lines], [line["seconds"] for line in lines]
+    share = sum(proofs) / sum(seconds)
+    proof, whole = statistics.median(proofs) * 1e3, statistics.median(seconds) * 1e3
+    print(f"an iteration {whole:.0f} ms, of it the proof {proof:.1f} ms (medians); {share:.2%} of all seconds")
+    told = {"proof_share": round(share, 5)}
+    torch.set_num_threads(1)
+    for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+        values, digest = torch.randn(SHAPE).to(dtype), Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
+        told[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))))
+        told[f"sum_{name}_ns"] = nanoseconds(values.sum)
+    print(json.dumps(told))
+
+
+def nanoseconds(act: Callable[[], object]) -> float:
+    """Of an element, the shortest of some rounds."""
+    taken = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - start)
+    return round(min(taken) / math.prod(SHAPE) * 1e9, 3)
+
+
+def run(iterations: int) -> list[dict[str, Any]]:
+    """The metrics of a run, without the first iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--iterations", str(iterations), "--out", f"{folder}/run"]
+        subprocess.run([sys.executable, "-c", MAIN, str(EXAMPLE), *options], check=True, capture_output=True)
+        lines = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
+        return [line for line in lines if line.get("iteration", -1) >= LEFT_OUT]
+
+
+if __name__ == "__main__":
+    main()
