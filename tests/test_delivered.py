@@ -201,6 +201,17 @@ def test_what_breaks_on_the_way_is_told_with_its_tensor(way, how, tmp_path):
 
 
 @pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("types", [("f32", "bf16"), ("bf16", "bf16"), ("bf16", "f32")])
+def test_types_that_differ_are_no_mistake(way, types, tmp_path):
+    """The digest is of what the update has in the generation's type, and a probe bears what such a type rounds."""
+    update, generate = types
+    stated = f"engine actor.update = fsdp {{ dtype = {update} }}\n  engine actor.generate = hf {{ dtype = {generate} }}"
+    plan = planned(way, ("  run {", f"  {stated}\n  run {{"))
+    ranks.run(WAYS[way][0], deliveries.keeping, plan.to_json(), "Plain", str(tmp_path))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["\n\n"] * WAYS[way][0]
+
+
+@pytest.mark.parametrize("way", [*WAYS])
 @pytest.mark.parametrize("engine", ["Copying", "Prefixes"])
 def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
     """Digests of what it holds are right: the probe tells."""

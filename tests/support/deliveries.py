@@ -162,6 +162,10 @@ def broken(rank, folder, plan, how, out):
 # Engines that keep what is made of weights.
 
 
+class Plain(hf.Engine):
+    """Keeps nothing."""
+
+
 class Copying(hf.Engine):
     """Computes with a copy of the last norm, as an engine does that brings weights into a form of its own."""
 
