@@ -21,6 +21,7 @@ from msrl_graph.diagnostics import render
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
+PLACED = {"few-rows", "known-bad", "shared-staleness"}  # warnings of a placed plan
 # Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_folders.py,
 # test_joining.py and test_run.py.
 ELSEWHERE = {
@@ -44,7 +45,7 @@ def shown(program: str) -> str:
         if not any(d.severity == "error" for d in found):
             # What the passes, and the checks of a run, tell of a program whose text is right; those of the text are
             # told already.
-            found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in ("few-rows", "known-bad")]
+            found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in PLACED]
         sources = {**texts(None, found), "program.rlg": program}
     return "".join(render(d, sources) + "\n" for d in found)
 

@@ -137,7 +137,14 @@ def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_belo
 
 
 def run(
-    folder: Path, algorithm: str, deploy: str = "", iterations: int = 2, kindness: float = 1.0, prompts: int = 4
+    folder: Path,
+    algorithm: str,
+    deploy: str = "",
+    iterations: int = 2,
+    kindness: float = 1.0,
+    prompts: int = 4,
+    devices: int = 2,
+    seed: int = 0,
 ) -> str:
     text = f"""
 algorithm a {{
@@ -147,7 +154,7 @@ algorithm a {{
   source({prompts}) -> prompt, answer
   {algorithm}
 }}
-cluster c {{ device = "cpu", devices_per_node = 2 }}
+cluster c {{ device = "cpu", devices_per_node = {devices} }}
 deploy a on c {{
   model policy = "tiny"
   data source = "tiny.jsonl"
@@ -156,7 +163,7 @@ deploy a on c {{
   run {{ iterations = {iterations} }}
 }}
 """
-    return holds(text, folder, 0, kindness)
+    return holds(text, folder, seed, kindness)
 
 
 def test_a_state_of_each_prompt_is_there_in_an_evaluation_that_reads_nothing_else(folder: Path) -> None:
@@ -254,3 +261,19 @@ def test_rounds_of_prompts_go_ahead_where_their_filter_waits_for_nobody_else(fol
     program = GENERATE.replace("update => actor.generate", "update => actor.generate { staleness = 1 }") + algorithm
     deploy = "apart actor.generate, actor.update"
     assert run(folder, program, deploy, kindness=0.6, iterations=4) == "to its end, 1 versions behind"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_who_waits_for_another_that_is_ahead_begins_no_earlier(folder: Path, seed: int) -> None:
+    """Else an evaluation finds it waiting for rows of an iteration that the other is to begin after that."""
+    algorithm = """worker reward : reward_model frozen { model = reward }
+  node reward.infer(prompt, response) -> score
+  actor.generate -> reward.infer -> actor.update
+  source -> reward.infer"""
+    program = GENERATE.replace("update(prompt, response)", "update(prompt, response, score)") + algorithm
+    program = program.replace("update => actor.generate", "update => actor.generate { staleness = 1 }")
+    deploy = """model reward = "tiny"
+  apart actor.generate, actor.update, reward.infer
+  evaluate test { every = 1, samples = 1, report = [score] }"""
+    ended = run(folder, program, deploy, iterations=4, devices=3, seed=seed)
+    assert ended == "to its end, 1 versions behind"

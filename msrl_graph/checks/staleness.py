@@ -83,5 +83,7 @@ def check(plan: Plan) -> list[Diagnostic]:
         if ReshardingEdge.of(edge).staleness and edge not in idle and pool in held:
             message = f"`{edge.dst}` is never behind, since its pool {held[pool]}: `staleness` gains nothing"
             help = "leave it out, or `place` what hinders it on other devices"
+            if "`deterministic`" in held[pool]:
+                help = "leave it out, or `deterministic`"
             found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help, "warning"))
     return found

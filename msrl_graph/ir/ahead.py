@@ -1,11 +1,15 @@
-"""Which pools may be ahead of the updates: what `staleness` allows.
+"""Which pools may be ahead of the updates: what `staleness` allows, and when they begin an iteration.
 
 Invariant: iteration j generates with weights of iteration j - staleness at the oldest, so that no pool begins an
 iteration more than so many before its update does. A pool that is ahead waits within an iteration for none that is in
-step: what comes between two iterations, as an evaluation does, may wait for it.
+step, nor for one that has not begun it: what comes between two iterations, as an evaluation does, may wait for it. A
+run and its simulation both go by `Leading`.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 
 from .attributes import ReshardingEdge
 from .plan import FUNCTIONS, Plan
@@ -38,6 +42,65 @@ def lanes(plan: Plan) -> int:
     return 1 + max(leads(plan).values(), default=0)
 
 
+class Leading(ABC):
+    """How far the pools are that may be ahead: the iteration that each has `begun` last, of a run that begins with
+    `first`.
+
+    A pool begins iteration j when it has ended j - 1 and the updates have begun one of j - staleness or later; its
+    generations take the weights with which the updates began the one that they are in. With `deterministic` they are
+    the oldest that they may be, but of no version before the last checkpoint."""
+
+    def __init__(self, plan: Plan, first: int = 0) -> None:
+        self.run, self.first, self.leads = plan.deploy.run, first, leads(plan)
+        self.begun = dict.fromkeys(self.leads, first - 1)
+        self._awaits = _awaits(plan, self.leads)
+
+    @abstractmethod
+    def busy(self, pool: str) -> bool:
+        """Whether a pool has yet to end something that it has begun."""
+
+    def due(self, now: int, iterations: int, foreseen: Callable[[int], bool]) -> Iterator[tuple[str, int]]:
+        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`: of those that can
+        be `foreseen`. Each is to be begun before the next is asked for."""
+        known = -1
+        while sum(self.begun.values()) > known or known < 0:
+            known = sum(self.begun.values())
+            for pool in self.leads:
+                number = self.begun[pool] + 1
+                if number < iterations and foreseen(number) and self._may(pool, number, now):
+                    yield pool, number
+
+    def _may(self, pool: str, number: int, now: int) -> bool:
+        """Whether a pool may begin an iteration, and so may those that it waits for, if they have not."""
+        return all(
+            self.begun[other] >= number or (self.begun[other] == number - 1 and self._free(other, number, now))
+            for other in (pool, *self._awaits[pool])
+        )
+
+    def _free(self, pool: str, number: int, now: int) -> bool:
+        if self.run.deterministic:
+            # As soon as its weights are there, which may be before it has ended the one before.
+            return now >= max(number - self.leads[pool], self._saved(number))
+        return number <= now + self.leads[pool] and (not self.busy(pool) or number <= now)
+
+    def _saved(self, number: int) -> int:
+        """The last checkpoint that a run which is in this iteration would be gone on from."""
+        return max(self.first, number - number % self.run.save) if self.run.save else self.first
+
+
+def _awaits(plan: Plan, leads: dict[str, int]) -> dict[str, set[str]]:
+    """By pool that may be ahead the others of these whose rows it waits for within an iteration."""
+    pool_of = _pools(plan)
+    found: dict[str, set[str]] = {pool: set() for pool in leads}
+    for node, pool in pool_of.items():
+        if pool in found:
+            found[pool] |= {pool_of[n] for n in plan.graph.flow.before(node) if n in pool_of} & found.keys()
+    for through in leads:  # and those that these wait for
+        for some in found.values():
+            some |= found[through] if through in some else set()
+    return {pool: some - {pool} for pool, some in found.items()}
+
+
 def hindered(plan: Plan) -> dict[str, str]:
     """By pool that has to be in step with the updates, why, as the end of a sentence that begins with the pool."""
     found, pool_of = dict[str, str](), _pools(plan)
@@ -48,6 +111,11 @@ def hindered(plan: Plan) -> dict[str, str]:
         if node.name in pool_of:
             found[pool_of[node.name]] = f"runs `{node.name}`"
     filter, rounds = looping(plan.graph)
+    if filter and plan.deploy.run.deterministic:
+        why = (
+            f"begins when it is known how often `{filter}` asks, and `deterministic` lets nothing hang on when that is"
+        )
+        found = dict.fromkeys(pool_of.values(), why) | found
     known = -1
     while len(found) > known:
         known = len(found)

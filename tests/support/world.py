@@ -1,7 +1,8 @@
-"""A Ray without processes and time: actors, calls and waits, one step at a time, in an order that is drawn.
+"""A Ray without processes: actors, calls and waits, one step at a time, in an order that is drawn.
 
 Invariant: one thread moves at a time, and which one, or which message arrives next, `random` draws; messages between
-two processes keep their order. Where nobody can move and the run has not ended, it is `Stuck`.
+two processes keep their order. Time is what processes say they take: it goes on when nobody else can move. Where nobody
+can, and nobody takes time, and the run has not ended, it is `Stuck`.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class World:
         self.tasks: set[asyncio.Task[None]] = set()
         self.met: Counter[Any] = Counter()
         self.steps = 0
+        self.now = 0.0
+        self.alarms: set[float] = set()
 
     # What processes call.
 
@@ -166,6 +169,12 @@ class World:
         """Lets others move, until it holds."""
         assert self.moving is not None
         self.moving.wait(until)
+
+    def take(self, seconds: float) -> None:
+        """Lets so much time go by, for who calls."""
+        until = self.now + seconds
+        self.alarms.add(until)
+        self.block(lambda: self.now >= until)
 
     def meet(self, what: Any, members: int, times: Counter[Any]) -> None:
         """A collective of so many processes, each of which counts its own `times`."""
@@ -192,7 +201,11 @@ class World:
             if self.loop._ready:  # type: ignore[attr-defined]
                 moves.append(self._turn)
             if not moves:
-                raise Stuck(words())
+                self.alarms = {a for a in self.alarms if a > self.now}
+                if not self.alarms:
+                    raise Stuck(words())
+                self.now = min(self.alarms)
+                continue
             self.random.choice(moves)()
             self.steps += 1
         return ref.get()

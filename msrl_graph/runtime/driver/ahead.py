@@ -1,30 +1,27 @@
 """Pools that are ahead of the updates, where `staleness` lets them be.
 
-Invariant: a pool begins iteration j when it has ended j - 1 and the updates have begun one of j - staleness or later;
-its generations take the weights with which the updates began the one that they are in. So no row is older than it may
-be, whoever is slow, and a generation that is slower than the updates is behind by one version only. With
-`deterministic` they are the oldest that they may be, but of no version before the last checkpoint: so what an iteration
-generates follows from the program.
+Invariant: a pool begins what `Leading` says is due, with the weights that the updates have begun with at that moment.
+So no row is older than it may be, whoever is slow, and a generation that is slower than the updates is behind by one
+version only. With `deterministic` what an iteration generates follows from the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.ahead import fetched, leads
+from ...ir.ahead import Leading, fetched
 from ...ir.plan import Plan
 from ..process.task import Fetch, Task
 
 
-class Ahead:
+class Ahead(Leading):
     """`ranks` are the actors of all ranks, by number; `first` the iteration that the run begins with."""
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
+        super().__init__(plan, first)
         each = plan.cluster.devices_per_node
-        self.run, self.first = plan.deploy.run, first
-        self.leads = leads(plan)
         found = {p.name: [p.device(r, each) for r in range(p.devices)] for p in plan.pools if p.name in self.leads}
         self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
         away = {device for devices in found.values() for device in devices}
@@ -37,11 +34,13 @@ class Ahead:
             for s in plan.schedule
             if s.pool in self.leads
         }
-        self.begun = dict.fromkeys(self.leads, first - 1)  # the last iteration that each pool has begun
         self.at_work: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}  # by reference to a report
         self.reports: dict[str, list[Any]] = {}  # by key of the task
         self.fetches: dict[str, Fetch] = {}  # by edge, what was to be fetched last
         self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that its rows are drawn with
+
+    def busy(self, pool: str) -> bool:
+        return bool(self.at_work[pool])
 
     def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
         """Has a pool begin a task with weights of this version, when it has ended what it is at."""
@@ -73,22 +72,3 @@ class Ahead:
                 task, report = asked.pop(reference), ray.get(reference)
                 if task.trains and report.rounds:
                     yield task, report.rounds
-
-    def due(self, now: int, iterations: int, foreseen: Callable[[int], bool]) -> Iterator[tuple[str, int]]:
-        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`: of those that can
-        be `foreseen`."""
-        for pool, lead in self.leads.items():
-            while self.begun[pool] < iterations - 1:
-                number = self.begun[pool] + 1
-                if self.run.deterministic:
-                    # As soon as its weights are there, which may be before it has ended the one before.
-                    may = now >= max(number - lead, self._saved(number))
-                else:
-                    may = number <= now + lead and (not self.at_work[pool] or number <= now)
-                if not may or not foreseen(number):
-                    break
-                yield pool, number
-
-    def _saved(self, number: int) -> int:
-        """The last checkpoint that a run which is in this iteration would be gone on from."""
-        return max(self.first, number - number % self.run.save) if self.run.save else self.first
