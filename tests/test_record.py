@@ -1,19 +1,23 @@
 """What a run tells of its resharding edges: each beside its own prediction, whoever else moves weights in the same
 iteration."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from stage import Stage, one_rank
 
 from msrl_graph import compile
 from msrl_graph.cost import between as costs
 from msrl_graph.ir.plan import METRICS
+from msrl_graph.runtime.metrics.display import comparison
 from msrl_graph.runtime.metrics.record import Recorder, imbalances
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE, COUNTDOWN = EXAMPLES / "arithmetic" / "grpo.rlg", EXAMPLES / "countdown" / "countdown.rlg"
 AGAIN = (
     "node second: actor.generate(prompt, response) -> again { temperature = 0 }",
     "source -> actor.generate -> second",
@@ -49,6 +53,27 @@ def test_what_each_of_two_edges_received(plan, tmp_path):
     recorder.close()
     assert table[f"{ONE}, received a device"] == (gathered["actor.generate"], 300)
     assert table[f"{TWO}, received a device"] == (gathered["second"], 90)
+
+
+def test_staleness_and_seconds_with_pools_ahead_stand_beside_those_that_were_foreseen(tmp_path):
+    """Of an iteration what the slowest pool takes; of what it would take in step nothing is told, since nothing of that
+    was measured."""
+    plan = compile(COUNTDOWN)
+    recorder = Recorder(tmp_path, plan, 0)
+    for number, old in enumerate((0, 1, 1, 1, 0)):
+        report = Report("rank 1")
+        report.count("staleness", 512.0 * old, 512)
+        report.peak("staleness_max", old)
+        recorder.training(number, 20.0, [report], {}, 0)
+    table = {what: (unit, *figures) for what, unit, *figures, _ in recorder.table()}
+    recorder.close()
+    assert table["staleness"] == ("versions", 1.0, 0.75)
+    assert table["staleness, at most"] == ("versions", 1, 1)
+    assert table["iteration"] == ("s", plan.estimate.iteration_seconds.value, 20.0)
+    shown = io.StringIO()
+    Console(width=120, file=shown).print(comparison(recorder.table()))
+    (line,) = (line.split() for line in shown.getvalue().splitlines() if line.startswith("staleness  "))
+    assert line == ["staleness", "1.00", "0.75", "1.33", "assumed"]
 
 
 @pytest.mark.usefixtures("alone")

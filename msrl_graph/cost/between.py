@@ -6,6 +6,7 @@ Invariant: as in time.py, nothing is composed here and no order assumed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..hardware.cluster import Figure, weakest
@@ -54,6 +55,15 @@ def function(plan: Plan, rows: float) -> Figure:
     return Figure(each.value * rows / plan.cluster.nodes, each.source, each.basis)
 
 
+def taken(plan: Plan, functions: Iterable[str]) -> Figure:
+    """What calls of functions take from ranks that have all cores."""
+    each = plan.cluster.device.overheads.function
+    if not plan.cluster.device.kind.is_host:
+        return Figure(0.0, "derived", "ranks have devices of their own")
+    seconds = sum(function(plan, holdings.row_count(plan, name)).value for name in functions)
+    return Figure(seconds, each.source, each.basis)
+
+
 def reshard(plan: Plan, edge: Reshard) -> Figure:
     """All steps of a reshard but the swap-in, which overlaps, and what its operators take at least: a tensor is laid
     into the bucket, taken out of it, and swapped out; a bucket is gathered."""
@@ -64,6 +74,17 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
     source = weakest(*(s.seconds for s in edge.steps), device.launch)
     seconds = sum(s.seconds.value for s in edge.steps) + operators + gathers
     return Figure(seconds, source, f"the sum of the {count} steps, and what operators take at least")
+
+
+def publish(plan: Plan, edge: Reshard) -> Figure:
+    """The copy of the weights that others fetch, which the update makes as it begins: an operator a tensor."""
+    if edge.copied is None:
+        return Figure(0.0, "derived", "nothing is copied")
+    device, step = plan.cluster.device, edge.copied.seconds
+    operators = device.launch.value * sum(map(len, edge.buckets))
+    return Figure(
+        step.value + operators, weakest(step, device.launch), f"{step.basis}, and what operators take at least"
+    )
 
 
 def swap_in(edge: Reshard) -> Figure:

@@ -216,7 +216,7 @@ def _reshard(r: Reshard) -> dict[str, Fact]:
         "naive would leave": r.redundant_bytes,
     }
     found |= {k: Fact(float(v), "bytes") for k, v in names.items()}
-    for s in (*r.steps, r.swap_in):
+    for s in (*r.steps, r.swap_in, *([r.copied] if r.copied else [])):
         found[f"{s.name}: bytes"] = Fact(float(s.bytes), "bytes", True)
         found[f"{s.name}: seconds"] = Fact(s.seconds.value, "s", True)
     return found
@@ -256,4 +256,7 @@ def _seconds(plan: Plan) -> Section:
         return {}
     whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
     found = {"an iteration": {"": Fact(whole.value, "s")}, "throughput": {"": Fact(rate.value, "tokens/s/device")}}
+    if (behind := plan.estimate.behind) is not None:
+        found["staleness"] = {"": Fact(behind.mean.value, "versions")}
+        found["the same pools in step"] = {"": Fact(behind.in_step_seconds.value, "s")}
     return found | {p.name: {"": Fact(p.seconds.value, "s")} for p in plan.estimate.phases}

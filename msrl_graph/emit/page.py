@@ -44,6 +44,16 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def aged(mean: float, most: int) -> str:
+    """How old weights are that generate."""
+    return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, at most {most}"
+
+
+def laid(layout: Layout) -> str:
+    """A layout in words."""
+    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
+
+
 def spread(experts: Experts, layout: Layout) -> str:
     """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from ..hardware.cluster import Figure
 from ..ir.graph import Graph
-from ..ir.plan import EngineChoice, Plan, Way
-from ..sharding.layout import Layout
-from .page import WIDTH, Page, Sheet, duration, many, size, spread
+from ..ir.plan import EngineChoice, Plan
+from .page import WIDTH, Page, Sheet, aged, duration, laid, many, size, spread
 from .placed import placed
+from .resharding import write_reshards
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
@@ -34,7 +34,7 @@ def write_plan(page: Sheet, plan: Plan) -> None:
         _docks(page, plan)
     if plan.traffic:
         _traffic(page, plan)
-    _reshards(page, plan)
+    write_reshards(page, plan)
     if plan.schedule:
         _schedule(page, plan)
     if plan.memory:
@@ -208,7 +208,7 @@ def _pools(page: Sheet, plan: Plan) -> None:
                 time = seconds.get(p.node)
                 cells = (
                     p.node,
-                    _layout(replace(p.layout, etp=1)),  # which is told below, with the experts
+                    laid(replace(p.layout, etp=1)),  # which is told below, with the experts
                     p.engine.name,
                     str(p.layout.devices),
                     size(p.weight_bytes),
@@ -236,10 +236,6 @@ def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
         f"{k} = {v}{'' if stated and k in stated.options else ' (planned)'}" for k, v in engine.options.items()
     )
     return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"
-
-
-def _layout(layout: Layout) -> str:
-    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
 def _docks(page: Sheet, plan: Plan) -> None:
@@ -288,66 +284,6 @@ def _traffic(page: Sheet, plan: Plan) -> None:
     page.line(f"central: {plan.traffic[0].central_seconds.basis}")
 
 
-def _reshards(page: Sheet, plan: Plan) -> None:
-    for r in plan.reshards:
-        page.heading(
-            f"Reshard {r.name}", f"{_layout(plan.placement(r.src).layout)} to {_layout(plan.placement(r.dst).layout)}"
-        )
-        sends = r.mode == "send"
-        page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
-        largest = "as large as the largest bucket"
-        how = (
-            "each rank receives from ranks that hold its slices"
-            if sends
-            else "; ".join(_way(w, len(r.ways)) for w in r.ways)
-        )
-        page.line(f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; {how}; the buffer is {largest}")
-        steps = [
-            (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis)
-            for i, s in enumerate(r.steps, 1)
-        ]
-        s = r.swap_in
-        if s.bytes:
-            steps.append(
-                (
-                    "",
-                    s.name,
-                    size(s.bytes),
-                    duration(s.seconds.value),
-                    s.seconds.source,
-                    "after the generation, behind inference",
-                )
-            )
-        page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
-        if sends:
-            page.line(
-                f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are "
-                "(derived)"
-            )
-            page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak('staged')} (derived)")
-            continue
-        page.line(
-            f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; "
-            "derived)"
-        )
-        page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
-        devices = many(plan.cluster.devices, "device")
-        page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
-
-
-def _way(way: Way, ways: int) -> str:
-    """How weights come to the ranks that want them, in words."""
-    of = f"{way.of}: " if ways > 1 else ""
-    blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""
-    if way.how == "all-to-all":
-        return f"{of}each rank receives just its slices, in groups of {way.ranks}{blocks}"
-    return f"{of}ranks gather in groups of {way.ranks}{blocks}"
-
-
-def _peak(order: str) -> str:
-    return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"
-
-
 def _schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
     rows = [(s.task, s.pool, ", ".join(map(str, s.instructions)) or "-") for s in plan.schedule]
@@ -377,6 +313,16 @@ def _estimate(page: Sheet, plan: Plan) -> None:
     whole, rate = estimate.iteration_seconds, estimate.tokens_per_second_per_device
     page.line(f"an iteration: {duration(whole.value)} ({whole.source}); {whole.basis}")
     page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
+    if (behind := estimate.behind) is not None:
+        old, in_step = behind.mean, behind.in_step_seconds
+        page.line(f"staleness: weights that generate are {aged(old.value, behind.most)} ({old.source})")
+        page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
+
+
+def saved(whole: Figure, in_step: Figure) -> str:
+    """What staleness gains, in words."""
+    share = 1 - whole.value / in_step.value
+    return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
 
 
 def _many(number: int) -> str:

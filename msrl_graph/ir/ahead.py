@@ -9,9 +9,10 @@ run and its simulation both go by `Leading`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from .attributes import ReshardingEdge
+from .options import Run
 from .plan import FUNCTIONS, Plan
 from .rowsets import looping
 
@@ -53,7 +54,7 @@ class Leading(ABC):
     def __init__(self, plan: Plan, first: int = 0) -> None:
         self.run, self.first, self.leads = plan.deploy.run, first, leads(plan)
         self.begun = dict.fromkeys(self.leads, first - 1)
-        self._awaits = _awaits(plan, self.leads)
+        self.awaits = awaits(plan, self.leads)
 
     @abstractmethod
     def busy(self, pool: str) -> bool:
@@ -74,28 +75,31 @@ class Leading(ABC):
         """Whether a pool may begin an iteration, and so may those that it waits for, if they have not."""
         return all(
             self.begun[other] >= number or (self.begun[other] == number - 1 and self._free(other, number, now))
-            for other in (pool, *self._awaits[pool])
+            for other in (pool, *self.awaits[pool])
         )
 
     def _free(self, pool: str, number: int, now: int) -> bool:
         if self.run.deterministic:
             # As soon as its weights are there, which may be before it has ended the one before.
-            return now >= max(number - self.leads[pool], self._saved(number))
+            return now >= oldest(self.run, self.leads[pool], number, self.first)
         return number <= now + self.leads[pool] and (not self.busy(pool) or number <= now)
 
-    def _saved(self, number: int) -> int:
-        """The last checkpoint that a run which is in this iteration would be gone on from."""
-        return max(self.first, number - number % self.run.save) if self.run.save else self.first
+
+def oldest(run: Run, lead: int, number: int, first: int = 0) -> int:
+    """The oldest version that an iteration may generate with; with `deterministic` none from before the last checkpoint
+    that a run which is in this iteration, and begins with `first`, would be gone on from."""
+    saved = number - number % run.save if run.deterministic and run.save else 0
+    return max(number - lead, saved, first)
 
 
-def _awaits(plan: Plan, leads: dict[str, int]) -> dict[str, set[str]]:
+def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
     """By pool that may be ahead the others of these whose rows it waits for within an iteration."""
     pool_of = _pools(plan)
-    found: dict[str, set[str]] = {pool: set() for pool in leads}
+    found: dict[str, set[str]] = {pool: set() for pool in ahead}
     for node, pool in pool_of.items():
         if pool in found:
             found[pool] |= {pool_of[n] for n in plan.graph.flow.before(node) if n in pool_of} & found.keys()
-    for through in leads:  # and those that these wait for
+    for through in ahead:  # and those that these wait for
         for some in found.values():
             some |= found[through] if through in some else set()
     return {pool: some - {pool} for pool, some in found.items()}

@@ -43,6 +43,10 @@ class Walker(ABC):
         """Whether RUN of a node can be done now. Who can only wait for its rows says that it is, and waits."""
         return True
 
+    def given(self, pool: str, src: str, dst: str, /) -> bool:
+        """Whether a RESHARD can be done now. Who can only wait for the weights says that it can, and waits."""
+        return True
+
     @abstractmethod
     def run(self, pool: str, node: str, /) -> None:
         """RUN: the node computes, as long as it gets rows."""
@@ -101,7 +105,7 @@ class Walk:
                 walker.run(pool, step.node)
             case "RESHARD":
                 pools = self._meet[step.node, step.other]
-                if any(self.step(p) != step for p in pools):
+                if any(self.step(p) != step for p in pools) or not walker.given(pool, step.node, step.other):
                     return False
                 walker.reshard(pools, step.node, step.other)
                 for other in pools:

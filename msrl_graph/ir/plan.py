@@ -226,7 +226,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Reshard:
-    """An allgather-swap, or between two pools a send (mode `send`). Bytes are a device's, at its busiest."""
+    """An allgather-swap, or between two pools a send (mode `send`): from a copy that the update makes as it begins,
+    `copied`, where the other pool may be ahead of it. Bytes are a device's, at its busiest."""
 
     src: str
     dst: str
@@ -243,6 +244,7 @@ class Reshard:
     released_bytes_per_device: int
     peak_bytes_per_device: int
     redundant_bytes: int  # what naive resharding would leave on all devices (eq. 3)
+    copied: Step | None = None
 
     @property
     def name(self) -> str:
@@ -294,10 +296,23 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Behind:
+    """What `staleness` makes of an iteration, in the long run: how many versions old the weights are that generate, on
+    average and at `most`; and what an iteration would take with the same pools in step."""
+
+    mean: Figure
+    most: int
+    in_step_seconds: Figure
+
+
+@dataclass(frozen=True)
 class Estimate:
+    """`behind`: None where all pools are in step."""
+
     phases: tuple[Phase, ...]
     iteration_seconds: Figure
     tokens_per_second_per_device: Figure  # eq. 5
+    behind: Behind | None = None
 
 
 @dataclass(frozen=True)

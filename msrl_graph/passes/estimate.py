@@ -7,7 +7,7 @@ Python functions are left out, and noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..backends.spec import EngineSpec
@@ -17,10 +17,11 @@ from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
-from ..ir.attributes import Generate, ReshardingEdge, Update
+from ..ir.ahead import leads
+from ..ir.attributes import Generate, Update
 from ..ir.graph import Graph
-from ..ir.instruction import Walk, Walker
-from ..ir.plan import FUNCTIONS, Estimate, Note, Phase, Plan
+from ..ir.plan import FUNCTIONS, Behind, Estimate, Note, Phase, Plan
+from .pace import critical, pace
 from .spec import Pass
 
 EXCHANGE = "gradient exchange"
@@ -46,11 +47,14 @@ class EstimateTime(Pass):
         phases: list[Phase] = []
         for r in plan.reshards:
             src, dst = plan.placement(r.src).pool, plan.placement(r.dst).pool
-            seconds["RESHARD", r.dst], used["RESHARD", r.dst] = costs.reshard(plan, r), {src, dst}
+            alone = r.copied is not None  # from a copy, whose making is the update's
+            seconds["RESHARD", r.dst], used["RESHARD", r.dst] = costs.reshard(plan, r), {dst} if alone else {src, dst}
+            if alone:
+                seconds["PUBLISH", r.dst], used["PUBLISH", r.dst] = costs.publish(plan, r), {src}
             if r.swap_in.bytes:
                 seconds["SWAP_IN", r.src], used["SWAP_IN", r.src] = costs.swap_in(r), {src}
         # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
-        for name, op in (("reshard", "RESHARD"), ("swap in (H2D)", "SWAP_IN")):
+        for name, op in (("reshard", "RESHARD"), ("copy to send from", "PUBLISH"), ("swap in (H2D)", "SWAP_IN")):
             by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
             pool, found = max(by_pool.items(), key=lambda item: sum(f.value for f in item[1]))
             if found:
@@ -80,10 +84,16 @@ class EstimateTime(Pass):
             )
         around = costs.around(plan)
         phases.append(Phase("start and end", "driver", around))
-        length, path = critical(plan, {k: f.value for k, f in seconds.items()})
-        length += around.value
+        values = {k: f.value for k, f in seconds.items()}
+        paced = pace(plan, values, around.value)
         source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
-        iteration = Figure(length, source, f"critical path: {path}")
+        iteration = Figure(paced.seconds, source, paced.why)
+        behind = None
+        if leads(plan):
+            length, path = critical(plan, values)
+            mean, most = paced.versions(plan)
+            old = Figure(mean, source, "in the long run")
+            behind = Behind(old, most, Figure(length + around.value, source, f"critical path: {path}"))
         notes = plan.notes
         if names := [
             n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
@@ -93,17 +103,10 @@ class EstimateTime(Pass):
             )
         if words := unfiltered(plan.graph):
             notes += (Note("estimate", words),)
-        off_policy = {"staleness": any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards())}
-        off_policy["partial"] = any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate"))
-        if any(off_policy.values()):
-            what = " and ".join(f"`{k}`" for k, there in off_policy.items() if there)
-            notes += (
-                Note(
-                    "estimate",
-                    f"of an iteration by itself, each row whole: what {what} gains, `msrl-compile --simulate N` shows",
-                ),
-            )
-        return replace(plan, estimate=Estimate(tuple(phases), iteration, _throughput(plan, iteration)), notes=notes)
+        if any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate")):
+            notes += (Note("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
+        rate = _throughput(plan, iteration)
+        return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, behind), notes=notes)
 
     def of_node(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
         """What a node takes in an iteration, and its exchanges of gradients; of the plan's placements only its own
@@ -170,94 +173,6 @@ def unfiltered(graph: Graph) -> str:
     """What is not known of filters, whose functions are not run; nothing where there are none."""
     names = [n.name for n in graph.nodes if n.filters and n.verb != "generate"]
     return f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}" if names else ""
-
-
-def critical(plan: Plan, seconds: Mapping[tuple[str, str], float]) -> tuple[float, str]:
-    """When the last of an iteration is done, and the chain that leads there: streams run side by side, rows come by the
-    edges."""
-    return _Clock(plan, seconds).end()
-
-
-class _Clock(Walker):
-    """The time in each pool while an iteration goes by. A function starts when its rows are there; a node on devices
-    has its turn in its stream. The ranks of a CPU cluster have all cores, so what functions take is taken from them."""
-
-    def __init__(self, plan: Plan, seconds: Mapping[tuple[str, str], float]) -> None:
-        self.plan, self.seconds = plan, seconds
-        self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
-        self.shared = plan.cluster.device.kind.is_host
-        self.functions = {p.node: seconds.get(("RUN", p.node), 0.0) for p in plan.placements if p.pool == FUNCTIONS}
-        self.handover = costs.handover(plan).value
-        # By node: of the nodes that its rows come from, how many are not done.
-        self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
-        streams = {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
-        self.walk = Walk(streams)
-        self.clock = dict.fromkeys(streams, 0.0)
-        self.before = dict.fromkeys(streams, "")  # by pool: what it ran last
-        self.done: dict[str, float] = {}
-        self.cause: dict[str, str] = {}
-        self.back: dict[str, float] = {}
-
-    def end(self) -> tuple[float, str]:
-        for name in [n for n in self.functions if not self.waits[n]]:
-            self._start(name)
-        self.walk.finish(self)
-        last = max(self.done, key=lambda n: (self.done[n], n), default="")
-        length, chain = self.done.get(last, 0.0) + self.shared * sum(self.functions.values()), []
-        while last:
-            chain.append(last)
-            last = self.cause.get(last, "")
-        return length, " > ".join(reversed(chain))
-
-    def _arrival(self, name: str) -> tuple[float, str]:
-        done, edges, handover = self.done, self.edges, self.handover
-        into = [(done[e.src] + edges.get((e.src, name), 0.0) + handover, e.src) for e in self.plan.graph.into(name)]
-        return max(into, default=(0.0, ""))
-
-    def _start(self, name: str) -> None:
-        """A function, and all that start when it is done."""
-        ready = [name]
-        while ready:
-            name = ready.pop()
-            self.done[name], self.cause[name] = self._arrival(name)
-            self.done[name] += 0.0 if self.shared else self.functions[name]
-            ready += self._follow(name)
-
-    def _follow(self, name: str) -> list[str]:
-        """The functions for which a node that is done was the last to wait for."""
-        after = [e.dst for e in self.plan.graph.out_of(name)]
-        for other in after:
-            self.waits[other] -= 1
-        return [other for other in after if not self.waits[other] and other in self.functions]
-
-    def ready(self, pool: str, node: str) -> bool:
-        return not self.waits[node]
-
-    def run(self, pool: str, node: str) -> None:
-        arrived, by = self._arrival(node)
-        self.cause[node] = by if arrived > self.clock[pool] else self.before[pool]
-        self.clock[pool] = max(self.clock[pool], arrived) + self.seconds.get(("RUN", node), 0.0)
-        self.done[node], self.before[pool] = self.clock[pool], node
-        for name in self._follow(node):
-            self._start(name)
-
-    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        slowest = max(sorted(pools), key=lambda p: self.clock[p])
-        self.clock.update(dict.fromkeys(pools, self.clock[slowest] + self.seconds.get(("RESHARD", dst), 0.0)))
-        self.before.update(dict.fromkeys(pools, self.before[slowest]))
-
-    def release(self, pool: str, node: str) -> None:
-        """It takes no time."""
-
-    def swap_in(self, pool: str, node: str) -> None:
-        self.back[node] = self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0)
-
-    def wait(self, pool: str, node: str) -> None:
-        self.clock[pool] = max(self.clock[pool], self.back.get(node, 0.0))
-
-    def again(self, pool: str, node: str, rounds: int) -> bool:
-        """Nobody knows how many rounds of prompts filters ask for: one is counted, and a note says so."""
-        return False
 
 
 def _throughput(plan: Plan, iteration: Figure) -> Figure:

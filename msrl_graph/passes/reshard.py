@@ -14,6 +14,7 @@ from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..hardware.cluster import Cluster, Figure, weakest
 from ..ir import verify
+from ..ir.ahead import fetched
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, Step, Way
 from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
@@ -73,6 +74,7 @@ class Resharding(Pass):
         bucket = max(sum(sizes[n] for n in names) for names in buckets)
         moved = movement(model.kinds, source, target, cluster.devices_per_node)
         none = Figure(0.0, "derived", "the update weights stay where they are")
+        ahead = (edge.src, edge.dst) in fetched(plan)
         reason = f"generation is on {pools[1]}, so nothing needs to leave {pools[0]}"
         if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
             reason += "; the stated mode and order are for states that share devices"
@@ -98,6 +100,7 @@ class Resharding(Pass):
             released_bytes_per_device=0,
             peak_bytes_per_device=max(update, generate) + bucket,
             redundant_bytes=0,
+            copied=Step("copy to send from", update, _copy_seconds(cluster, update)) if ahead else None,
         )
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:

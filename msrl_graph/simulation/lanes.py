@@ -54,6 +54,11 @@ class Lanes:
             found.groups[node] = tuple(map(tuple, groups))
         return found
 
+    def begin(self, time: float) -> None:
+        """Begins an iteration, on each device when it is free."""
+        self.clock = [max(time, t) for t in self.clock]
+        self.before = [""] * len(self.clock)
+
     def free(self, devices: Sequence[int]) -> float:
         return max(self.clock[d] for d in devices)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from ..ir import ahead
 from ..ir.plan import FUNCTIONS, Plan
 from .lanes import Span
 from .specs import Specs
@@ -119,8 +120,12 @@ class Simulation:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices of each pool, and the hosts."""
-        return {**{p.name: p.devices for p in self.plan.pools}, FUNCTIONS: self.plan.cluster.nodes}
+        """Devices of each pool, and the hosts' processes for functions: one for each iteration that may be under
+        way."""
+        return {
+            **{p.name: p.devices for p in self.plan.pools},
+            FUNCTIONS: self.plan.cluster.nodes * ahead.lanes(self.plan),
+        }
 
     def idle(self, pool: str) -> float:
         """The share of a pool's device time in which nothing is computed or resharded."""
@@ -150,10 +155,11 @@ class Simulation:
             for i, p in enumerate(pools)
         ]
         for pool, lane in sorted({(pools.index(s.pool), s.lane) for s in self.spans}):
-            what = "host" if pools[pool] == FUNCTIONS else "device"
-            events.append(
-                {"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": f"{what} {lane}"}}
-            )
+            name = f"device {lane}"
+            if pools[pool] == FUNCTIONS:
+                number, host = divmod(lane, self.plan.cluster.nodes)
+                name = f"host {host}{f' lane {number}' if number else ''}"
+            events.append({"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": name}})
         for s in self.spans:
             where = {"pid": pools.index(s.pool), "tid": s.lane}
             times = {"ts": s.begin * 1e6, "dur": (s.end - s.begin) * 1e6}

@@ -2,50 +2,33 @@
 of cost/time.py.
 
 Invariant: the same plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which
-pools are looked at. Iterations follow each other as the driver starts them, all at once after the last has ended; where
-a resharding edge allows staleness, each pool goes on by itself: a generation takes the newest version that is there,
-and waits for the oldest that it may use.
+pools are looked at. How iterations follow each other driver.py says.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..backends.spec import EngineSpec
 from ..cost import between as costs
 from ..cost import holdings
 from ..cost.time import Costs
-from ..ir.attributes import Generate, ReshardingEdge
-from ..ir.instruction import Walk, Walker
-from ..ir.plan import FUNCTIONS, Plan, Pool, Reshard
+from ..ir.attributes import Generate
+from ..ir.instruction import Walker
+from ..ir.plan import FUNCTIONS, Plan
 from ..ir.sequences import token_columns
+from .driver import Driver
 from .flow import Done, Flow, Lengths
 from .generation import tail
 from .lanes import Lanes, Span
 from .nodes import ModelNode, Ran
-from .result import Iteration, Simulation
+from .result import RESHARD, Iteration, Simulation
 from .rollout import Group, Rollout
 from .rows import Draws
 from .specs import Specs
-
-
-@dataclass
-class Turn:
-    """An iteration under way: what is done of it, and the rows' lengths."""
-
-    number: int
-    lengths: dict[str, list[int]]
-    base: float
-    ran: dict[str, Ran] = field(default_factory=dict)
-    taken: float = 0.0  # seconds of a host that functions' calls took
-    versions: list[int] = field(default_factory=list)  # of each prompt's responses, the oldest that wrote some of them
-
-    @property
-    def done(self) -> Mapping[str, Done]:
-        return {n: r.done for n, r in self.ran.items()}
+from .turn import Turn
 
 
 @dataclass
@@ -62,17 +45,33 @@ class _Steps(Walker):
         run = self.simulator._function if pool == FUNCTIONS else self.simulator._of_model
         self.turn.ran[node] = run(self.turn, node)
 
+    def given(self, pool: str, src: str, dst: str) -> bool:
+        """A copy is given up for the next when whoever was told to fetch it has it."""
+        turn, found = self.turn, self.simulator.driver.published.get((src, dst))
+        if found is None:
+            return True
+        fetches = pool == self.simulator.plan.placement(dst).pool
+        return turn.version[src, dst] in found.copied if fetches else len(found.fetched) >= turn.told[src, dst]
+
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        """All devices of both pools take part, when the last is free. Under staleness the weights come from a copy that
-        the update keeps of each version: the generation alone spends the time, and none where it has the version."""
-        simulator, turn = self.simulator, self.turn
-        edge = simulator.reshards[src, dst]
-        if (src, dst) in simulator.stale:
-            simulator._fetch(turn, edge)
-            return
+        """All devices of both pools take part, when the last is free; where one may be ahead, the update's make a copy,
+        and the generation's fetch it."""
+        simulator, turn, plan = self.simulator, self.turn, self.simulator.plan
+        edge, found = simulator.reshards[src, dst], simulator.driver.published.get((src, dst))
         begin = max(simulator.lanes[p].last for p in pools)
-        simulator.held[dst] = turn.number
-        simulator._spend(set(pools), begin, begin + costs.reshard(simulator.plan, edge).value, turn)
+        if found is None:
+            turn.held[dst] = turn.number
+            simulator._spend(pools, begin, begin + costs.reshard(plan, edge).value, turn)
+        elif pools[0] == plan.placement(dst).pool:
+            turn.held[dst] = turn.version[src, dst]
+            begin = max(begin, found.copied[turn.held[dst]])
+            found.fetched.append(begin + costs.reshard(plan, edge).value)
+            simulator._spend(pools, begin, found.fetched[-1], turn)
+        else:
+            if told := turn.told[src, dst]:
+                begin = max(begin, found.fetched[told - 1])
+            found.copied[turn.number] = begin + costs.publish(plan, edge).value * (not found.made(turn.number))
+            simulator._spend(pools, begin, found.copied[turn.number], turn)
 
     def release(self, pool: str, node: str) -> None:
         """It takes no time."""
@@ -107,8 +106,6 @@ class Simulator:
             self.lanes[pool.name] = Lanes.of(
                 pool, devices, slow, {p.node: p.layout for p in plan.placements if p.pool == pool.name}
             )
-        hosts = list(range(plan.cluster.nodes))
-        self.lanes[FUNCTIONS] = Lanes.of(Pool((), 0, len(hosts), FUNCTIONS), hosts, [1.0] * len(hosts), {})
         self.model_nodes: dict[str, ModelNode] = {}
         for p in plan.placements:
             if p.pool != FUNCTIONS:
@@ -116,12 +113,7 @@ class Simulator:
                 self.model_nodes[p.node] = ModelNode(
                     plan, self.flow, own, engines[p.engine.name], self.lanes[p.pool], self.spans.append
                 )
-        self.stale = {(e.src, e.dst): n for e in plan.graph.reshards() if (n := ReshardingEdge.of(e).staleness)}
         self.reshards = {(r.src, r.dst): r for r in plan.reshards}
-        self.updated: dict[str, list[float]] = {
-            n.name: [] for n in plan.graph.verb("update")
-        }  # when each version was there
-        self.held: dict[str, int] = {}  # by generation: the version of its weights
         self.rollouts = {
             n.name: self._rollout(n.name) for n in plan.graph.verb("generate") if Generate.of(n).partial > 1
         }
@@ -130,43 +122,30 @@ class Simulator:
     def run(self, iterations: int) -> Simulation:
         found: list[Iteration] = []
         lengths: list[dict[str, tuple[int, ...]]] = []
-        end = 0.0
+        self.driver = Driver(self.plan, iterations, self.lanes, self._turn, lambda turn: _Steps(self, turn))
+        end = begin = 0.0
         for i in range(iterations):
-            turn = self._turn(i, end)
-            found.append(self._iteration(turn, end))
+            turn, ended = self.driver.iteration(i, begin)
+            found.append(self._iteration(turn, end, ended))
             lengths.append({c: tuple(n) for c, n in turn.lengths.items()})
-            end = found[-1].end
+            begin, end = self.driver.then(i, ended), ended
         return Simulation(self.plan, self.specs, tuple(found), tuple(self.spans), tuple(lengths))
 
-    def _turn(self, i: int, end: float) -> Turn:
-        """Starts an iteration. Draws that no later one needs are forgotten."""
-        if not self.stale:
-            for lanes in self.lanes.values():
-                lanes.set(range(len(lanes.clock)), end)
-        for lanes in self.lanes.values():
-            lanes.before = [""] * len(lanes.before)
-        base = end if not self.stale else min(lanes.last for name, lanes in self.lanes.items() if name != FUNCTIONS)
+    def _turn(self, i: int, base: float) -> Turn:
+        """Opens an iteration. Draws that no later one needs are forgotten."""
         lengths = {c: self._tokens(c, i) for c in token_columns(self.plan.graph)}
         oldest = min((r.next // r.prompts for r in self.rollouts.values()), default=i)
         self._drawn = {k: v for k, v in self._drawn.items() if k[1] >= min(i, oldest)}
-        return Turn(i, lengths, base)
+        nodes = self.plan.cluster.nodes
+        first = nodes * (i % self.driver.lanes)
+        return Turn(i, lengths, base, Lanes(FUNCTIONS, list(range(first, first + nodes)), [1.0] * nodes))
 
     def _tokens(self, column: str, iteration: int) -> list[int]:
         if (column, iteration) not in self._drawn:
             self._drawn[column, iteration] = self.draws.tokens(column, iteration)
         return self._drawn[column, iteration]
 
-    def _iteration(self, turn: Turn, before: float) -> Iteration:
-        streams = {s.pool: s.instructions for s in self.plan.schedule if s.task == "train"}
-        ended = Walk({pool: streams.get(pool, ()) for pool in self.lanes}).finish(_Steps(self, turn))
-        assert ended, "two pools wait for each other"
-        ends = {n: r.done.last for n, r in turn.ran.items()}
-        end = max(ends.values())
-        if not self.stale:
-            end = max(lanes.last for lanes in self.lanes.values()) + costs.around(self.plan).value
-            end += turn.taken if self.plan.cluster.device.kind.is_host else 0.0
-        for name in self.updated:
-            self.updated[name].append(ends[name])
+    def _iteration(self, turn: Turn, before: float, end: float) -> Iteration:
         generates = [n.name for n in self.plan.graph.verb("generate")]
         tails = [tail(turn.ran[n].stretches) for n in generates]
         prompt, response = self._count(turn.lengths)
@@ -207,33 +186,22 @@ class Simulator:
             name = turn.ran[name].cause if name in turn.ran else ""
         return tuple(reversed(chain))
 
-    def _fetch(self, turn: Turn, edge: Reshard) -> None:
-        pool = self.plan.placement(edge.dst).pool
-        begin, there = self.lanes[pool].last, self.updated[edge.src]
-        needed = turn.number - self.stale[edge.src, edge.dst]
-        if needed > 0:
-            begin = max(begin, there[needed - 1])
-        newest = bisect_right(there, begin)
-        seconds = costs.reshard(self.plan, edge).value if self.held.get(edge.dst) != newest else 0.0
-        self.held[edge.dst] = newest
-        self._spend({pool}, begin, begin + seconds, turn)
-
-    def _spend(self, pools: set[str], begin: float, end: float, turn: Turn) -> None:
+    def _spend(self, pools: Sequence[str], begin: float, end: float, turn: Turn) -> None:
         for pool in sorted(pools):
             lanes = self.lanes[pool]
             lanes.set(range(len(lanes.clock)), end)
             if end > begin:
-                self.spans.append(Span(pool, lanes.devices[0], "reshard", turn.number, begin, end, len(lanes.clock)))
+                self.spans.append(Span(pool, lanes.devices[0], RESHARD, turn.number, begin, end, len(lanes.clock)))
 
     def _of_model(self, turn: Turn, name: str) -> Ran:
         own = self.model_nodes[name]
         batches = self.flow.batches(own.node, turn.number, turn.done, turn.lengths)
         if own.node.verb != "generate":
             return own.compute(batches, turn.number, turn.lengths)
-        version = self.held.get(name, turn.number)
+        version = turn.held.get(name, turn.number)
         if name not in self.rollouts:
             # Of several generations those count whose weights are sent.
-            turn.versions = [version] * self.flow.rows(0) if name in self.held or not turn.versions else turn.versions
+            turn.versions = [version] * self.flow.rows(0) if name in turn.held or not turn.versions else turn.versions
             return own.generate(batches, turn.number, turn.lengths)
         ready, by = max((b.ready, b.by) for b in batches)
         ran, groups = own.rollout(ready, by, turn.number, version, self.rollouts[name])
@@ -268,14 +236,12 @@ class Simulator:
 
     def _function(self, turn: Turn, name: str) -> Ran:
         """A function on the hosts, each its share, row after row; the source has its rows at once."""
-        node, lanes = self.plan.graph.node(name), self.lanes[FUNCTIONS]
+        node, lanes = self.plan.graph.node(name), turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
             return Ran(Done.at(level, self.flow.rows(level), turn.base), "")
-        # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Turn.taken).
-        call = costs.function(self.plan, self.plan.cluster.nodes).value
-        turn.taken += call * self.flow.rows(level) / self.plan.cluster.nodes
-        call *= not self.plan.cluster.device.kind.is_host
+        # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Driver.around).
+        call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)
@@ -290,7 +256,7 @@ class Simulator:
                 for row in rows:
                     times[row] = end
                 if end > begin:
-                    self.spans.append(Span(FUNCTIONS, host, name, turn.number, begin, end, 1))
+                    self.spans.append(Span(FUNCTIONS, lanes.devices[host], name, turn.number, begin, end, 1))
                 lanes.set((host,), end, name)
         last = max(times, default=turn.base)
         slowest = max(range(len(causes)), key=lambda h: (lanes.clock[h], -h))

@@ -69,7 +69,10 @@ def _work(page: Page, found: Simulation) -> None:
         work = [w for w in found.work if w.pool == pool]
         if pool == FUNCTIONS and not work:
             continue
-        what = f"{many(size, 'host')}" if pool == FUNCTIONS else pool
+        what = pool
+        if pool == FUNCTIONS:
+            each = size // (nodes := found.plan.cluster.nodes)
+            what = many(nodes, "host") + (f", {each} lanes" if each > 1 else "")
         for w in work:
             rows.append((what, w.name, duration(w.span), duration(w.mean), duration(w.most), f"{100 * w.share:.1f} %"))
             what = ""

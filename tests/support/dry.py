@@ -1,8 +1,8 @@
 """A run without Ray, engines and time: the real driver, docks, function hosts and ranks of a plan, one step at a time,
 in an order that is drawn.
 
-Invariant: what runs is the code that runs on Ray, but for what computes: a row's value in a column is its number, and
-filters say what `Truth` says. The order is `world.py`'s.
+Invariant: what runs is the code that runs on Ray, but for what computes: a row's value in a column is its number,
+filters say what `Truth` says, and work takes the seconds that `takes` says, else none. The order is `world.py`'s.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Computed:
         return np.zeros(len(batch.rows), bool)
 
     def __call__(self, batch: Batch, task: Task) -> Results:
+        self.dry.work(self.node.name, task)
         reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
         if self.sieve is not None:
             truth = self.dry.truth(task)
@@ -155,10 +156,13 @@ class Computed:
 
 class Versions:
     """A resharding edge with staleness, as published.py has it: of each of the update's ranks the version of its copy,
-    and how many it has sent; of each of the generation's how many it has fetched, or waits for."""
+    and how many it has sent; of each of the generation's how many it has asked for, and has. `taken`: by task, the
+    version that it generates with."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed, self.told = allowed, list[int]()
+        self.taken: dict[str, int] = {}
+        self.asked: Counter[int] = Counter()
         self.copy: dict[int, int] = {}
         self.sent: Counter[int] = Counter()
         self.fetched: Counter[int] = Counter()
@@ -178,6 +182,7 @@ class Weightless(Doing):
         ends = [rank.plan.placement(n).pool for n in (src, dst)]
         if (src, dst) not in fetched(rank.plan):
             rank._meet((src, dst), rank._here(*ends))
+            rank.dry.work(f"reshard {dst}", self.task)
             return
         name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
         versions, number = rank.dry.versions[src, dst], self.task.number
@@ -190,15 +195,19 @@ class Weightless(Doing):
 
         if rank in fetches:
             assert number - versions.allowed <= fetch.version <= number, (self.task.key, fetch.version)
-            rank.dry.oldest = max(rank.dry.oldest, number - fetch.version)
-            count = versions.fetched[rank.rank] = versions.fetched[rank.rank] + 1
+            versions.taken[self.task.key] = fetch.version
+            count = versions.asked[rank.rank] = versions.asked[rank.rank] + 1
             if len(versions.told) < count:
                 versions.told.append(fetch.version)
             assert versions.told[count - 1] == fetch.version
+            rank.dry.world.block(lambda: all(versions.copy.get(r.rank) == fetch.version for r in sends))
+            rank.dry.work(f"fetch {dst}", self.task)
+            versions.fetched[rank.rank] = count
             rank.dry.world.block(lambda: sent(count, sends))
         elif versions.copy.get(rank.rank) != number:
             told = fetch.told if fetch else 0
             rank.dry.world.block(lambda: sent(told, [rank]))
+            rank.dry.work(f"copy {src}", self.task)
             versions.copy[rank.rank] = number
 
     def release(self, pool: str, node: str) -> None:
@@ -243,6 +252,7 @@ class DryRank(Rank):
             yield batch
 
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+        self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
         made = self.dry.rows.columns[node.writes[0]]
@@ -260,11 +270,12 @@ class DryRank(Rank):
             yield (failed if i == 0 else {}) | {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+        self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
 
-    def _update(self, *_: Any) -> None:
-        pass
+    def _update(self, node: Node, task: Task, *_: Any) -> None:
+        self.dry.work(node.name, task)
 
     def save(self, worker: str, folder: str) -> None:
         pass
@@ -311,11 +322,24 @@ class Dry:
         self.largest = 0  # of these rows
         self.away = 0  # how often rows found their place on another host
         self.versions = {edge: Versions(n) for edge, n in fetched(plan).items()}
-        self.oldest = 0  # versions that a generation was behind
+        self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
+        self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
         self.members, self.way = members(plan, list(self.readers.values()), b"")
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+
+    @property
+    def oldest(self) -> int:
+        """How many versions a generation was behind at most."""
+        taken = (item for found in self.versions.values() for item in found.taken.items())
+        return max((int(key.rpartition("/")[2]) - version for key, version in taken), default=0)
+
+    def work(self, what: str, task: Task) -> None:
+        begin = self.world.now
+        if seconds := self.takes.get((what, task.key), 0.0):
+            self.world.take(seconds)
+        self.times[what, task.key] = begin, self.world.now
 
     def truth(self, task: Task) -> Truth:
         return Truth(self.plan, (self.seed, task.number), self.kindness)

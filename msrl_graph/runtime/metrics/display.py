@@ -166,6 +166,9 @@ class Tail:
         self._look()
 
 
+SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions": "{:.2f}".format}
+
+
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
     """Predicted against measured."""
     table = Table(
@@ -176,7 +179,7 @@ def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
         table.add_column(name, justify="right")
     table.add_column("predicted from")
     for what, unit, predicted, measured, source in rows:
-        show = duration if unit == "s" else size
+        show = SHOWN[unit]
         ratio = f"{predicted / measured:.2f}" if measured else "-"
         table.add_row(what, show(predicted), show(measured), ratio, source)
     return table

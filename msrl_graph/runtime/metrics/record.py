@@ -199,8 +199,8 @@ class Recorder:
     def table(self) -> list[tuple[str, str, float, float, str]]:
         """Predicted against measured, line by line: (what, unit, predicted, measured, source).
 
-        Measured are medians over the iterations, without the first where there are several. Seconds are predicted for
-        rows as long as they were, bytes for rows at their bounds.
+        Measured are medians over the iterations, without the first where there are several; of staleness the mean and
+        the most. Seconds are predicted for rows as long as they were, bytes for rows at their bounds.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
@@ -215,6 +215,13 @@ class Recorder:
                 rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))
         whole = found.iteration_seconds
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
+        if (behind := found.behind) is not None:
+            for name, what, old, of in (
+                ("staleness", "staleness", behind.mean.value, statistics.fmean),
+                ("staleness_max", "staleness, at most", behind.most, max),
+            ):
+                got = [v for line in lines for k, v in line.items() if k.rpartition("/")[2] == name]
+                rows.append((what, "versions", old, of(got), whole.source))
         for edge in plan.reshards:
             gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"

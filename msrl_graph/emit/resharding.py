@@ -1,0 +1,74 @@
+"""Resharding edges as text for a person: what each moves, by which steps, and what is released meanwhile.
+
+Invariant: as of all text of a plan, every figure stands beside its source.
+"""
+
+from __future__ import annotations
+
+from ..ir.plan import Plan, Way
+from .page import Sheet, duration, laid, many, size
+
+
+def write_reshards(page: Sheet, plan: Plan) -> None:
+    """Each resharding edge: what it moves, step by step."""
+    for r in plan.reshards:
+        page.heading(
+            f"Reshard {r.name}", f"{laid(plan.placement(r.src).layout)} to {laid(plan.placement(r.dst).layout)}"
+        )
+        sends = r.mode == "send"
+        page.line(f"mode {r.mode}, order {r.order}: {r.reason}")
+        largest = "as large as the largest bucket"
+        how = (
+            "each rank receives from ranks that hold its slices"
+            if sends
+            else "; ".join(_way(w, len(r.ways)) for w in r.ways)
+        )
+        page.line(f"{many(len(r.buckets), 'bucket')} of up to {size(r.bucket_bytes)}; {how}; the buffer is {largest}")
+        steps = [
+            (str(i), s.name, size(s.bytes), duration(s.seconds.value), s.seconds.source, s.seconds.basis)
+            for i, s in enumerate(r.steps, 1)
+        ]
+        s = r.swap_in
+        if s.bytes:
+            steps.append(
+                (
+                    "",
+                    s.name,
+                    size(s.bytes),
+                    duration(s.seconds.value),
+                    s.seconds.source,
+                    "after the generation, behind inference",
+                )
+            )
+        if (copy := r.copied) is not None:
+            how = "by the update as it begins, which then goes on"
+            cells = copy.name, size(copy.bytes), duration(copy.seconds.value), copy.seconds.source
+            steps.insert(0, ("", *cells, how))
+        page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
+        if sends:
+            page.line(
+                f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are "
+                "(derived)"
+            )
+            page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak('staged')} (derived)")
+            continue
+        page.line(
+            f"releases {size(r.released_bytes_per_device)} a device while it generates (update weights swapped out; "
+            "derived)"
+        )
+        page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
+        devices = many(plan.cluster.devices, "device")
+        page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
+
+
+def _way(way: Way, ways: int) -> str:
+    """How weights come to the ranks that want them, in words."""
+    of = f"{way.of}: " if ways > 1 else ""
+    blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""
+    if way.how == "all-to-all":
+        return f"{of}each rank receives just its slices, in groups of {way.ranks}{blocks}"
+    return f"{of}ranks gather in groups of {way.ranks}{blocks}"
+
+
+def _peak(order: str) -> str:
+    return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"

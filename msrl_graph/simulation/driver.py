@@ -1,0 +1,158 @@
+"""How iterations follow each other: the pools in step begin one when all of the one before has ended, those that may be
+ahead when a run's driver would have them begin it.
+
+Invariant: what begins when, and with which weights, `Leading` says, here as in a run; here is only when something ends.
+Before an evaluation and a checkpoint the pools that are ahead end what they are at; they take no time themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..cost import between as costs
+from ..ir.ahead import Leading, fetched, lanes
+from ..ir.instruction import Instruction, Walk, Walker
+from ..ir.plan import FUNCTIONS, Plan
+from ..ir.rowsets import looping
+from .lanes import Lanes
+from .turn import Turn
+
+Edge = tuple[str, str]  # of resharding, (src, dst)
+IN_STEP = "in step"
+
+
+@dataclass
+class Published:
+    """The weights of an edge over which they are fetched: when the copy of each version was there, when each fetch had
+    ended, and how many generations were told to fetch; after how many iterations each evaluation comes that has the
+    copy made before an iteration begins."""
+
+    evaluations: list[int]
+    copied: dict[int, float] = field(default_factory=dict)
+    fetched: list[float] = field(default_factory=list)
+    told: int = 0
+
+    def made(self, version: int) -> bool:
+        """Whether an evaluation has had the copy made; there is one before the first iteration."""
+        return any(not version or (every and version % every == 0) for every in self.evaluations)
+
+
+@dataclass
+class _Job:
+    """What the processes of some pools do of an iteration, from a moment on."""
+
+    turn: Turn
+    walk: Walk
+    steps: Walker
+    begin: float
+    begun: bool = False
+
+
+class Driver(Leading):
+    """`pools` are the lanes of each pool, `opened` begins an iteration at a moment, `steps` are its instructions."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        iterations: int,
+        pools: dict[str, Lanes],
+        opened: Callable[[int, float], Turn],
+        steps: Callable[[Turn], Walker],
+    ) -> None:
+        super().__init__(plan)
+        self.plan, self.iterations, self.pools, self.opened, self.steps = plan, iterations, pools, opened, steps
+        self.streams = {s.pool: s.instructions for s in plan.schedule if s.task == "train"}
+        self.lanes = lanes(plan)
+        self.published = {edge: Published(self._evaluations(edge)) for edge in fetched(plan)}
+        self.turns: dict[int, Turn] = {}
+        self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
+        self.heard = dict.fromkeys(self.leads, 0.0)  # by pool, when the driver has heard that it ended all it began
+        self.time = 0.0
+        # What an iteration takes of the ranks beside their work: on a CPU cluster they have all cores.
+        functions = [
+            n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
+        ]
+        self.around = costs.around(plan).value + costs.taken(plan, functions).value
+        self.refills = bool(looping(plan.graph)[0])
+        self.knowing = [p for p in self.leads if any(x.op == "AGAIN" for x in self.streams.get(p, ()))]
+
+    def _evaluations(self, edge: Edge) -> list[int]:
+        fetch = Instruction("RESHARD", *edge)
+        some = {s.task for s in self.plan.schedule if fetch in s.instructions}
+        return [e.every for e in self.plan.deploy.evaluations if e.data in some]
+
+    def busy(self, pool: str) -> bool:
+        return self.heard[pool] > self.time
+
+    def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
+        """Has the updates do an iteration from a moment on; what it was, and when all of it had ended."""
+        self.time = begin
+        turn = self._turn(number)
+        turn.told = {edge: found.told for edge, found in self.published.items()}
+        self._ask((IN_STEP, 0), turn, [p.name for p in self.plan.pools if p.name not in self.leads])
+        while True:
+            for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number)):
+                self._begin(pool, due, number)
+            while any(self._goes_on(queue) for queue in self.jobs.values() if queue):
+                pass
+            end = max(turn.ends.values()) + self.around if len(turn.ends) > len(self.plan.pools) else math.inf
+            # Who ends as the iteration does goes on first, as in a run.
+            coming = min((t for t in self.heard.values() if t > self.time), default=math.inf)
+            if end < coming or coming == math.inf:
+                assert end < math.inf, "two pools wait for each other"
+                return self.turns.pop(number), end
+            self.time = coming
+
+    def then(self, number: int, end: float) -> float:
+        """When the iteration after one that has ended may begin."""
+        waits = [self.run.save, *(e.every for e in self.plan.deploy.evaluations)]
+        between = any(every and (number + 1) % every == 0 for every in waits)
+        return max(end, *self.heard.values()) if between and self.heard else end
+
+    def _turn(self, number: int) -> Turn:
+        if number not in self.turns:
+            turn = self.turns[number] = self.opened(number, self.time)
+            self._ask((FUNCTIONS, number % self.lanes), turn, [FUNCTIONS])
+        return self.turns[number]
+
+    def _ask(self, who: tuple[str, int], turn: Turn, pools: list[str]) -> None:
+        walk = Walk({pool: self.streams.get(pool, ()) for pool in pools})
+        self.jobs[who].append(_Job(turn, walk, self.steps(turn), self.time))
+
+    def _begin(self, pool: str, number: int, version: int) -> None:
+        turn = self._turn(number)
+        for edge, found in self.published.items():
+            if self.plan.placement(edge[1]).pool == pool:
+                turn.version[edge] = version
+                found.told += 1
+        self.begun[pool], self.heard[pool] = number, math.inf
+        self._ask((pool, 0), turn, [pool])
+
+    def _foreseen(self, number: int, now: int) -> bool:
+        """Whether it is known which prompts an iteration begins with: a refill says how many the one before took."""
+        ended = (self.begun[p] - self.busy(p) for p in self.knowing)
+        return not self.refills or number <= now or any(last >= number - 1 for last in ended)
+
+    def _goes_on(self, queue: deque[_Job]) -> bool:
+        """Takes what can be taken of the first job of a queue; whether anything could."""
+        job, moved = queue[0], False
+        if not job.begun:
+            job.begun = True
+            for pool in job.walk.streams:
+                self._lanes(job.turn, pool).begin(job.begin)
+        while any(job.walk.advance(pool, job.steps) for pool in job.walk.streams):
+            moved = True
+        if any(job.walk.step(pool) for pool in job.walk.streams):
+            return moved
+        queue.popleft()
+        for pool in job.walk.streams:
+            job.turn.ends[pool] = self._lanes(job.turn, pool).last
+            if pool in self.heard and not queue:
+                self.heard[pool] = job.turn.ends[pool] + self.around
+        return True
+
+    def _lanes(self, turn: Turn, pool: str) -> Lanes:
+        return turn.hosts if pool == FUNCTIONS else self.pools[pool]

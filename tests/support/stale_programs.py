@@ -1,0 +1,98 @@
+"""Random programs with staleness for the simulation: with pools, refills, evaluations, checkpoints, rows whose lengths
+differ, slow devices and slow functions.
+
+Invariant: each compiles, and its generations may be behind its update.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from msrl_graph.simulation import Simulation
+
+PROGRAM = """algorithm a {{
+  columns {{
+    prompt    : i32[<= 64]
+    answer    : text
+    response  : i32[<= 512]
+    gen_logp  : f32[response]
+    reward    : f32
+    score     : f32
+    advantage : f32[response]
+  }}
+  worker actor  : policy
+  worker judge  : reward_model frozen {{ model = judge }}
+  worker host   : function
+  source({prompts}) -> prompt, answer
+  node actor.generate(prompt) -> response, gen_logp {{ samples = {samples} }}
+  node judge.infer(prompt, response) -> score
+  node host.reward(response, answer) -> reward {{ call = exact_match() }}
+  node host.advantage(response, reward) -> advantage {{ call = group_norm(), per = prompt }}
+  node actor.update(prompt, response, gen_logp, score, advantage) {{
+    loss = clip(0.2, old_logp = gen_logp), optimizer = adamw(lr = 1e-6), mini_batch = {mini_batch}
+  }}
+  source -> actor.generate, judge.infer, host.reward, actor.update
+  actor.generate -> judge.infer, host.reward -> host.advantage -> actor.update
+  judge.infer -> actor.update
+  {filter}
+  actor.update => actor.generate {{ staleness = {staleness} }}
+}}
+cluster c {{ device = "cpu", devices_per_node = 3 }}
+deploy a on c {{
+  model policy = "tiny"
+  model judge  = "tiny"
+  data source  = "tiny.jsonl" {{ prompt = "prompt", answer = "answer" }}
+  data test    = "tiny.jsonl" {{ prompt = "prompt", answer = "answer" }}
+  apart actor.generate, actor.update{judge}
+  {evaluate}
+  run {{ iterations = 250{save}, deterministic = {deterministic} }}
+}}
+"""
+REFILL = """node host.keep(reward) { keep = reward > 0, per = prompt, refill = 4 }
+  host.reward -> host.keep -> actor.update"""
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A program, how old its weights may be, and what to simulate it with."""
+
+    text: str
+    staleness: int
+    options: dict[str, Any]
+
+
+def stale(draw: random.Random) -> Stale:
+    staleness, prompts, samples = draw.randint(1, 4), draw.choice([4, 8]), draw.choice([2, 4])
+    deterministic = draw.random() < 0.2
+    text = PROGRAM.format(
+        prompts=prompts,
+        samples=samples,
+        mini_batch=prompts * samples // draw.choice([1, 2]),
+        filter=REFILL if not deterministic and draw.random() < 0.4 else "",
+        staleness=staleness,
+        judge=draw.choice(["", ", judge.infer"]),
+        evaluate=draw.choice(["", f"evaluate test {{ every = {draw.randint(1, 7)}, samples = 1, report = [score] }}"]),
+        save=draw.choice(["", "", ", save = 5"]),
+        deterministic=str(deterministic).lower(),
+    )
+    lengths = f"lognormal({draw.choice([10, 100, 300])}, {draw.choice([0.5, 1, 1.5])})"
+    slow = {"host.reward": f"lognormal({draw.choice([0.0001, 0.01, 0.3])}, 1)"}
+    options = {"lengths": lengths, "function_seconds": slow, "seed": draw.randrange(1000)}
+    return Stale(text, staleness, options | {"stragglers": draw.choice(["", "30% x3", "60% x10"])})
+
+
+def ages(found: Simulation, staleness: int) -> Counter[int]:
+    """How many rows of a simulation are how many versions old; fails where one is older than it may be, or of an older
+    version than those before it, or of one that is yet to come."""
+    counted: Counter[int] = Counter()
+    last = 0
+    for number, iteration in enumerate(found.iterations):
+        version = number - iteration.most_stale
+        assert iteration.staleness == iteration.most_stale, "all rows of an iteration are of one version"
+        assert max(0, number - staleness) <= version <= number and version >= last, (number, version, last)
+        counted[iteration.most_stale] += found.plan.graph.rows[-1]
+        last = version
+    return counted

@@ -1,0 +1,290 @@
+"""Pools that are ahead of the updates: the simulation has them begin what a run's driver has them begin, when it does;
+the estimate says how often an iteration ends in the long run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dry
+import pytest
+import stale_programs
+from broken import compiled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_programs import FILE, FUNCTIONS
+
+from msrl_graph import compile, simulate
+from msrl_graph.cost import between as costs
+from msrl_graph.emit import json as emit_json
+from msrl_graph.emit.page import duration
+from msrl_graph.emit.text import plan_text
+from msrl_graph.emit.why import why_text
+from msrl_graph.hardware.cluster import Figure, Overheads
+from msrl_graph.ir.ahead import fetched
+from msrl_graph.ir.plan import Plan
+from msrl_graph.passes.pace import critical, pace
+from msrl_graph.simulation.lanes import Span
+from msrl_graph.simulation.result import RESHARD
+
+NONE = Figure(0.0, "stated")
+NODES = """worker reward : reward_model frozen { model = reward }
+  node actor.generate(prompt) -> response { samples = 3 }
+  node reward.infer(prompt, response) -> score
+  node host.rate(score) -> number { call = "f.py:numbers" }
+  node actor.update(prompt, response, score, number) { loss = "f.py:term", optimizer = adamw(lr = 1e-6) }
+  actor.generate -> reward.infer -> host.rate -> actor.update"""
+PROGRAM = """
+algorithm a {{
+  columns {{ prompt : i32[<= 8], answer : text, response : i32[<= 400], score : f32, number : f32 }}
+  worker actor : policy
+  worker host : function
+  source(4) -> prompt, answer
+  source -> actor.generate, reward.infer, actor.update
+  {nodes}
+  actor.update => actor.generate {{ staleness = {staleness} }}
+}}
+cluster c {{ device = "cpu", devices_per_node = 3 }}
+deploy a on c {{
+  model policy = "tiny"
+  model reward = "tiny"
+  data source = "tiny.jsonl"
+  data test = "tiny.jsonl"
+  apart actor.generate, actor.update{apart}
+  {evaluate}
+  run {{ iterations = 12{run} }}
+}}
+"""
+THREE = ", reward.infer"
+REFILLS = (
+    NODES.replace("actor.generate -> reward", "actor.generate -> host.keep -> reward")
+    + """
+  node host.keep(prompt, response) { keep = "f.py:keep", per = prompt, refill = 30 }
+  source -> host.keep"""
+)
+EVALUATE = "evaluate test { every = 3, samples = 1, report = [score] }"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ahead")
+    (made / FILE).write_text(FUNCTIONS)
+    return made
+
+
+def plan(
+    folder: Path, staleness: int, apart: str = THREE, evaluate: str = "", run: str = "", nodes: str = NODES
+) -> Plan:
+    """Whose runtime takes no time, since that of a run without processes does not."""
+    text = PROGRAM.format(nodes=nodes, staleness=staleness, apart=apart, evaluate=evaluate, run=run)
+    made, found = compiled(text, "a.rlg", folder)
+    assert made is not None and made.plan is not None, found
+    device = replace(made.plan.cluster.device, overheads=Overheads(NONE, NONE, NONE, NONE, NONE))
+    traffic = tuple(replace(t, seconds=NONE) for t in made.plan.traffic)
+    return replace(made.plan, cluster=replace(made.plan.cluster, device=device), traffic=traffic)
+
+
+def done(spans: tuple[Span, ...], name: str, number: int) -> tuple[float, float]:
+    own = [s for s in spans if (s.name, s.iteration) == (name, number)]
+    return min(s.begin for s in own), max(s.end for s in own)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("staleness", "options"),
+    [
+        (0, {}),
+        (1, {}),
+        (2, {}),
+        (3, {"evaluate": EVALUATE}),
+        (1, {"evaluate": EVALUATE}),
+        (2, {"run": ", deterministic = true"}),
+        (3, {"run": ", deterministic = true", "evaluate": EVALUATE}),
+        (2, {"apart": ""}),
+        (2, {"nodes": REFILLS}),
+    ],
+)
+def test_a_run_begins_and_ends_all_when_the_simulation_does(
+    folder: Path, staleness: int, options: dict[str, Any], seed: int
+) -> None:
+    """The real driver, docks, function hosts and ranks, with time that is counted: each node takes the seconds that it
+    took in the simulation, where rows differ in length, and now the generation, now the reward, now the update is the
+    slowest."""
+    made = plan(folder, staleness, **options)
+    draw = random.Random(seed)
+    edges = fetched(made)
+    assert bool(edges) == bool(staleness)
+    found = simulate(
+        made,
+        iterations=12,
+        lengths=f"lognormal({draw.choice([20, 200])}, 1)",
+        function_seconds={"host.rate": f"lognormal({draw.choice([0.001, 0.05, 0.3])}, 1)"},
+        seed=seed,
+    )
+    world = dry.Dry(made, seed, 1.0)
+    names = {s.name for s in found.spans} - {RESHARD}
+    assert names >= {"actor.generate", "reward.infer", "host.rate", "actor.update"}
+    (edge,) = made.reshards
+    for number in range(12):
+        key = f"train/{number}"
+        for name in names:
+            begin, end = done(found.spans, name, number)
+            world.takes[name, key] = end - begin
+        what = f"fetch {edge.dst}" if edges else f"reshard {edge.dst}"
+        world.takes[what, key] = costs.reshard(made, edge).value
+        world.takes[f"copy {edge.src}", key] = costs.publish(made, edge).value
+    world.run(7)
+    for number in range(12):
+        for name in names:
+            assert world.times[name, f"train/{number}"] == pytest.approx(done(found.spans, name, number)), (
+                name,
+                number,
+            )
+    for versions in world.versions.values():
+        behind = [number - versions.taken[f"train/{number}"] for number in range(12)]
+        assert behind == [i.most_stale for i in found.iterations] and max(behind) > 0
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize("seed", range(8))
+def test_no_row_of_random_programs_is_older_than_it_may_be(seed: int) -> None:
+    """`bench/staleness.py` does the same 10,000 iterations long."""
+    some = stale_programs.stale(random.Random(seed))
+    found = compile("a.rlg", text=some.text)
+    counted = stale_programs.ages(simulate(found, iterations=40, **some.options), some.staleness)
+    assert sum(counted.values()) == 40 * found.graph.rows[-1] and max(counted) > 0
+
+
+# The long run.
+
+
+ASYNC = """import grpo
+algorithm a extends grpo {{
+  columns {{ gen_logp : f32[response] }}
+  node actor.generate(prompt) -> response, gen_logp {{ samples = group }}
+  node actor.update(prompt, response, gen_logp, old_logp, ref_logp, advantage) {{
+    loss = truncated() * clip(0.2) + kl_coef * kl(), optimizer = adamw(lr = 1e-6)
+  }}
+  actor.update => actor.generate {{ staleness = {staleness} }}
+}}
+cluster some {{ device = "{device}", nodes = 7, devices_per_node = 2, network = 25 GB/s }}
+deploy a on some {{
+  set prompts = 24
+  set group = 4
+  set prompt_len = 128
+  set response_len = 512
+  model policy = "{model}"
+  data source = "deepscaler.jsonl" {{ prompt = "problem", answer = "answer" }}
+  {places}
+  engine actor.update, actor.infer, reference.infer = fsdp {{ micro_batch = 8 }}
+}}
+"""
+PLACES = {
+    "the generation is the slowest": "place actor.generate on nodes 0\nplace actor.update, reference on nodes 1..6",
+    "the update is the slowest": "place actor.generate on nodes 0..5\nplace actor.update, reference on nodes 6",
+    "the reference is by itself": (
+        "place actor.generate on nodes 0..3\nplace reference on nodes 4\nplace actor.update on nodes 5..6"
+    ),
+}
+
+
+def far(places: str, staleness: int, device: str = "ascend-910c", model: str = "qwen2.5-7b") -> Plan:
+    return compile("a.rlg", text=ASYNC.format(places=places, staleness=staleness, device=device, model=model))
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("machine", [("ascend-910c", "qwen2.5-7b"), ("cpu", "tiny")], ids=["accelerators", "CPUs"])
+def test_the_estimate_is_the_simulation_in_the_long_run(places: str, staleness: int, machine: tuple[str, str]) -> None:
+    """With every row at its bound; a mean over so many iterations as may be under way, times some."""
+    made = far(places, staleness, *machine)
+    assert made.estimate is not None
+    behind = made.estimate.behind
+    assert behind is not None
+    found = simulate(made, iterations=18 * (1 + staleness))
+    last = found.iterations[-6 * (1 + staleness) :]
+    took = (last[-1].end - last[0].begin) / len(last)
+    assert took == pytest.approx(made.estimate.iteration_seconds.value, rel=1e-6)
+    assert behind.most == max(i.most_stale for i in last) <= staleness
+    assert behind.mean.value == pytest.approx(sum(i.staleness for i in last) / len(last), abs=0.05)
+    edges = tuple(replace(e, attributes={}) for e in made.graph.edges)
+    still = replace(made, graph=replace(made.graph, edges=edges))
+    assert simulate(still, iterations=1).seconds == pytest.approx(behind.in_step_seconds.value, rel=1e-9)
+    assert made.estimate.iteration_seconds.value < behind.in_step_seconds.value
+
+
+ENDS = {name: far(places, 2) for name, places in PLACES.items()}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_no_iteration_ends_sooner_because_something_takes_longer(name: str, draw: random.Random) -> None:
+    """Nor sooner than the busiest pool, nor later than in step."""
+    made = ENDS[name]
+    works = [("RUN", n.name) for n in made.graph.nodes if n.verb != "source"]
+    works += [("RESHARD", "actor.generate"), ("PUBLISH", "actor.generate")]
+    seconds = {work: draw.choice([0.0, 0.1, 1.0, 7.0]) * draw.random() for work in works}
+    found = pace(made, seconds, 0.01).seconds
+    for pool in made.pools:
+        assert found >= sum(seconds["RUN", node] for node in pool.nodes)
+    apart = {k: s for k, s in seconds.items() if k[0] != "PUBLISH"}
+    assert found <= critical(made, apart)[0] + seconds["PUBLISH", "actor.generate"] + 0.01 + 1e-9
+    more = {k: s + draw.choice([0.0, 0.5]) for k, s in seconds.items()}
+    assert pace(made, more, 0.01).seconds >= found - 1e-9
+
+
+# What is shown, and advised.
+
+COUNTDOWN = Path(__file__).parent.parent / "examples" / "countdown" / "countdown.rlg"
+
+
+def parts(text: str, *headings: str) -> str:
+    """Sections of a page."""
+    return "\n\n".join(s for s in text.split("\n\n") if s.startswith(headings))
+
+
+def test_the_text_of_a_plan_with_pools_ahead(golden: Callable[[str, str], None]) -> None:
+    golden("countdown.stale.txt", parts(plan_text(compile(COUNTDOWN)), "Reshard", "Estimate", "Notes"))
+
+
+def test_the_json_of_a_plan_with_pools_ahead() -> None:
+    behind = json.loads(emit_json.plan_json(compile(COUNTDOWN)))["estimate"]["behind"]
+    assert behind["mean"] == {"value": 1.0, "source": "assumed", "basis": "in the long run"}
+    assert behind["most"] == 1 and behind["in_step_seconds"]["basis"].startswith("critical path: actor.generate > ")
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize(("name", "devices"), [*zip(PLACES, (12, 2, 4), strict=True)])
+def test_what_is_said_of_staleness_that_is_not_stated_is_what_it_then_takes(name: str, devices: int) -> None:
+    places = f"{PLACES[name]}\n  layout actor.update {{ dp = {devices} }}"
+    plain, stated = far(places, 0), far(places, 1)
+    assert plain.estimate is not None and stated.estimate is not None and stated.estimate.behind is not None
+    then, now = (p.estimate.iteration_seconds.value for p in (stated, plain) if p.estimate is not None)
+    (said,) = (n.text for n in plain.notes if n.about == "staleness")
+    assert f"an iteration would take {duration(then)}, {100 * (1 - then / now):.3g} % less" in said
+    assert not [n for n in stated.notes if n.about == "staleness"]
+
+
+def test_staleness_that_saves_little_is_not_advised() -> None:
+    found = compile(Path(__file__).parent / "programs" / "apart_four.rlg")
+    assert not [n for n in found.notes if n.about == "staleness"]
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+def test_why_pools_are_apart_where_nothing_is_stated_but_staleness(golden: Callable[[str, str], None]) -> None:
+    """The rival's seconds are those of the same program without staleness and with all states together."""
+    found = far("", 1)
+    golden("stale_open.why.txt", why_text(found))
+    assert found.search is not None and found.search.rival is not None and found.estimate is not None
+    behind, rival = found.estimate.behind, found.search.rival
+    assert behind is not None and (behind.mean.value, behind.most) == (rival.mean, rival.most) == (1.0, 1)
+    nodes = "actor.generate, actor.infer, actor.update, reference.infer"
+    together = far(f"place {nodes} together", 0).search
+    assert together is not None and not rival.ahead
+    assert found.search.seconds < rival.seconds <= together.seconds * (1 + 1e-9)
