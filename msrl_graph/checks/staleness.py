@@ -12,6 +12,7 @@ from ..ir.attributes import Generate, ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
 from ..ir.sequences import of_response
+from ..planner.pools import open_to_staleness
 from .columns import Library
 from .scope import taken
 
@@ -67,10 +68,10 @@ def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
 
 def check(plan: Plan) -> list[Diagnostic]:
     """Staleness that gains nothing: between nodes that take turns on the same devices, one of which never runs while
-    the other does, and of a pool that has to be in step."""
+    the other does, and of a pool that has to be in step. Where the planner has them take turns, a note says why."""
     found = []
     idle = idle_staleness(plan.graph, lambda node: plan.placement(node).pool)
-    for edge in idle:
+    for edge in idle if idle and not open_to_staleness(plan) else ():
         message = (
             f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: "
             "`staleness` gains nothing"

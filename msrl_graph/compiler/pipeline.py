@@ -207,7 +207,7 @@ def translate(
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]
-    plan = replace(plan, notes=(*plan.notes, *unready.notes(plan)))
+    plan = replace(plan, notes=(*plan.notes, *ADVICE.staler(plan), *unready.notes(plan)))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 

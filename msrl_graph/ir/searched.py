@@ -25,6 +25,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Rival:
+    """Where a program allows staleness, and the file leaves open which pools there are, the best of the other kind:
+    with pools that may be `ahead`, or with all in step. `seconds` of an iteration, 0 where none fits. With those that
+    are ahead, be it the rival or what was chosen, weights are `mean` versions old, at `most` so many."""
+
+    ahead: bool
+    seconds: float
+    best: Candidate
+    mean: float = 0.0
+    most: int = 0
+
+
+@dataclass(frozen=True)
 class Searched:
     """`candidates` are all combinations of divisions and layouts that the devices and engines allow, of which
     `evaluated` went through all passes; no other takes less than `bound` seconds. `optimal`: nothing is better, in the
@@ -38,6 +51,7 @@ class Searched:
     ended: str  # what ended it before all was known
     best: Candidate
     runners: tuple[Candidate, ...] = ()
+    rival: Rival | None = None
 
     @property
     def hopeless(self) -> bool:

@@ -1,4 +1,4 @@
-"""Advice: what would fit, where what the file states does not.
+"""Advice: what would fit, where what the file states does not; and what would be quicker, where it leaves much unused.
 
 Invariant: what is advised the passes themselves have tried, on the plan that it would be; where nothing fits, that is
 said.
@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 
 from ..backends.dividing import misfits
 from ..backends.spec import EngineSpec
-from ..ir.graph import Node
-from ..ir.plan import Deploy, EngineChoice, Memory, Plan
+from ..emit.page import aged, duration
+from ..ir.attributes import ReshardingEdge
+from ..ir.graph import Expr, Node
+from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Memory, Note, Plan
 from ..passes.spec import Passes
 from ..sharding.layout import Layout
 
 # Layouts near the stated one that are tried before the search is asked.
 TRIED = 40
+# The share of an iteration that staleness has to save to be worth a note.
+WORTH = 0.1
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,35 @@ class Advice:
                 return found
         named = ", ".join(nodes)
         return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
+
+    def staler(self, plan: Plan) -> tuple[Note, ...]:
+        """What staleness of one version would save, where the file states none and generations have devices apart from
+        the update's: with the same layouts."""
+        graph = plan.graph
+        edges = [e for e in graph.reshards() if plan.placement(e.src).pool != plan.placement(e.dst).pool]
+        stated = any(ReshardingEdge.of(e).staleness for e in graph.reshards())
+        if not edges or stated or plan.docks.capacity or plan.estimate is None:
+            return ()
+        one = {"staleness": Expr("number", 1)}
+        changed = tuple(replace(e, attributes={**e.attributes, **one}) if e in edges else e for e in graph.edges)
+        placed = [p for p in plan.placements if p.pool != FUNCTIONS]
+        pinned = replace(
+            plan.deploy,
+            pools=plan.pools,
+            layouts={p.node: replace(p.layout, inner=1) for p in placed},
+            engines={p.node: EngineChoice(p.engine.name) for p in placed} | plan.deploy.engines,
+        )
+        other = self._fitting(pinned, replace(plan, graph=replace(graph, edges=changed)))
+        estimate = self.passes["estimate"].apply(other).estimate if other is not None else None
+        if estimate is None or estimate.behind is None:
+            return ()
+        now, then, behind = plan.estimate.iteration_seconds.value, estimate.iteration_seconds.value, estimate.behind
+        if then > (1 - WORTH) * now:
+            return ()
+        told = "; ".join(f"`{e.src} => {e.dst} {{ staleness = 1 }}`" for e in edges)
+        gain = f"an iteration would take {duration(then)}, {100 * (1 - then / now):.3g} % less"
+        how = f"weights that generate would be {aged(behind.mean.value, behind.most)}: correct the loss for that"
+        return (Note("staleness", f"with {told} {gain}, and {how}"),)
 
     def _other(self, plan: Plan, nodes: Sequence[str], worst: Memory) -> str:
         """Another layout of the same devices, or recomputation."""

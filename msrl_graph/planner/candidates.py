@@ -197,3 +197,19 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
 
 def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[int]:
     return [n for n in range(1, min(number, most) + 1) if number % n == 0] if axis in spec.axes else [1]
+
+
+def undominated(found: list[Choice]) -> list[Choice]:
+    """The choices of nodes that no reshard touches, without those that are slower than another and hold more, alone and
+    beside others."""
+    kept: list[Choice] = []
+    for choice in found:
+        if not any(
+            c.resident <= choice.resident
+            and c.whole <= choice.whole
+            and all(c.seconds[n] <= s for n, s in choice.seconds.items())
+            and all(c.peaks[p] <= b for p, b in choice.peaks.items())
+            for c in kept
+        ):
+            kept.append(choice)
+    return kept

@@ -51,10 +51,13 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 
 
 def divisions(plan: Plan) -> list[Division]:
-    """The division that the deploy states, or all nodes together, and what else it leaves open; but where some let
-    `staleness` gain something, those alone: the checks refuse the others. Never empty."""
-    every = list(_every(plan))
-    return [d for d in every if not idle_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name)] or every[:1]  # type: ignore[misc]
+    """The division that the deploy states, or all nodes together, and what else it leaves open. Never empty."""
+    return list(_every(plan))
+
+
+def open_to_staleness(plan: Plan) -> bool:
+    """Whether the deploy lets generations be apart from the updates that they may be behind."""
+    return any(not idle_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
 
 
 def _every(plan: Plan) -> Iterator[Division]:

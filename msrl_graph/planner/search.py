@@ -20,14 +20,19 @@ from typing import NamedTuple
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.between import function
-from ..ir.plan import FUNCTIONS, Plan
-from ..ir.searched import NOTHING_FITS, Candidate, Searched
-from ..passes.estimate import EstimateTime, critical
+from ..emit.page import laid
+from ..emit.why import versus
+from ..ir.ahead import leads
+from ..ir.attributes import ReshardingEdge
+from ..ir.plan import FUNCTIONS, Note, Plan
+from ..ir.searched import NOTHING_FITS, Candidate, Rival, Searched
+from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, over
 from ..passes.order import passes
+from ..passes.pace import pace
 from ..passes.reshard import least_seconds
 from ..passes.spec import Passes
-from .candidates import Choice, Choices
+from .candidates import Choice, Choices, undominated
 from .owners import Owner, engines, has_open_layout, owners
 from .place import Decision, Place, Placing
 from .pools import Division, divisions
@@ -37,6 +42,8 @@ EFFORT = 2500.0
 RUNNERS = 5
 # What looking for runners-up may take.
 FURTHER = 600.0
+# And the best of the other kind, where a program allows staleness: it is told, and not taken.
+RIVALS = 150.0
 # Of the combinations that are bounded when the effort is spent, so many are evaluated.
 DIVES = 8
 
@@ -55,7 +62,30 @@ class Search(Placing):
         some = divisions(plan)
         if len(some) == 1 and not self._open(plan, place, some[0]):
             return place.apply(plan)
-        return _Run(self, place, plan, passes(self, self.engines, compare=False)).best()
+        run = _Run(self, place, plan, passes(self, self.engines, compare=False), some)
+        return self._compared(run, run.best())
+
+    def _compared(self, run: _Run, plan: Plan) -> Plan:
+        """A plan that was found with the best of the other kind, where the program allows staleness: pools that may be
+        ahead of the updates against all pools in step."""
+        found, ahead = plan.search, bool(leads(plan))
+        if found is None or not found.seconds or not any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards()):
+            return plan
+        placed = ((d, run.place.apply(run.plan, Decision(d), numbered=False)) for d in run.some)
+        others = [d for d, other in placed if bool(leads(other)) != ahead]
+        if not others:
+            return plan
+        rival = _Run(
+            self, run.place, run.plan, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists
+        ).best()
+        assert rival.search is not None
+        estimate = run.passes.after("place").apply(plan if ahead else rival).estimate
+        behind = estimate.behind if estimate is not None else None
+        old = (behind.mean.value, behind.most) if behind is not None else ()
+        found = replace(found, rival=Rival(not ahead, rival.search.seconds, rival.search.best, *old))
+        assert found.rival is not None
+        note = f"{'' if ahead else 'no use is made of it: '}{versus(found, found.rival)}"
+        return replace(plan, search=found, notes=(*plan.notes, Note("staleness", note)))
 
     def _open(self, plan: Plan, place: Place, division: Division) -> bool:
         """Whether there is anything to choose: layouts, or engines for those that are stated, if any can be right."""
@@ -97,7 +127,7 @@ class _Space:
         """Of an iteration in which nodes take these seconds, and all else what it does whatever the layouts are."""
         # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
         turn = self.skeleton.cluster.device.overheads.turn.value
-        return critical(self.skeleton, {**self.functions, **seconds})[0] + turn
+        return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, at: Sequence[int]) -> float:
         """No combination in which each owner's choice comes at or after `at` takes less: the least seconds of each
@@ -169,6 +199,9 @@ class _Run:
     place: Place
     plan: Plan
     passes: Passes
+    some: Sequence[Division]
+    effort: float = field(default_factory=lambda: EFFORT)
+    further: float = FURTHER
     wide: bool = False  # whether it looks at layouts that tie hosts together, too
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
@@ -182,7 +215,7 @@ class _Run:
         heap: list[_Item] = []
         spaces: list[_Space] = []
         left = 0
-        for division in divisions(self.plan):
+        for division in self.some:
             if spaces and self._late():
                 left += 1
                 continue
@@ -203,7 +236,7 @@ class _Run:
         candidates = sum(s.size for s in spaces)
         if not self.found and self.wrong and not ended and not self.wide:
             # Each fits alone, and not beside the others: what ties hosts together holds less.
-            return _Run(self.search, self.place, self.plan, self.passes, wide=True, began=self.began).best()
+            return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, wrong=[]).best()
         if not self.found:
             return self._nothing(spaces, candidates, ended)
         seconds, space, at = self.found[0][:3]
@@ -217,14 +250,14 @@ class _Run:
     def _late(self) -> bool:
         """Whether a budget is over; until something is found, the search goes on to its limit."""
         over = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
-        return over and (bool(self.found) or self.spent >= EFFORT)
+        return over and (bool(self.found) or self.spent >= self.effort)
 
     def _enough(self) -> str:
         """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or
         longer."""
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._late() else ""
-        return "the search's limit" if self.spent >= EFFORT else ""
+        return "the search's limit" if self.spent >= self.effort else ""
 
     def _more(self, heap: list[_Item], ended: str) -> None:
         """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then
@@ -233,7 +266,7 @@ class _Run:
             for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
                 if not self.found or item.bound < self.found[0][0]:
                     self._evaluate(item.space, item.at)
-        most = self.spent + FURTHER
+        most = self.spent + self.further
         while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._late():
             self._step(heap, heapq.heappop(heap))
 
@@ -261,7 +294,7 @@ class _Run:
         if key not in self.lists:
             found = Choices(self.place, self.wide)(skeleton, division, owner)
             moved = {n for e in self.plan.graph.reshards() for n in (e.src, e.dst)}
-            self.lists[key] = found if moved & set(owner.nodes) else _undominated(found)
+            self.lists[key] = found if moved & set(owner.nodes) else undominated(found)
         return self.lists[key]
 
     def _push(self, heap: list[_Item], number: int, space: _Space, at: tuple[int, ...]) -> None:
@@ -353,7 +386,7 @@ class _Run:
     def _candidate(self, found: _Found) -> Candidate:
         space = found.space
         layouts = {
-            o.node: f"{_layout(c)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)
+            o.node: f"{laid(c.layout)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)
         }
         pools = (
             tuple(f"{p.name}: {', '.join(p.nodes)}" for p in space.division.pools)
@@ -367,27 +400,6 @@ class _Run:
         return Candidate(
             pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong
         )
-
-
-def _undominated(found: list[Choice]) -> list[Choice]:
-    """The choices of nodes that no reshard touches, without those that are slower than another and hold more, alone and
-    beside others."""
-    kept: list[Choice] = []
-    for choice in found:
-        if not any(
-            c.resident <= choice.resident
-            and c.whole <= choice.whole
-            and all(c.seconds[n] <= s for n, s in choice.seconds.items())
-            and all(c.peaks[p] <= b for p, b in choice.peaks.items())
-            for c in kept
-        ):
-            kept.append(choice)
-    return kept
-
-
-def _layout(choice: Choice) -> str:
-    layout = choice.layout
-    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
 def _phases(plan: Plan) -> dict[str, float]:
