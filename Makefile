@@ -18,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -139,6 +139,9 @@ bench-seconds: $(VENV)/ready
 # The same by Megatron and vLLM, about 20 minutes.
 bench-seconds-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/python bench/seconds.py --engines
+
+bench-staleness: $(VENV)/ready
+	$(BIN)/python bench/staleness.py
 
 bench-simulate: $(VENV)/ready
 	$(BIN)/python bench/simulate.py

@@ -1,78 +1,129 @@
 """Responses a second of examples/countdown, whose longest response is ten times as long as the mean: generation and
 update in step, and with weights that may be one and two versions old, on two ranks of which one generates and one
-learns.
+learns; measured, and as it is predicted for this machine and the lengths that the rows had.
 
 The ways take turns, each for so many iterations, of which the first few are left out; told are the medians of all
-rounds. The last line is JSON; its `proof_share` is the part of an iteration's seconds that went into the proof that
-weights arrived (1: all), of all iterations of all ways, by the process that it took longest.
+rounds. Before each round this machine is measured (or `--here FILE` is taken). The last line is JSON; its `proof_share`
+is the part of an iteration's seconds that went into the proof that weights arrived (1: all), of all iterations of all
+ways, by the process that it took longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from msrl_graph import compile
+from msrl_graph.ir.plan import Estimate, from_json
+from msrl_graph.runtime.calibrate.measure import measure
+from msrl_graph.runtime.metrics import predicted
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "countdown" / "countdown.rlg"
 MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
 WAYS = {"in step": 0, "staleness 1": 1, "staleness 2": 2}
 NODES = ("actor.generate", "actor.update")
+RANKS = 2
 LEFT_OUT = 3  # iterations: the first fill the pipeline
+
+
+@dataclass(frozen=True)
+class Run:
+    """The lines of a run's metrics, the first ones left out, and what was predicted for their rows."""
+
+    lines: list[dict[str, Any]]
+    estimate: Estimate
+
+    @property
+    def rate(self) -> float:
+        """Responses a second, of an iteration as most are."""
+        return float(statistics.median(line["rows"] / line["seconds"] for line in self.lines))
+
+    @property
+    def seconds(self) -> float:
+        return float(statistics.median(line["seconds"] for line in self.lines))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine")
     options = parser.parse_args()
-    found: dict[str, list[list[dict[str, Any]]]] = defaultdict(list)
-    for i in range(options.rounds):
-        for name in sorted(WAYS, reverse=bool(i % 2)):
-            found[name].append(run(WAYS[name], options.iterations))
-            print(f"round {i + 1}, {name}: {rate(found[name][-1]):.0f} responses/s", file=sys.stderr, flush=True)
+    found: dict[str, list[Run]] = defaultdict(list)
+    probed = compile("grpo", model="tiny", sets={"prompts": "64", "prompt_len": "16", "response_len": "16"})
+    with tempfile.TemporaryDirectory() as folder:
+        here = os.environ["MSRL_HERE"] = options.here or f"{folder}/here.json"
+        for i in range(options.rounds):
+            if not options.here:
+                measure(probed, Path(here), rounds=1, most=RANKS)
+            for name in sorted(WAYS, reverse=bool(i % 2)):
+                found[name].append(run(WAYS[name], options.iterations))
+                print(f"round {i + 1}, {name}: {found[name][-1].rate:.0f} responses/s", file=sys.stderr, flush=True)
+    report(found)
+
+
+def report(found: dict[str, list[Run]]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("", "responses/s", "over in step", "generate", "update", "proof", "versions behind", "longest/mean"):
+    heads = ("an iteration", "predicted", "over in step", "predicted", "versions behind", "predicted", "longest/mean")
+    for title in ("", "responses/s", "generate", "update", "proof", *heads):
         table.add_column(title, justify="right" if title else "left")
-    rates = {name: statistics.median(map(rate, rounds)) for name, rounds in found.items()}
+    rates: dict[str, float] = {}
+    took: dict[str, float] = {}
+    want: dict[str, float] = {}
+    over: dict[str, float] = {}
+    foreseen: dict[str, float] = {}
     for name, behind in WAYS.items():
-        lines = [line for lines in found[name] for line in lines]
+        runs = found[name]
+        lines = [line for r in runs for line in r.lines]
+        rates[name] = statistics.median(r.rate for r in runs)
+        took[name] = statistics.median(r.seconds for r in runs)
+        want[name] = statistics.median(r.estimate.iteration_seconds.value for r in runs)
+        over[name] = rates[name] / rates["in step"]
+        foreseen[name] = want["in step"] / want[name]
+        old = statistics.mean(r.estimate.behind.mean.value if r.estimate.behind else 0.0 for r in runs)
         table.add_row(
             name,
             f"{rates[name]:.0f}",
-            f"{rates[name] / rates['in step']:.2f}",
             *(f"{statistics.median(line['phases'][node] for line in lines):.2f} s" for node in NODES),
             f"{proof_share(lines):.2%}",
+            *(f"{s[name]:.2f} s" for s in (took, want)),
+            *(f"{s[name]:.2f}" for s in (over, foreseen)),
             f"{statistics.mean(line.get('staleness', 0.0) for line in lines):.2f}, at most {behind}",
+            f"{old:.2f}",
             f"{statistics.median(line['response_length_max'] / line['response_length'] for line in lines):.1f}",
         )
         assert max(line.get("staleness_max", 0.0) for line in lines) <= behind
-    Console(width=120).print(table)
-    told = {f"staleness{n}_over_sync": round(rates[name] / rates["in step"], 3) for name, n in WAYS.items() if n}
-    told["proof_share"] = round(proof_share([x for rounds in found.values() for lines in rounds for x in lines]), 5)
-    print(json.dumps({"responses_per_second": {n: round(r, 1) for n, r in rates.items()}, **told}))
+    Console(width=150).print(table)
+    told: dict[str, Any] = {"responses_per_second": {n: round(r, 1) for n, r in rates.items()}}
+    for name, behind in WAYS.items():
+        if behind:
+            told |= {f"staleness{behind}_over_sync": round(over[name], 3)}
+            told |= {f"staleness{behind}_over_sync_predicted": round(foreseen[name], 3)}
+    told["proof_share"] = round(proof_share([x for runs in found.values() for r in runs for x in r.lines]), 5)
+    print(json.dumps(told))
 
 
-def run(behind: int, iterations: int) -> list[dict[str, Any]]:
-    """One run's lines of metrics, without the first."""
+def run(behind: int, iterations: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--set", f"behind={behind}", "--iterations", str(iterations), "--out", f"{folder}/run"]
         subprocess.run([sys.executable, "-c", MAIN, str(EXAMPLE), *options], check=True, capture_output=True)
-        lines = map(json.loads, (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines())
-        return [line for line in lines if line.get("iteration", -1) >= LEFT_OUT and "evaluation" not in line]
-
-
-def rate(lines: list[dict[str, Any]]) -> float:
-    """Responses a second, of an iteration as most are."""
-    return float(statistics.median(line["rows"] / line["seconds"] for line in lines))
+        texts = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        lines = [line for line in map(json.loads, texts) if line.get("iteration", -1) >= LEFT_OUT]
+        estimate = predicted.estimate(from_json((Path(folder) / "run" / "plan.json").read_text()), lines)
+        assert estimate is not None
+        return Run(lines, estimate)
 
 
 def proof_share(lines: list[dict[str, Any]]) -> float:

@@ -1,7 +1,9 @@
 """Random programs, compiled and run dry in random orders (tests/test_dry.py): how many were tried, what became of them,
-and the first that waits for ever or hands a row out twice."""
+and the first that waits for ever, hands a row out twice, or generates with weights that are older than they may be. The
+last line is JSON."""
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from random_programs import FILE, FUNCTIONS, programs
-from test_dry import KINDNESS, holds
+from test_dry import KINDNESS, Outcome, holds
 
 
 def main() -> None:
@@ -23,6 +25,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     ends: Counter[str] = Counter()
+    found: list[Outcome] = []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / FILE).write_text(FUNCTIONS)
@@ -39,13 +42,16 @@ def main() -> None:
         )
         @given(programs(), st.integers(0, 10**6), KINDNESS)
         def tried(text: str, order: int, kindness: float) -> None:
-            ends[holds(text, Path(folder), order, kindness)] += 1
+            found.append(holds(text, Path(folder), order, kindness))
+            ends[found[-1].how] += 1
 
         tried()
     print(
         f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:",
         ", ".join(f"{n} {end}" for end, n in ends.most_common()),
     )
+    stale, oldest = sum(f.stale for f in found), max((f.oldest for f in found), default=0)
+    print(json.dumps({"bench": "dry", "programs": len(found), "stale_iterations": stale, "oldest": oldest}))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import dry
 import pytest
@@ -45,15 +46,24 @@ def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
     return Counter({key: n * reader.epochs for key, n in once.items()})
 
 
-def run_dry(plan: Plan, seed: int, kindness: float) -> str:
-    """Runs a plan; fails where it does not end, or a row is not handed out once to each reader. How it ended."""
+class Outcome(NamedTuple):
+    """How a program ended; of its iterations with staleness, how many there were, and how many versions old a row of
+    them was at most."""
+
+    how: str
+    stale: int = 0
+    oldest: int = 0
+
+
+def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
+    """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
     found, prompts = dry.Dry(plan, seed, kindness), plan.graph.rows[0]
     iterations = plan.deploy.run.iterations
     lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
     if lacking:
         with pytest.raises(RunError, match=f"in iteration {lacking[0]}: .*raise `refill`"):
             found.run(DATA)
-        return "refill that does not suffice"
+        return Outcome("refill that does not suffice")
     found.run(DATA)
     tasks = [Task("train", i, prompts) for i in range(iterations)]
     for e in plan.deploy.evaluations:
@@ -77,7 +87,9 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> str:
             assert got == expected(found, task, name), (name, task.key)
             for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
-    return f"to its end, {found.oldest} versions behind" if found.versions else "to its end"
+    if not found.versions:
+        return Outcome("to its end")
+    return Outcome(f"to its end, {found.oldest} versions behind", iterations, found.oldest)
 
 
 def _numbered(key: str) -> tuple[str, int]:
@@ -85,14 +97,14 @@ def _numbered(key: str) -> tuple[str, int]:
     return name, int(number)
 
 
-def holds(text: str, folder: Path, seed: int, kindness: float) -> str:
+def holds(text: str, folder: Path, seed: int, kindness: float) -> Outcome:
     """What became of a program; fails, with it, where it waits for ever."""
     made, _ = compiled(text, "a.rlg", folder)
     if made is None:
-        return "refused"
+        return Outcome("refused")
     assert made.plan is not None
     if unready(made.plan):
-        return "not yet"
+        return Outcome("not yet")
     try:
         return run_dry(made.plan, seed, kindness)
     except (dry.Stuck, AssertionError) as error:
@@ -102,7 +114,7 @@ def holds(text: str, folder: Path, seed: int, kindness: float) -> str:
 @settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(programs(), st.integers(0, 10**6), KINDNESS)
 def test_what_compiles_runs_to_its_end(folder: Path, text: str, seed: int, kindness: float) -> None:
-    event(holds(text, folder, seed, kindness))
+    event(holds(text, folder, seed, kindness).how)
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -163,7 +175,7 @@ deploy a on c {{
   run {{ iterations = {iterations} }}
 }}
 """
-    return holds(text, folder, seed, kindness)
+    return holds(text, folder, seed, kindness).how
 
 
 def test_a_state_of_each_prompt_is_there_in_an_evaluation_that_reads_nothing_else(folder: Path) -> None:
