@@ -9,7 +9,8 @@ from collections import Counter
 
 from ..backends import ENGINES
 from ..emit.html import Stretch, Timeline
-from ..ir.attributes import Generate, ReshardingEdge
+from ..ir.ahead import leads
+from ..ir.attributes import Generate
 from ..ir.plan import Plan
 from .run import Simulator
 from .specs import read
@@ -20,8 +21,7 @@ SHOWN, AFTER = 3, 2
 
 def timeline(plan: Plan) -> Timeline:
     """The first iteration; where iterations overlap, a later one."""
-    stale = any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards())
-    overlap = stale or any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate"))
+    overlap = bool(leads(plan)) or any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate"))
     found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1
     )
