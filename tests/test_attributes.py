@@ -192,7 +192,7 @@ def stated(said, *, leave=()):
 
 SAID = {"generate": Generate, "update": Update, "sample_edge": SampleEdge, "resharding_edge": ReshardingEdge}
 SAID |= {"dock": DockOptions, "reshard": ReshardOptions, "run": Run}
-LEAVE = {"generate": ("turns", "timeout", "on_failure"), "dock": ("mode",)}  # which need another attribute
+LEAVE = {"generate": ("turns", "timeout", "on_failure", "memory"), "dock": ("mode",)}  # which need another attribute
 
 
 @settings(max_examples=40, deadline=None)

@@ -238,7 +238,7 @@ class _Algorithm(Declarations):
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
         if (
-            lonely := sorted(given & {"turns", "timeout", "on_failure"})
+            lonely := sorted(given & {"turns", "timeout", "on_failure", "memory"})
             if statement == "generate" and "environment" not in given
             else []
         ):
@@ -249,6 +249,10 @@ class _Algorithm(Declarations):
                 node.title,
                 help,
             )
+        if statement == "generate" and {"environment", "memory"} <= given and "on_failure" not in given:
+            help = "add `on_failure = drop_row` or `drop_group`, or leave it out"
+            what = f"`memory` of `{node_name(node)}` bounds processes, and its environment has none of its own"
+            self.problems.tell("bad-value", what, node.title, help)
         for key, attribute in STATEMENTS[statement].declared().items():
             if attribute.must and key not in given:
                 message = f"`{node.worker.text}.{statement}` has no `{key}`"

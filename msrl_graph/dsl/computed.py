@@ -107,7 +107,10 @@ class Environment:
                 what = f"`{made.name}` needs `{needs[0]}`, and an instance is made without arguments"
                 raise mistake("unknown-function", what, expr.span, help)
         call = Expr("call", f"{path}:{name}", span=expr.span)
-        self.caller.used["function", str(call.value)] = (found[name]["reset"], str(path))
+        reset = found[name]["reset"]
+        if reset.seeded:  # gymnasium's way: all that the node reads are options
+            reset = replace(reset, columns=(), options=(), rest="options")
+        self.caller.used["function", str(call.value)] = (reset, str(path))
         return call
 
 

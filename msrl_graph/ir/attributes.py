@@ -27,6 +27,7 @@ from .kinds import (
     PER,
     REDUCE,
     SHARE,
+    SIZE,
     TEMPERATURE,
     TIME,
     Name,
@@ -122,6 +123,12 @@ class Generate(OfNode):
         "With `environment`: what becomes of a row whose environment raises, takes too long or returns what does not "
         "belong there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
         "responses to its prompt. They are [counted and told](metrics.md).",
+    )
+    memory: int = attr(
+        SIZE,
+        2 * 10**9,
+        "With `on_failure`: the most that a process of the environment's rows may take beside what its file takes.",
+        "2 GB",
     )
 
     def longest(self, bound: int) -> int:

@@ -84,6 +84,11 @@ class Signature:
     gives: tuple[Literal["array", "number", ""], ...] = ()
 
     @property
+    def seeded(self) -> bool:
+        """Whether it begins an episode as gymnasium has it: by `seed` and `options`, which are given by name."""
+        return {"seed", "options"} <= {o.name for o in self.options}
+
+    @property
     def rng(self) -> bool:
         return "rng" in self.fills
 
@@ -113,7 +118,7 @@ def classes(source: str) -> dict[str, dict[str, Signature]]:
     the instance; by class and name. SyntaxError where it is not Python."""
     found: dict[str, dict[str, Signature]] = {}
     for item in (item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)):
-        methods = [method for method in item.body if isinstance(method, ast.FunctionDef)]
+        methods = [method for method in item.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)]
         bases = [found[name] for base in reversed(item.bases) for name in _names(base) if name in found]
         found[item.name] = {k: v for methods_of in bases for k, v in methods_of.items()}
         for method in methods:
@@ -124,7 +129,9 @@ def classes(source: str) -> dict[str, dict[str, Signature]]:
     return found
 
 
-def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: CallKind | None = None) -> Signature:
+def _signature(
+    item: ast.FunctionDef | ast.AsyncFunctionDef, makers: dict[str, set[str]], kind: CallKind | None = None
+) -> Signature:
     a = item.args
     kind = kind or _kind(item)
     positional = [*a.posonlyargs, *a.args]
@@ -161,7 +168,7 @@ def _signature(item: ast.FunctionDef, makers: dict[str, set[str]], kind: CallKin
     return replace(signature, logps=logps, rows="Rows" in _names(item.returns))
 
 
-def _kind(item: ast.FunctionDef) -> CallKind:
+def _kind(item: ast.FunctionDef | ast.AsyncFunctionDef) -> CallKind:
     marks = [d.func if isinstance(d, ast.Call) else d for d in item.decorator_list]
     return next((MARKS[d.id] for d in marks if isinstance(d, ast.Name) and d.id in MARKS), "function")
 
@@ -217,7 +224,7 @@ def _plain(annotation: ast.expr | None) -> Plain | None:
     return found.pop() if len(found) == 1 and not others else None
 
 
-def _mark(item: ast.FunctionDef, key: str) -> object:
+def _mark(item: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> object:
     """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no
     plain value."""
     given = [k.value for d in item.decorator_list if isinstance(d, ast.Call) for k in d.keywords if k.arg == key]
@@ -227,7 +234,7 @@ def _mark(item: ast.FunctionDef, key: str) -> object:
         return None
 
 
-def _scope(item: ast.FunctionDef, kind: CallKind) -> Scope:
+def _scope(item: ast.FunctionDef | ast.AsyncFunctionDef, kind: CallKind) -> Scope:
     stated = _mark(item, "scope")
     return next((s for s in SCOPES.get(kind, ()) if s == stated), "row")
 
@@ -244,6 +251,6 @@ def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ..
     return tuple(known.get(ast.unparse(part), "") if part is not None else "" for part in parts)
 
 
-def _together(item: ast.FunctionDef) -> tuple[str, ...]:
+def _together(item: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
     stated = _mark(item, "together")
     return tuple(map(str, stated)) if isinstance(stated, tuple) else ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,8 +26,10 @@ from ..dock.wire import Batch
 from ..process import shipped
 from ..process.report import Report, RunError
 from ..process.task import Task
+from .apart import Apart, Nest, parts
 from .blame import BadResult, blame
-from .instances import Answer, Ask, Failure, Instances, Loop, Reset
+from .instances import Answer, Ask, Called, Failure, Instances, Reset
+from .nest import Spec
 from .values import Filled, Returned, imported, seen
 
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
@@ -44,20 +46,38 @@ class Environment:
         call = said.environment
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
-        self.make = getattr(imported(path, call), name)
+        self.call, self.path, self.name = call, path, name
         self.signature = classes(shipped.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
-        self.reads = [p for p in self.signature.columns if p in node.reads]
-        self.tokens = {
-            c: of_column(plan, c) for c in self.reads if c in self.signature.text and is_tokens(plan.graph, c)
-        }
+        # As gymnasium has it, all that the node reads are options, tokens as text.
+        seeded, signature = self.signature.seeded, self.signature
+        self.reads = [c for c in (node.reads if seeded else signature.columns) if c in node.reads]
+        self.text = frozenset(c for c in self.reads if is_tokens(plan.graph, c)) if seeded else signature.text
+        self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.text and is_tokens(plan.graph, c)}
         self.filled = Filled(self.signature, node, plan)
         own = {*wrong.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
-        self.timeout, self.on_failure = said.timeout, said.on_failure
+        self.timeout, self.on_failure, self.memory = said.timeout, said.on_failure, said.memory
+        reward = next((c for c in plan.graph.columns if c.name == "reward"), None)
+        self.gym: Literal["", "sum", "each"] = "" if not seeded else "each" if reward and reward.dims else "sum"
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.verdicts = sieve.column if sieve else ""
-        self.loop = Loop()
+
+    def start(self) -> None:
+        """Imports the user's file: here, or where it cannot harm this process."""
+        if self.verdicts:
+            folder = shipped.folder()
+            of = (self.filled, self.columns, self.timeout, self.gym)
+            self.nest = Nest(Spec(folder, self.path, self.name, *of))
+        else:
+            make = getattr(imported(self.path, self.call), self.name)
+            self.called = Called(make, self.filled, self.columns, self.timeout, self.gym)
+
+    def instances(self, rows: int, fan: int) -> Instances | Apart:
+        """Of so many rows, `fan` of which belong together."""
+        if not self.verdicts:
+            return Instances(self.called, AT_ONCE)
+        return Apart(self.nest, parts(rows, fan if self.on_failure == "drop_group" else 1), self.memory)
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
         """An instance for each of the rows, of which equally many belong to each row of the batch."""
@@ -67,7 +87,7 @@ class Environment:
         """What `reset` is given of the columns of a row of a batch."""
         found = {}
         for name in self.reads:
-            text, element = name in self.signature.text, self.graph.column(name).element
+            text, element = name in self.text, self.graph.column(name).element
             found[name] = seen(batch.columns[name], element, range(row, row + 1), text, self.tokens.get(name))[0]
         return found
 
@@ -84,11 +104,11 @@ class Episodes:
         self.checked: dict[str, list[Any]] = {}
         self.failed: dict[int, tuple[Failure, str]] = {}  # with when it was
         self.lost = np.zeros(len(rows), bool)
+        self.instances: Instances | Apart | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[str, bool]]:
         """What the environment says first in each row, and whether the episode is over already."""
-        of = self.environment
-        self.instances = Instances(of.make, of.filled, of.columns, of.timeout, AT_ONCE)
+        self.instances = self.environment.instances(len(self.rows), self.fan)
         given = [self.environment.given(self.batch, row) for row in range(len(self.batch.rows))]
         asked: dict[int, Ask] = {
             i: Reset(self.task.number, int(row), given[i // self.fan]) for i, row in enumerate(self.rows)
@@ -107,6 +127,8 @@ class Episodes:
     def end(self, lengths: Mapping[str, Array]) -> Array:
         """Ends the instances; which rows stay, True. `lengths` are those of what the generation wrote."""
         returned = self.environment.returned
+        if self.instances is not None:
+            self.instances.end()
         for place, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
             for i in np.flatnonzero(~self.lost).tolist():
@@ -133,7 +155,7 @@ class Episodes:
         report.count(f"kept/{environment.node.name}", float((~self.lost).sum()), len(self.rows))
         for position in sorted(self.failed)[:FEW]:
             failure, when = self.failed[position]
-            self._blamed(position, failure, when)
+            self._blamed(position, failure, when)  # all of it into the log
             words = f"row {self.rows[position]}, {when}: {failure.told.reason}"
             report.failed.setdefault(environment.node.name, []).append(words)
         return {environment.verdicts: Verdicts(self.rows, Column((~self.lost).astype(np.int32)))}
@@ -143,7 +165,8 @@ class Episodes:
         alive = {position: ask for position, ask in asked.items() if not self.lost[position]}
         said: dict[int, tuple[str, bool]] = {}
         stops = not self.environment.verdicts
-        for position, answer in self.environment.loop.answers(self.instances, alive, stops).items():
+        assert self.instances is not None
+        for position, answer in self.instances.answers(alive, stops).items():
             if isinstance(answer, Answer):
                 said[position], self.values[position] = (answer.said, answer.over), answer.values
             else:
@@ -160,6 +183,8 @@ class Episodes:
         if environment.on_failure == "drop_group":
             first, size = position - position % self.fan, self.fan
         self.lost[first : first + size] = True
+        if isinstance(self.instances, Apart):
+            self.instances.lose(range(first, first + size))
 
     def _blamed(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> str:
         where = f"row {self.rows[position]}, {when} of iteration {self.task.number}"

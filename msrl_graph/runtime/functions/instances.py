@@ -7,11 +7,14 @@ there comes back as a value, a Failure; whoever asks decides what becomes of its
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -30,9 +33,12 @@ class Failure:
     told: Told
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        kinds: dict[type[BaseException], Reason] = {BadResult: "rubbish", MemoryError: "memory"}
-        return cls(next((r for kind, r in kinds.items() if isinstance(error, kind)), "raised"), Told.of(error))
+    def of(cls, error: BaseException, reason: Reason | None = None) -> Failure:
+        """`reason`: if it is not to be seen from the error."""
+        seen: Reason = "raised"
+        if isinstance(error, BadResult | MemoryError):
+            seen = "rubbish" if isinstance(error, BadResult) else "memory"
+        return cls(reason or seen, Told.of(error))
 
 
 @dataclass(frozen=True)
@@ -56,97 +62,155 @@ class Reset:
 Ask = Reset | str  # a beginning, or the text that the policy wrote
 
 
+@dataclass(frozen=True)
+class Called:
+    """How a class is called. `columns` are those whose values a step gives; `gym`: as gymnasium has it, and whether
+    `reward` is the `sum` of the steps' rewards or a list of `each`; "" where it is called as ours are."""
+
+    make: Callable[[], Any]
+    filled: Filled
+    columns: tuple[str, ...]
+    timeout: float
+    gym: Literal["", "sum", "each"] = ""
+
+
 class Instances:
-    """Of some rows, which are called by their positions. `make` is the class, `columns` are those whose values a step
-    returns; `at_once` so many are asked side by side."""
+    """Of some rows, which are called by their positions. Plain methods have a thread each, `at_once` so many side by
+    side; those that are `async` share a loop, all at once."""
 
-    def __init__(
-        self, make: Callable[[], Any], filled: Filled, columns: tuple[str, ...], timeout: float, at_once: int
-    ) -> None:
-        self.make, self.filled, self.columns, self.timeout = make, filled, columns, timeout
-        self.threads, self.turn = ThreadPoolExecutor(at_once, "environment"), asyncio.Semaphore(at_once)
-        self.made: dict[int, Any] = {}
+    def __init__(self, called: Called, at_once: int) -> None:
+        self.called, self.made = called, dict[int, Any]()
+        self.rewards: dict[int, list[float]] = {}  # of each step so far, as gymnasium has them
+        self.threads = ThreadPoolExecutor(at_once, "environment")
+        methods = (getattr(called.make, name, None) for name in ("reset", "step"))
+        self.waits = any(map(inspect.iscoroutinefunction, methods))
 
-    async def answers(self, asked: Mapping[int, Ask], stops: bool) -> dict[int, Answer | Failure]:
+    def answers(self, asked: Mapping[int, Ask], stops: bool) -> dict[int, Answer | Failure]:
         """What each says; where a failure `stops` the others, only those up to the first of them."""
-        tasks = {position: asyncio.create_task(self._answer(position, ask)) for position, ask in asked.items()}
+        calls = {position: _Call(self, position, ask) for position, ask in asked.items()}
         found: dict[int, Answer | Failure] = {}
-        for position, task in tasks.items():
-            found[position] = await task
+        for position, call in calls.items():
+            found[position] = call.answer()
             if stops and isinstance(found[position], Failure):
-                for other in tasks.values():
-                    other.cancel()
+                for other in calls.values():
+                    other.future.cancel()
                 break
         return found
 
-    async def _answer(self, position: int, ask: Ask) -> Answer | Failure:
-        async with self.turn:
-            try:
-                if isinstance(ask, Reset):
-                    return Answer(_said(await self._timed(self._reset, position, ask)))
-                return self._stepped(await self._timed(self.made[position].step, ask))
-            except _Late as late:
-                return Failure("timeout", Told.of(TimeoutError(str(late))))
-            except (Exception, SystemExit) as error:
-                return Failure.of(error)
+    def end(self) -> None:
+        """Lets go of all of them; a class as gymnasium has it may `close`."""
+        closing = [made.close for made in self.made.values() if self.called.gym and hasattr(made, "close")]
+        doing = [self.threads.submit(close) for close in closing if not inspect.iscoroutinefunction(close)]
+        doing += [asyncio.run_coroutine_threadsafe(c(), _loop()) for c in closing if inspect.iscoroutinefunction(c)]
+        wait(doing, None if self.called.timeout == math.inf else self.called.timeout)
+        self.made = {}
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What a function of the user's gives; a plain one has a thread meanwhile."""
-        doing = asyncio.get_running_loop().run_in_executor(self.threads, _caught, call, *arguments)
-        await asyncio.wait({doing}, timeout=None if self.timeout == math.inf else self.timeout)
-        if not doing.done():
-            doing.cancel()
-            raise _Late(f"it takes longer than {self.timeout:g} s, its `timeout`")
-        found = doing.result()
-        if isinstance(found, _Raised):
-            raise found.error
-        return found
+    def begun(self, position: int, ask: Ask) -> Any:
+        """What the user's method gives, which may be to be waited for."""
+        if not isinstance(ask, Reset):
+            return self.made[position].step(ask)
+        called, made = self.called, self.called.make()
+        self.made[position] = made
+        if called.gym:
+            return made.reset(seed=called.filled.seed_of(ask.iteration, ask.row), options=dict(ask.given))
+        return made.reset(**ask.given, **called.filled(ask.iteration, ask.row))
 
-    def _reset(self, position: int, ask: Reset) -> Any:
-        self.made[position] = self.make()
-        return self.made[position].reset(**ask.given, **self.filled(ask.iteration, ask.row))
+    def read(self, position: int, ask: Ask, found: Any) -> Answer:
+        """What was given, as an answer; BadResult where it is none."""
+        if self.called.gym:
+            return self._of_gym(position, ask, found)
+        if isinstance(ask, Reset):
+            return Answer(_said(found))
+        columns = self.called.columns
+        said, *values, over = _parts("step", found, ("what it says", *columns, "whether the episode is over"))
+        return Answer(_said(said), tuple(values), _truth(over, "at the end", "whether the episode is over"))
 
-    def _stepped(self, found: Any) -> Answer:
-        if not isinstance(found, tuple) or len(found) != len(self.columns) + 2:
-            belongs = ", ".join(("what it says", *self.columns, "whether the episode is over"))
-            raise BadResult(
-                f"`step` returned {brief(found)}, where a tuple of {len(self.columns) + 2} belongs: {belongs}"
-            )
-        said, *values, over = found
-        if not isinstance(over, bool | np.bool_):
-            raise BadResult(
-                f"`step` returned {brief(over)} at the end, where true or false belongs: whether the episode is over"
-            )
-        return Answer(_said(said), tuple(values), bool(over))
-
-
-class _Late(Exception):
-    """A call has had its time."""
-
-
-class Loop:
-    """Instances in this process, beside its own work: a thread of it runs their loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
-
-    def answers(self, instances: Instances, asked: Mapping[int, Ask], stops: bool) -> dict[int, Answer | Failure]:
-        return asyncio.run_coroutine_threadsafe(instances.answers(asked, stops), self.loop).result()
+    def _of_gym(self, position: int, ask: Ask, found: Any) -> Answer:
+        if isinstance(ask, Reset):
+            said, _ = _parts("reset", found, ("the observation", "info"))
+            self.rewards[position] = []
+            return Answer(_observed(said))
+        said, reward, *ends, info = _parts(
+            "step", found, ("the observation", "reward", "terminated", "truncated", "info")
+        )
+        over = [_truth(end, f"for `{name}`", name) for end, name in zip(ends, ("terminated", "truncated"), strict=True)]
+        try:
+            self.rewards[position].append(float(reward))
+        except (TypeError, ValueError):
+            raise BadResult(f"`step` returned {brief(reward)} for the reward, where a number belongs") from None
+        rewards = self.rewards[position]
+        known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
+        if missing := [name for name in self.called.columns if name not in known]:
+            raise BadResult(f"`step` returned an info without `{missing[0]}`, which the generation writes")
+        return Answer(_observed(said), tuple(known[name] for name in self.called.columns), any(over))
 
 
-@dataclass(frozen=True)
-class _Raised:
-    """An error on its way from a thread: an exit would end the loop that hears of it."""
+class _Call:
+    """A call under way."""
 
-    error: BaseException
+    def __init__(self, instances: Instances, position: int, ask: Ask) -> None:
+        self.instances, self.position, self.ask = instances, position, ask
+        self.began = self.ended = math.inf  # time.monotonic
+        self.future: Future[Answer | Failure] = (
+            asyncio.run_coroutine_threadsafe(self._waiting(), _loop())
+            if instances.waits
+            else instances.threads.submit(self._done)
+        )
+
+    def answer(self) -> Answer | Failure:
+        """As soon as there is one."""
+        limit, future = self.instances.called.timeout, self.future
+        while not future.done() and (left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
+            wait([future], None if limit == math.inf else left)
+        if not future.done() or self.ended - self.began > limit:
+            future.cancel()
+            return Failure.of(TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), "timeout")
+        return future.result()
+
+    def _done(self) -> Answer | Failure:
+        self.began = time.monotonic()
+        try:
+            return self.instances.read(self.position, self.ask, self.instances.begun(self.position, self.ask))
+        except BaseException as error:
+            return Failure.of(error)
+        finally:
+            self.ended = time.monotonic()
+
+    async def _waiting(self) -> Answer | Failure:
+        self.began = time.monotonic()
+        try:
+            found = self.instances.begun(self.position, self.ask)
+            if inspect.isawaitable(found):
+                found = await found
+            return self.instances.read(self.position, self.ask, found)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # an exit would end the loop
+            return Failure.of(error)
+        finally:
+            self.ended = time.monotonic()
 
 
-def _caught(call: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return call(*arguments)
-    except BaseException as error:
-        return _Raised(error)
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    return loop
+
+
+def _parts(method: str, found: Any, parts: tuple[str, ...]) -> tuple[Any, ...]:
+    if not isinstance(found, tuple) or len(found) != len(parts):
+        what = f"`{method}` returned {brief(found)}, where a tuple of {len(parts)} belongs"
+        raise BadResult(f"{what}: {', '.join(parts)}")
+    return found
+
+
+def _truth(value: Any, where: str, what: str) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise BadResult(f"`step` returned {brief(value)} {where}, where true or false belongs: {what}")
+    return bool(value)
 
 
 def _said(value: Any) -> str:
@@ -156,4 +220,12 @@ def _said(value: Any) -> str:
     return value or ""
 
 
-__all__ = ["Answer", "Ask", "Failure", "Instances", "Loop", "Reset"]
+def _observed(value: Any) -> str:
+    """What an environment of gymnasium's kind says: text, or nothing."""
+    if value is not None and not isinstance(value, str):
+        what = f"the observation is {brief(value)}, and a policy reads text"
+        raise BadResult(f"{what}: wrap the class, and let `reset` and `step` return what is to be read")
+    return value or ""
+
+
+__all__ = ["Answer", "Ask", "Called", "Failure", "Instances", "Reset"]

@@ -106,6 +106,10 @@ class Filled:
             found["rng"] = noise.generator(self.seed, iteration, self.node, unit)
         return {name: found[name] for name in self.names}
 
+    def seed_of(self, iteration: int, unit: int) -> int:
+        """A seed for a unit of an iteration, of whoever makes generators of seeds."""
+        return int(noise.generator(self.seed, iteration, self.node, unit).integers(2**31))
+
 
 def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
     """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too;

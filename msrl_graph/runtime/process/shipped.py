@@ -42,6 +42,12 @@ def use(folder: str) -> None:
         sys.path_hooks.insert(0, _finder)
 
 
+def folder() -> str:
+    """The temporary folder in which files were shipped to this host, for processes that this one starts; "" where none
+    were."""
+    return str(_here.parent) if _here != Path() else ""
+
+
 def found(path: str | Path) -> Path:
     """Where a file or a folder of the user's is to be read."""
     copy = _below(_here, Path(path)) if _here != Path() else Path(path)
@@ -94,4 +100,4 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
-__all__ = ["found", "lay", "module", "use"]
+__all__ = ["folder", "found", "lay", "module", "use"]

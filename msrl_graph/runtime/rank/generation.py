@@ -51,6 +51,9 @@ class Generation(Engines):
         nodes = [self.plan.graph.node(name) for name in self.generators]
         self.ends = {n.name: ends(self.plan.model(n.name).path) for n in nodes}
         self.environments = {n.name: Environment(n, self.plan) for n in nodes if Generate.of(n).environment is not None}
+        for node in nodes:
+            if node.name in self.environments and self._first(node):  # who asks it
+                self.environments[node.name].start()
 
     def replay(self, folder: str) -> None:
         """Takes the responses of training from a recorded run from now on."""
