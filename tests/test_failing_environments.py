@@ -1,12 +1,21 @@
 """Rows whose environment fails leave the iteration, alone or with their group; whatever stays is as if nothing had
 happened beside it."""
 
-import numpy as np
-import pytest
-from stage import Stage
-from test_environments import alone, drawn, lists, program, tool
+import gc
+import time
 
+import numpy as np
+import psutil
+import pytest
+from stage import PROMPTS, Stage, share
+from test_environments import ANSWERS, GROUP, alone, drawn, lists, program, tool
+
+from msrl_graph.runtime.data.columns import ragged, texts
+from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.functions.apart import parts
+from msrl_graph.runtime.functions.environments import Environment
 from msrl_graph.runtime.metrics.failures import failures
+from msrl_graph.runtime.process.processes import alive
 from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
 
@@ -34,52 +43,123 @@ WAYS = {  # what an instance does, how its failure is counted, and what is told
         "the last turn: BadResult: it returned str 'much' for `reward`, where f32 belongs",
     ),
 }
-BAD = "if self.answer == '181' and self.number % 2: {}"  # of the responses to the third prompt some
+BAD = "if self.answer == '181' and self.number % 2: {}"  # of the responses to the third prompt one
 
 
-def stage(path, on_failure, *changes):
+def planned(path, on_failure, *changes):
     """`drop_row` breaks groups: there advantages are each row's own."""
     (path.parent / "own.py").write_text("def own(response, reward): ...")
     rows = ("call = group_norm(), per = prompt", f'call = "{path.parent}/own.py:own"')
     changes = (*changes, rows) if on_failure == "drop_row" else changes
-    return Stage(program(path, *changes, more=f"timeout = 1 s, on_failure = {on_failure},"))
+    return program(path, *changes, more=f"timeout = 1 s, on_failure = {on_failure},")
 
 
-def odd(path):
-    """The rows whose environment fails in BAD: those to the third prompt with an odd number, by its generator."""
-    from zlib import crc32
+def stage(path, on_failure):
+    return Stage(planned(path, on_failure))
 
-    from msrl_graph import noise
 
-    numbers = {r: noise.generator(0, 3, crc32(b"actor.generate"), r).integers(100) for r in (4, 5)}
-    return [r for r, n in numbers.items() if n % 2]
+def begun(plan):
+    """The episodes of all rows, without a policy."""
+    environment = Environment(plan.graph.node("actor.generate"), plan)
+    environment.start()
+    columns = {"prompt": ragged(PROMPTS, np.int32), "answer": texts(ANSWERS)}
+    rows = np.arange(len(PROMPTS))
+    batch = Batch(share(rows, 4, 4, {}), rows, columns)
+    return environment.begin(batch, np.arange(len(PROMPTS) * GROUP), Task("train", 3, 4, 2))
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("on_failure", ["drop_row", "drop_group"])
-def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failure, alone, tmp_path):
-    path = tool(tmp_path, step="pass")
-    whole = drawn(stage(path, on_failure))
-    assert whole["actor.generate.times"].values.tolist() == [1] * 8
+def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failure, tmp_path):
     path = tool(tmp_path, step=BAD.format(way))
-    failed = odd(path)
-    assert len(failed) == 1  # so that both ways of dropping differ
+    failed = [4]  # of the third prompt's responses the one with an odd number, by its generator
     gone = failed if on_failure == "drop_row" else [4, 5]
-    stay = np.array([r for r in range(8) if r not in gone])
-    here = stage(path, on_failure)
+    reason, told = WAYS[way]
+    alone = reason in ("raised", "rubbish") or "MemoryError" in told or told.endswith("`timeout`")
+    episodes, report, going = begun(planned(path, on_failure)), Report("rank"), np.arange(8)
+    assert [over for _, over in episodes.reset()] == [False] * 8
+    for turn in (1, 2):
+        said = episodes.step(going, [f"{i} in {turn}" for i in going], turn)
+        late = failed if "much" in way else gone  # what is no number is seen at the end of the episode
+        assert [over for _, over in said] == [bool(i in late or (turn == 2 and i // 2 == 1)) for i in going]
+        assert all(said[p][0].startswith("=6") for p, i in enumerate(going) if i not in gone)
+        going = np.array([i for i in going if i not in late])
+    stay = episodes.end({"response": np.full(8, 6)})
+    assert np.flatnonzero(~stay).tolist() == gone
+    assert len(episodes.columns()["reward"]) == len(episodes.columns()["said"]) == 8 - len(gone)
+    verdicts = episodes.verdicts(report, "")["actor.generate.times"]
+    assert verdicts.rows.tolist() == [*range(8)]
+    assert verdicts.column.values.tolist() == stay.tolist()
+    # What ends a process takes all rows that were in it, which under `drop_group` are those of the group.
+    count = len(failed if alone else gone)
+    assert report.sums["failed"] == report.sums[f"failed/{reason}"] == (count, 0)
+    assert report.sums["kept/actor.generate"] == (8 - len(gone), 8)
+    words = report.failed["actor.generate"]
+    assert any(w.startswith(f"row {failed[0]}, {told.format(path=path)}") for w in words), words
+
+
+@pytest.mark.parametrize("on_failure", ["drop_row", "drop_group"])
+def test_responses_beside_one_that_fails_are_what_they_were(on_failure, alone, tmp_path):
+    whole = drawn(stage(tool(tmp_path), on_failure))
+    assert whole["actor.generate.times"].values.tolist() == [1] * 8
+    here = stage(tool(tmp_path, step=BAD.format("__import__('os')._exit(3)")), on_failure)
+    stay = np.array([r for r in range(8) if r != 4 and (r != 5 or on_failure == "drop_row")])
     written = drawn(here)
     assert written["actor.generate.times"].values.tolist() == [int(r in stay) for r in range(8)]
     for name in ("response", "mask", "said", "reward"):
-        assert lists(written[name]) == lists(whole[name].take(stay)), name
-    reason, told = WAYS[way]
+        assert lists(written[name].take(np.arange(len(stay)))) == lists(whole[name].take(stay)), name
     sums = here.told.sums
-    # Of what harms a process all rows have failed that were in it: under `drop_group` those of the group.
-    count = len(gone if reason in ("exited", "memory") or "does not answer" in WAYS[way][1] else failed)
-    assert sums["failed"] == sums[f"failed/{reason}"] == (count if "MemoryError" not in WAYS[way][1] else 1, 0)
-    assert sums["kept/actor.generate"] == (len(stay), 8)
-    assert sums["reward"][1] == sums["turns"][1] == len(stay)
-    words = here.told.failed["actor.generate"]
-    assert any(w.startswith(f"row {failed[0]}, {told.format(path=path)}") for w in words)
+    assert sums["reward"][1] == sums["turns"][1] == sums["response_length"][1] == len(stay)
+    assert sums["response_tokens"] == (len(written["response"].values), 0)
+
+
+def test_no_process_outlives_its_rows(tmp_path):
+    """Not what it starts either, though it ignores being told to end."""
+    step = "import subprocess; subprocess.Popen(['sh', '-c', 'trap \"\" TERM; echo $$ >> pids; sleep 300'], cwd=FOLDER)"
+    path = tool(tmp_path, step=step.replace("FOLDER", repr(str(tmp_path))))
+    episodes = begun(planned(path, "drop_row"))
+    nest = episodes.environment.nest
+    episodes.reset()
+    processes = [p.pid for p in episodes.instances.processes]
+    assert len(processes) == 8 and all(map(alive, processes))
+    episodes.step(np.arange(8), ["1"] * 8, 1)
+    while len(started := (tmp_path / "pids").read_text().split()) < 8:
+        time.sleep(0.05)
+    episodes.end({})
+    assert not any(map(alive, processes))
+    until = time.monotonic() + 10
+    while any(map(alive, map(int, started))):  # whose parent is gone: the system ends them as it comes to it
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    episodes = nest = None  # and the one that forks them goes with its environment
+    assert nest is None
+    gc.collect()
+    assert not [c for c in psutil.Process().children() if "nest" in " ".join(c.cmdline())]
+
+
+def test_a_nest_that_somebody_kills_is_begun_again(tmp_path):
+    episodes = begun(planned(tool(tmp_path), "drop_row"))
+    episodes.environment.nest.process.kill()
+    episodes.environment.nest.process.wait()
+    assert [over for _, over in episodes.reset()] == [False] * 8
+    episodes.step(np.arange(8), ["1"] * 8, 1)
+    assert episodes.end({}).tolist() == [True] * 8
+
+
+def test_a_file_that_cannot_be_imported_is_told_before_anything_is_generated(tmp_path):
+    path = tool(tmp_path)
+    plan = planned(path, "drop_row")
+    path.write_text(path.read_text() + "\nraise ImportError('no such thing')\n")
+    with pytest.raises(RunError, match=r"tool\.py cannot be imported: ImportError: no such thing, at .*tool\.py:"):
+        begun(plan)
+
+
+def test_rows_are_dealt_to_processes_such_that_groups_are_whole():
+    assert parts(8, 1) == [range(i, i + 1) for i in range(8)]
+    assert parts(8, 4) == [range(4), range(4, 8)]
+    dealt = parts(600, 4)
+    assert len(dealt) == 64 and [i for part in dealt for i in part] == [*range(600)]
+    assert {len(part) for part in dealt} == {8, 12} and all(part.start % 4 == 0 for part in dealt)
 
 
 def test_what_an_environment_says_first_and_no_response_holds_is_a_failure(alone, tmp_path):

@@ -32,12 +32,12 @@ FLOORS = (
     ("ir",),
     ("hardware", "model"),
     ("sharding",),
-    ("files", "noise"),
+    ("files", "noise", "tools"),
     ("diagnostics",),
     ("codes",),
 )
 FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
-AT_MOST = 24  # rooms at the package's root
+AT_MOST = 25  # rooms at the package's root
 HEAVY = {
     "networkx",
     "torch",

