@@ -134,6 +134,9 @@ class Instances:
         said, reward, *ends, info = _parts(
             "step", found, ("the observation", "reward", "terminated", "truncated", "info")
         )
+        observed = _observed(said)
+        if not isinstance(info, Mapping):
+            raise BadResult(f"`step` returned {brief(info)} for the info, where a dictionary belongs")
         over = [_truth(end, f"for `{name}`", name) for end, name in zip(ends, ("terminated", "truncated"), strict=True)]
         try:
             self.rewards[position].append(float(reward))
@@ -143,7 +146,7 @@ class Instances:
         known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
         if missing := [name for name in self.called.columns if name not in known]:
             raise BadResult(f"`step` returned an info without `{missing[0]}`, which the generation writes")
-        return Answer(_observed(said), tuple(known[name] for name in self.called.columns), any(over))
+        return Answer(observed, tuple(known[name] for name in self.called.columns), any(over))
 
 
 class _Call:

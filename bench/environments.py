@@ -1,0 +1,146 @@
+"""A run of examples/calculator with an environment of which rows fail in every way that they may, and of which others
+run hostile code in the sandbox (bench/faulty.py): what became of each row, against what was to become of it.
+
+Lost may be, of each iteration, the rows whose environment failed and those of their groups, and no others. The last
+line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from zlib import crc32
+
+from faulty import FATES, fate
+from pyarrow import parquet
+from rich.console import Console
+from rich.table import Table
+
+from msrl_graph import noise
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples" / "calculator"
+MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
+GROUP = 8
+PROGRAM = """
+import "{example}/calculator.rlg"
+algorithm faulty extends calculator {{
+  node actor.generate(prompt, answer) -> response, mask, reward {{
+    samples     = group
+    environment = "{here}/faulty.py:Faulty"
+    stop        = "="
+    turns       = 3
+    timeout     = 20 s
+    on_failure  = drop_group
+    memory      = 500 MB
+  }}
+}}
+cluster here {{ device = "cpu", devices_per_node = 1 }}
+deploy faulty on here {{
+  set prompts = {prompts}
+  set group = {group}
+  set prompt_len = 9
+  set response_len = 24
+  model policy = "{example}/model"
+  data source = "{example}/train.jsonl" {{ prompt = "prompt", answer = "answer" }}
+  run {{ iterations = {iterations}, seed = 0 }}
+}}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=5)
+    options = parser.parse_args()
+    rows, begin = options.prompts * GROUP, time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        text = PROGRAM.format(
+            example=EXAMPLE, here=HERE, prompts=options.prompts, group=GROUP, iterations=options.iterations
+        )
+        (Path(folder) / "faulty.rlg").write_text(text)
+        command = [sys.executable, "-c", MAIN, f"{folder}/faulty.rlg", "--out", str(out), "--record"]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        found = [compared(i, rows, lines[i], out / "rows" / f"{i:06d}.parquet") for i in range(options.iterations)]
+    left = below()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    titles = (
+        "iteration",
+        "rows",
+        "to fail",
+        "failed",
+        "of these",
+        "left with their group",
+        "trained on",
+        "wrongly lost",
+        "wrongly kept",
+    )
+    for title in titles:
+        table.add_column(title, justify="right")
+    for i, (counts, reasons) in enumerate(found):
+        table.add_row(str(i), str(rows), *(str(counts[k]) if k in counts else ", ".join(reasons) for k in titles[2:]))
+    Console(width=160).print(table)
+    total = sum((counts for counts, _ in found), Counter())
+    fates = Counter(fate_of(i, row) for i in range(options.iterations) for row in range(rows))
+    print(", ".join(f"{n} {name or 'do nothing of the kind'}" for name, n in sorted(fates.items())))
+    told = {
+        "rows": rows * options.iterations,
+        "failed": total["failed"],
+        "ran_hostile_code": sum(n for name, n in fates.items() if name.startswith("runs")),
+        "wrongly_lost": total["wrongly lost"],
+        "wrongly_kept": total["wrongly kept"],
+        "processes_left": left,
+        "seconds": round(time.monotonic() - begin),
+    }
+    print(json.dumps(told))
+
+
+def fate_of(iteration: int, row: int) -> str:
+    """What a row's instance draws."""
+    return fate(noise.generator(0, iteration, crc32(b"actor.generate"), row))
+
+
+def compared(iteration: int, rows: int, line: dict[str, float], recorded: Path) -> tuple[Counter[str], list[str]]:
+    """What became of an iteration's rows, and the reasons of those that failed."""
+    due = {row for row in range(rows) if FATES.get(fate_of(iteration, row), (0, ""))[1]}
+    gone = {row for row in range(rows) if any(other // GROUP == row // GROUP for other in due)}
+    table = parquet.read_table(recorded)
+    assert table.column("row").to_pylist() == [*range(rows)], "a row is not in the recording"
+    times, rewards = (table.column(name).to_pylist() for name in ("actor_generate_times", "reward"))
+    stay = {row for row in range(rows) if times[row]}
+    assert all((rewards[row] is not None) == (row in stay) for row in range(rows)), "a row that failed has a reward"
+    assert line["rows"] == len(stay), "rows were trained on that did not stay, or left out that did"
+    counts = Counter(
+        {
+            "to fail": len(due),
+            "failed": int(line["failed"]),
+            "left with their group": rows - len(stay) - int(line["failed"]),
+            "trained on": int(line["rows"]),
+            "wrongly lost": len({*range(rows)} - gone - stay),
+            "wrongly kept": len(stay & gone),
+        }
+    )
+    reasons = [f"{int(line[key])} {key.removeprefix('failed/')}" for key in sorted(line) if key.startswith("failed/")]
+    return counts, reasons
+
+
+def below() -> int:
+    """Processes of the run, or of what ran in its sandboxes, that are left."""
+    import psutil
+
+    words = ("functions.nest", "bwrap")
+    return sum(
+        any(word in " ".join(p.info["cmdline"] or ()) for word in words) for p in psutil.process_iter(["cmdline"])
+    )
+
+
+if __name__ == "__main__":
+    main()
