@@ -56,7 +56,7 @@ class Faulty:
     def step(self, text: str):
         if self.fate in HOSTILE:
             code, reason = HOSTILE[self.fate]
-            ran = run_python(code, seconds=3)
+            ran = run_python(code, seconds=3 if reason == "time" else 15)
             assert ran.reason == reason, ran
         match self.fate:
             case "raises":

@@ -33,16 +33,22 @@ def tokens(rows):
     return [np.array(row) for row in rows.column("response").to_pylist()]
 
 
-def test_a_policy_in_a_shop(place):
-    """On two ranks that share their rows, and on two that share the model: the same episodes, and what was said in them
-    is masked."""
+@pytest.fixture
+def shop(place):
+    """A place with six tasks and a model for them."""
     sums = [(a, b) for a in (12, 37, 58) for b in (9, 23)]
     rows = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a, b in sums]
     (place.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     longer = shutil.copytree(EXAMPLE / "model", place.folder / "longer")
     config = json.loads((longer / "config.json").read_text())
     (longer / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 128}))
-    found = []
+    return place
+
+
+def test_a_policy_in_a_shop(shop):
+    """On two ranks that share their rows, and on two that share the model: the same episodes, and what was said in them
+    is masked."""
+    found, place = [], shop
     for layout in ("tp = 2", "dp = 2"):
         (place.folder / "p.rlg").write_text(
             PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout=layout)
@@ -66,3 +72,70 @@ def test_a_policy_in_a_shop(place):
         assert mask[0] is False and mask[-1] is True
         assert reward in (0.0, 1.0)
     assert set(one.column("reward").to_pylist()) == {0.0, 1.0}
+
+
+FRAGILE = """
+import os
+class Shop:
+    def reset(self, task):
+        self.thing = task["thing"]
+
+    def step(self, text):
+        if self.thing == "1":  # that of 12 + 9 and of 58 + 23
+            os._exit(5)
+        return None, float(len(text) % 2), True
+"""
+
+
+def test_rows_that_fail_leave_a_run_and_its_evaluation_and_are_told(shop):
+    (shop.folder / "fragile.py").write_text(FRAGILE)
+    text = PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout="dp = 2")
+    change = """
+algorithm fragile extends agent {
+  node actor.generate(prompt, task) -> response, mask, reward {
+    samples = group, environment = "fragile.py:Shop", on_failure = drop_group
+  }
+}
+cluster laptop"""
+    text = (
+        text.replace("\ncluster laptop", change)
+        .replace("deploy agent", "deploy fragile")
+        .replace("set turns = 3\n", "")
+    )
+    (shop.folder / "p.rlg").write_text(text)
+    code, out, err = shop.run("p.rlg", "--out", "out", "--record")
+    assert code == 0, err
+    shop.assert_clean()
+    lines = metrics(shop.folder / "out")
+    sums = {"12+9=", "58+23="}
+    for line in (x for x in lines if "iteration" in x):
+        table = rows_of(shop.folder / "out", line["iteration"])
+        prompts, rewards = (table.column(name).to_pylist() for name in ("prompt_text", "reward"))
+        gone = [prompt in sums for prompt in prompts]
+        assert [reward is None for reward in rewards] == gone
+        assert table.column("actor_generate_times").to_pylist() == [int(not g) for g in gone]
+        assert line.get("failed/exited", 0) == line["failed"] == sum(gone) == 16 - line["rows"]
+        assert line["kept/actor.generate"] == 1 - sum(gone) / 16
+        assert line["reward"] == np.mean([reward for reward in rewards if reward is not None])
+    told = [x for x in lines if "evaluation" in x]
+    assert len(told) == 2 and all(x["failed"] == x["failed/exited"] == 2 for x in told)  # of six prompts
+    said = out + err
+    assert "2 of 6 rows failed in the evaluation of held after 0 iterations (2 exited); its means are those of " in said
+    assert "turn 1: it ended its process with status 5" in said
+
+
+def test_a_run_of_which_all_rows_fail_ends_with_the_reasons(shop):
+    (shop.folder / "fragile.py").write_text(FRAGILE.replace('== "1"', '!= "x"'))
+    text = PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout="dp = 2")
+    attributes = 'environment = "shop.py:Shop", turns = turns, timeout = 5 min'
+    agent = (ROOT / "tests" / "programs" / "agent.rlg").read_text()
+    assert attributes in agent
+    agent = agent.replace(attributes, 'environment = "fragile.py:Shop", turns = turns, on_failure = drop_group')
+    (shop.folder / "agent.rlg").write_text(agent)
+    text = text.replace(str(ROOT / "tests" / "programs" / "agent.rlg"), "agent.rlg")
+    (shop.folder / "p.rlg").write_text(text.replace("  evaluate held", "  # evaluate held"))
+    code, _, err = shop.run("p.rlg", "--out", "out")
+    assert code == 3
+    shop.assert_clean()
+    assert "16 of 16 rows failed in iteration 0 (16 exited); nothing is left to train on\n" in err
+    assert "turn 1: it ended its process with status 5" in err

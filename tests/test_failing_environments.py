@@ -94,8 +94,7 @@ def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failu
     count = len(failed if alone else gone)
     assert report.sums["failed"] == report.sums[f"failed/{reason}"] == (count, 0)
     assert report.sums["kept/actor.generate"] == (8 - len(gone), 8)
-    words = report.failed["actor.generate"]
-    assert any(w.startswith(f"row {failed[0]}, {told.format(path=path)}") for w in words), words
+    assert report.failed["actor.generate"][reason].startswith(f"row 4, {told.format(path=path)}")
 
 
 @pytest.mark.parametrize("on_failure", ["drop_row", "drop_group"])
@@ -179,7 +178,7 @@ def test_all_rows_may_fail_and_none_is_drawn_then(alone, tmp_path):
         failures(here.plan, Task("train", 3, 4, 2), [here.told])
     message = str(raised.value)
     assert "8 of 8 rows failed in iteration 3 (8 raised); nothing is left to train on\n  row 0, the beg" in message
-    assert "OSError: no such shop" in message and message.endswith("…")
+    assert "OSError: no such shop" in message
 
 
 def test_what_failed_is_told_of_all_ranks_together(alone, tmp_path):
@@ -189,7 +188,7 @@ def test_what_failed_is_told_of_all_ranks_together(alone, tmp_path):
         report.count("kept/actor.generate", 4 - i, 4)
     assert failures(plan, Task("train", 0, 4), reports[:1]) == []
     reports[1].count("failed/timeout", 1, 0)
-    reports[1].failed["actor.generate"] = ["row 7, turn 2: it hangs"]
+    reports[1].failed["actor.generate"] = {"timeout": "row 7, turn 2: it hangs"}
     (told,) = failures(plan, Task("train", 5, 4), reports)
     place = plan.graph.node("actor.generate").span.place
     head = f"`actor.generate` ({place}): 1 of 8 rows failed in "

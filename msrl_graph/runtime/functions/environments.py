@@ -33,7 +33,6 @@ from .nest import Spec
 from .values import Filled, Returned, imported, seen
 
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
-FEW = 3  # failures of a batch that are told in full
 
 
 class Environment:
@@ -153,11 +152,11 @@ class Episodes:
         for reason, number in sorted(count.items()):
             report.count(f"{head}failed/{reason}", number, 0)
         report.count(f"kept/{environment.node.name}", float((~self.lost).sum()), len(self.rows))
-        for position in sorted(self.failed)[:FEW]:
-            failure, when = self.failed[position]
-            self._blamed(position, failure, when)  # all of it into the log
-            words = f"row {self.rows[position]}, {when}: {failure.told.reason}"
-            report.failed.setdefault(environment.node.name, []).append(words)
+        told = report.failed.setdefault(environment.node.name, {})
+        for position, (failure, when) in sorted(self.failed.items()):
+            if failure.reason not in told:
+                self._blamed(position, failure, when)  # all of it into the log
+                told[failure.reason] = f"row {self.rows[position]}, {when}: {failure.told.reason}"
         return {environment.verdicts: Verdicts(self.rows, Column((~self.lost).astype(np.int32)))}
 
     def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[str, bool]]:

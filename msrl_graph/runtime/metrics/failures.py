@@ -1,6 +1,6 @@
 """Rows that failed: what is told of a task that some of its rows have left.
 
-Invariant: in training and in evaluations all are counted, and the first told with their reasons. An iteration that no
+Invariant: in training and in evaluations all are counted, and the first of each reason is told. An iteration that no
 row is left of ends the run: what no row comes out of is broken.
 """
 
@@ -14,32 +14,31 @@ from ...ir.plan import Plan
 from ..process.report import Report, RunError
 from ..process.task import Task
 
-FEW = 5  # rows whose reason is told
-
 
 def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
     """A message for each generation of which rows failed; RunError where none is left to train on."""
-    sums: Counter[str] = Counter()
-    for report in reports:
-        sums.update({key: int(total) for key, (total, _) in report.sums.items() if "failed" in key or "kept" in key})
     found = []
     for i, node in enumerate(plan.graph.verb("generate")):
-        head = f"{node.name}/failed" if i else "failed"
-        if not (failed := sums[head]):
+        head, kept = f"{node.name}/failed" if i else "failed", f"kept/{node.name}"
+        sums: Counter[str] = Counter()
+        for key, (total, _) in ((k, of) for r in reports for k, of in r.sums.items()):
+            if key in (head, kept) or key.startswith(f"{head}/"):
+                sums[key] += int(total)
+        if not (failed := sums.pop(head, 0)):
             continue
-        reasons = [
-            f"{n} {key.removeprefix(f'{head}/')}" for key, n in sorted(sums.items()) if key.startswith(f"{head}/")
-        ]
-        stay, rows = sums[f"kept/{node.name}"], int(sum(r.sums.get(f"kept/{node.name}", (0, 0))[1] for r in reports))
+        stay, rows = sums.pop(kept, 0), int(sum(r.sums.get(kept, (0, 0))[1] for r in reports))
+        reasons = [f"{n} {key.removeprefix(f'{head}/')}" for key, n in sorted(sums.items())]
         if task.trains:
             where, rest = f"iteration {task.number}", f"{rows - stay} left it and {stay} stay"
         else:
             where = f"the evaluation of {task.name} after {many(task.number, 'iteration')}"
             rest = f"its means are those of the other {stay}"
         words = f"`{node.name}` ({node.span.place}): {failed} of {rows} rows failed in {where} ({', '.join(reasons)}); "
-        first = [words for r in reports for words in r.failed.get(node.name, ())][:FEW]
-        more = ["…"] if failed > len(first) else []
+        first: dict[str, str] = {}
+        for report in reports:
+            first = report.failed.get(node.name, {}) | first
+        lines = [first[reason] for reason in sorted(first)]
         if task.trains and not stay:
-            raise RunError("\n  ".join([f"{words}nothing is left to train on", *first, *more]))
-        found.append("\n  ".join([words + rest, *first, *more]))
+            raise RunError("\n  ".join([f"{words}nothing is left to train on", *lines]))
+        found.append("\n  ".join([words + rest, *lines]))
     return found

@@ -81,7 +81,7 @@ class Report:
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  # what a person should hear of
-    failed: dict[str, list[str]] = field(default_factory=dict)  # by generation, why the first of its rows failed
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)  # by generation and reason, the first such row
     groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, what spread.py tells of each prompt's rows
     bytes: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
