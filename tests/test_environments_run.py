@@ -137,5 +137,5 @@ def test_a_run_of_which_all_rows_fail_ends_with_the_reasons(shop):
     code, _, err = shop.run("p.rlg", "--out", "out")
     assert code == 3
     shop.assert_clean()
-    assert "16 of 16 rows failed in iteration 0 (16 exited); nothing is left to train on\n" in err
+    assert "16 of 16 rows failed in iteration 0 (16 exited); nothing is left to train on" in err
     assert "turn 1: it ended its process with status 5" in err

@@ -178,11 +178,8 @@ class Generation(Engines):
             Tokens(self.plan.model(node.name).path),
             self.environments[node.name].begin(batch, rows, task),
         )
-        responses, turns, answers = (
-            Responses(len(rows), sampling.max_tokens),
-            Generate.of(node).turns or sampling.max_tokens,
-            0,
-        )
+        responses, turns = Responses(len(rows), sampling.max_tokens), Generate.of(node).turns or sampling.max_tokens
+        answers = np.zeros(len(rows), int)
         with report.phase("environment"):
             told = self._shared(node, episodes.reset)
         begun = np.array([i for i, (_, over) in enumerate(told) if not over], int)
@@ -195,7 +192,7 @@ class Generation(Engines):
             some = sampling.of(going)
             drawn = collected(self.generators[node.name].generate(before, rows[going], some, responses.lengths[going]))
             responses.drawn(going, *drawn)
-            answers += len(going)
+            answers[going] += 1
             with report.phase("environment"):
                 told = self._shared(node, episodes.step, going, tokens.decode(drawn[0]), turn)
             on = np.array([not over and turn < turns for _, over in told])
@@ -209,7 +206,7 @@ class Generation(Engines):
         verdicts, rows = episodes.verdicts(report, head), rows[stay]
         ids, logp, mask = (column.take(np.flatnonzero(stay)) for column in responses.columns())
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
-        report.count(f"{head}turns", float(answers), len(rows))
+        report.count(f"{head}turns", float(answers[stay].sum()), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
         written = {response: ids, as_drawn: logp}
