@@ -18,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -93,6 +93,10 @@ bench-compile: $(VENV)/ready
 # Tokens a second of all engines, for the example's model and one of 50M parameters, about 12 minutes.
 bench-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/python bench/engines.py
+
+# A run with an environment of which rows fail in every way, and with hostile code in the sandbox; about 3 minutes.
+bench-environments: $(VENV)/ready
+	$(BIN)/python bench/environments.py --prompts 64 --iterations 4
 
 # Generation that goes on while the update learns, against both in step; about 10 minutes.
 bench-async: $(VENV)/ready

@@ -128,7 +128,6 @@ class Generate(OfNode):
         SIZE,
         2 * 10**9,
         "With `on_failure`: the most that a process of the environment's rows may take beside what its file takes.",
-        "2 GB",
     )
 
     def longest(self, bound: int) -> int:
