@@ -94,3 +94,42 @@ def test_what_is_not_asked_for_any_more_is_not_drawn(generator):
     responses.close()
     whole, _ = collected(generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
     assert first.tokens.tolist() == min(whole, key=len).tolist()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=PROMPTS,
+    samples=st.integers(1, 3),
+    micro_batch=st.integers(0, 4),
+    stretch=st.integers(1, 6),
+    cut=st.booleans(),
+)
+def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micro_batch, stretch, cut):
+    """All that are under way have given a stretch before any gives the next; who has had enough draws no more, and goes
+    on from there by another call."""
+    prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
+    said = sampling(samples=samples, max_tokens=12)
+    generator.micro_batch = 0
+    whole, logps = collected(generator.generate(prompts, rows, said))
+    generator.micro_batch = micro_batch
+    parts, theirs = [[] for _ in rows], [[] for _ in rows]
+    live, count = set(range(len(rows))), 0
+    drawn = generator.generate(prompts, rows, said, stretch=stretch)
+    while live and not (cut and count == 1):
+        count += 1
+        told = [next(drawn) for _ in range(len(live))]
+        assert {r.place for r in told} == live
+        for r in told:
+            assert len(r.tokens) == stretch or r.ended
+            parts[r.place] += r.tokens.tolist()
+            theirs[r.place] += r.logps.tolist()
+        live -= {r.place for r in told if r.ended}
+    drawn.close()
+    if live:
+        left = sorted(live)
+        before = [np.concatenate([prompts[i // samples], np.array(parts[i], np.int32)]) for i in left]
+        for r in generator.generate(before, rows[left], said, np.array([len(parts[i]) for i in left])):
+            parts[left[r.place]] += r.tokens.tolist()
+            theirs[left[r.place]] += r.logps.tolist()
+    assert parts == [t.tolist() for t in whole]
+    assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)

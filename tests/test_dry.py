@@ -18,7 +18,7 @@ from random_programs import FILE, FUNCTIONS, programs
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unready import unready
 from msrl_graph.ir.ahead import lanes
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
@@ -55,9 +55,26 @@ class Outcome(NamedTuple):
     oldest: int = 0
 
 
+def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
+    """Of a partial rollout: each iteration has as many prompts as the source begins, each prompt of the data comes once
+    and in time."""
+    said, takes = Generate.of(plan.graph.node(node)), plan.graph.rows[0]
+    seen = Counter[int]()
+    for i in range(plan.deploy.run.iterations):
+        rows, task = found.taken[i], found.begun[i]
+        assert len(set(rows)) == len(rows) == takes
+        assert all(c.cuts <= said.cuts for c in task.cut) and len(task.cut) == (said.under_way(takes) - takes) * (i > 0)
+        count = len(task.cut)
+        seen.update(task.cut[r].position if r < count else task.position + r - count for r in rows)
+        assert all(task.cut[r].cuts < said.cuts for r in range(count) if r not in rows)
+    assert max(seen.values(), default=1) == 1
+
+
 def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
-    found, prompts = dry.Dry(plan, seed, kindness), plan.graph.rows[0]
+    found, prompts, growing = dry.Dry(plan, seed, kindness), plan.graph.rows[0], ""
+    for node in (n for n in plan.graph.verb("generate") if n.cuts):
+        prompts, growing = Generate.of(node).under_way(prompts), node.name
     iterations = plan.deploy.run.iterations
     lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
     if lacking:
@@ -87,8 +104,10 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
             assert got == expected(found, task, name), (name, task.key)
             for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
+    if growing:
+        carried_on(plan, found, growing)
     if not found.versions:
-        return Outcome("to its end")
+        return Outcome("to its end, what was not whole in the next iteration" if growing else "to its end")
     return Outcome(f"to its end, {found.oldest} versions behind", iterations, found.oldest)
 
 

@@ -26,7 +26,7 @@ from msrl_graph.cli import compile_main
 from msrl_graph.cost import between as costs
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.cluster import DEVICES, Figure
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import LOOKS, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import readers
@@ -339,26 +339,31 @@ def test_keys_are_those_of_a_run() -> None:
     assert keys(parts, range(50)) == [key(*parts, n) for n in range(50)] == noise.keys(*parts, np.arange(50)).tolist()
 
 
-@given(st.lists(st.lists(st.integers(1, 20), min_size=2, max_size=2), min_size=30, max_size=30), st.integers(1, 9))
+@given(
+    st.lists(st.lists(st.integers(1, 20), min_size=2, max_size=2), min_size=30, max_size=30),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
 def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
-    tokens: list[list[int]], most: int
+    tokens: list[list[int]], most: int, more: int, cuts: int
 ) -> None:
-    rollout = Rollout(3, 2, most, lambda prompt: (5, tokens[prompt]))
+    rollout = Rollout(3, 3 + more, 2, most, cuts, lambda prompt: (5, tokens[prompt]))
     written, taken = Counter[tuple[int, int]](), list[int]()
-    for version in range(4):
-        while len(rollout.whole) < 3:
-            working = rollout.begin_round(version)
-            assert len(working) == 3
+    for version in range(6):
+        working = rollout.begin(version)
+        assert len(working) == 3 + more
+        while not rollout.enough(working):
             for place, group in enumerate(working):
-                for s in group.sequences(place, most):
+                for s in group.sequences(place, most, True):
                     assert s.tokens <= most
                     assert s.context == 5 + written[group.prompt, s.row % 2]
                     written[group.prompt, s.row % 2] += s.tokens
-            rollout.end_round(working, [1.0] * 6)
-        found = rollout.take()
+            rollout.grow(working, [1.0] * 2 * len(working))
+        found = rollout.take(working)
         taken += [g.prompt for g in found]
-        assert all(g.whole and g.version <= version for g in found)
-    assert len(set(taken)) == len(taken) == 12
+        assert len(found) == 3 and all(g.whole and version - cuts <= g.version <= version for g in found)
+    assert len(set(taken)) == len(taken) == 18
     for prompt in taken:
         assert [written[prompt, i] for i in (0, 1)] == tokens[prompt]
 
@@ -383,23 +388,23 @@ def test_stream_overlaps_what_is_apart() -> None:
 # Partial rollout and staleness.
 
 
-def stale(staleness: int, parts: int) -> Plan:
-    return compile(STALE, sets={"staleness": str(staleness), "parts": str(parts)})
+def stale(staleness: int, share: float) -> Plan:
+    return compile(STALE, sets={"staleness": str(staleness), "share": str(share)})
 
 
 def test_staleness_and_partial_rollout_shorten_a_long_tail() -> None:
     runs = {
         (k, n): simulate(stale(k, n), iterations=8, lengths="lognormal(1200, 1)")
-        for k, n in ((0, 1), (1, 1), (0, 4), (2, 4))
+        for k, n in ((0, 0.0), (1, 0.0), (0, 0.5), (2, 0.5))
     }
-    assert runs[1, 1].seconds < runs[0, 1].seconds
-    assert runs[0, 4].seconds < runs[0, 1].seconds
-    assert runs[2, 4].seconds < runs[0, 4].seconds
-    assert runs[0, 4].tail < runs[0, 1].tail
-    spans = [next(w.span for w in runs[k].work if w.name == "actor.generate") for k in ((0, 4), (0, 1))]
+    assert runs[1, 0.0].seconds < runs[0, 0.0].seconds
+    assert runs[0, 0.5].seconds < runs[0, 0.0].seconds
+    assert runs[2, 0.5].seconds < runs[0, 0.5].seconds
+    assert runs[0, 0.5].tail < runs[0, 0.0].tail
+    spans = [next(w.span for w in runs[k].work if w.name == "actor.generate") for k in ((0, 0.5), (0, 0.0))]
     assert spans[0] < spans[1]
-    assert [i.most_stale for i in runs[0, 1].iterations] == [0] * 8
-    assert max(i.most_stale for i in runs[1, 1].iterations) == 1
+    assert [i.most_stale for i in runs[0, 0.0].iterations] == [0] * 8
+    assert max(i.most_stale for i in runs[1, 0.0].iterations) == 1
 
 
 def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
@@ -407,7 +412,7 @@ def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
     with the copy of its weights."""
     text = STALE.read_text(encoding="utf-8").replace("actor.generate -> actor.infer { stream = 32 }", "")
     for middle in (100, 1000, 4000):
-        plans = [compile("stale.rlg", text=text, sets={"staleness": str(k), "parts": "1"}) for k in (0, 1)]
+        plans = [compile("stale.rlg", text=text, sets={"staleness": str(k), "share": "0"}) for k in (0, 1)]
         turns, beside = (simulate(p, iterations=6, lengths=f"fixed({middle})") for p in plans)
         last = [s for s in turns.spans if s.iteration == 5]
         generation, other = ([s for s in last if s.pool == p.name] for p in turns.plan.pools)
@@ -420,21 +425,19 @@ def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
         assert beside.iterations[-1].seconds == pytest.approx(max(seconds) + around, rel=1e-6)
 
 
-def test_what_is_never_cut_takes_what_it_takes_whole() -> None:
-    whole, parts = (simulate(stale(0, n), iterations=3, lengths="fixed(2048)") for n in (1, 4))
-    assert [i.seconds for i in whole.iterations] == pytest.approx([i.seconds for i in parts.iterations])
-    # Of rows that are all cut n - 1 times, n rounds make an iteration.
-    cut = simulate(stale(0, 4), iterations=3, lengths="fixed(8192)")
-    assert {
-        len([s for s in cut.spans if s.iteration == i and s.name == "actor.generate" and s.lane == 0]) for i in range(3)
-    } == {4}
-    assert cut.lengths == simulate(stale(0, 1), iterations=3, lengths="fixed(8192)").lengths
+def test_what_is_whole_beyond_what_an_iteration_takes_is_not_generated_again() -> None:
+    """Rows that are all as long as they may get: all are whole at once, after as many stretches."""
+    found = simulate(stale(0, 0.5), iterations=3, lengths="fixed(8192)")
+    spans = [s for s in found.spans if s.name == "actor.generate" and s.lane == 0]
+    assert [len([s for s in spans if s.iteration == i]) for i in range(3)] == [LOOKS] * 3
+    first, *others = (sum(s.end - s.begin for s in spans if s.iteration == i) for i in range(3))
+    assert all(other < 0.8 * first for other in others)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_row_is_older_than_the_edge_allows(staleness: int) -> None:
     # A slow update: the generation is as far ahead as it may be.
-    found = simulate(stale(staleness, 1), iterations=8, lengths="fixed(16)", function_seconds={"host.reward": 0.5})
+    found = simulate(stale(staleness, 0.0), iterations=8, lengths="fixed(16)", function_seconds={"host.reward": 0.5})
     assert found.iterations[-1].most_stale == staleness
     assert all(i.most_stale <= min(staleness, i.number) for i in found.iterations)
 
@@ -569,7 +572,7 @@ def test_a_file_that_holds_no_lengths_is_told(tmp_path: Path, line: str) -> None
 
 def test_text(golden: Callable[[str, str], None]) -> None:
     found = simulate(
-        stale(2, 4),
+        stale(2, 0.5),
         iterations=6,
         lengths=["lognormal(1200, 1)", "prompt=uniform(50, 600)"],
         stragglers="10% x2",
@@ -588,12 +591,12 @@ def test_what_filters_drop_is_not_known() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    for plan in (stale(1, 2), PLANS["colocated"]):
+    for plan in (stale(1, 0.5), PLANS["colocated"]):
         assert max(map(len, simulation_text(simulate(plan, iterations=2), width).split("\n"))) <= width
 
 
 def test_shares_of_a_pools_time_add_up() -> None:
-    found = simulate(stale(2, 4), iterations=4, lengths="lognormal(1200, 1)", stragglers="10% x2")
+    found = simulate(stale(2, 0.5), iterations=4, lengths="lognormal(1200, 1)", stragglers="10% x2")
     for pool in found.sizes:
         assert sum(w.share for w in found.work if w.pool == pool) + found.idle(pool) == pytest.approx(1)
         # A device does one thing at a time.

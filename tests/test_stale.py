@@ -44,16 +44,18 @@ def saved(place, out, version):
     return model
 
 
-@torch.no_grad()
 def apart(model, rows):
-    """How far the model's log-probabilities are from those with which these rows were drawn."""
-    most = 0.0
-    for row in rows:
-        tokens = torch.tensor([[*row["prompt"], *row["response"]]])
-        found = model(tokens).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
-        told = found.gather(1, tokens[0, len(row["prompt"]) :, None])[:, 0]
-        most = max(most, float((told - torch.tensor(row["gen_logp"])).abs().max()))
-    return most
+    """How far the model's log-probabilities are from those with which these rows were drawn, at most."""
+    return max(float(off(model, row).max()) for row in rows)
+
+
+@torch.no_grad()
+def off(model, row, temperature=1.0):
+    """How far each token's is."""
+    tokens = torch.tensor([[*row["prompt"], *row["response"]]])
+    found = (model(tokens).logits[0, len(row["prompt"]) - 1 : -1] / temperature).log_softmax(-1)
+    told = found.gather(1, tokens[0, len(row["prompt"]) :, None])[:, 0]
+    return (told - torch.tensor(row["gen_logp"])).abs().numpy()
 
 
 @pytest.mark.slow

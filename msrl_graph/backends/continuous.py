@@ -64,6 +64,8 @@ class Batch:
         self.tokens = np.zeros((len(rows), self.room.max()), np.int32)
         self.logps = np.zeros((len(rows), self.room.max()), np.float32)
         self.lengths = np.zeros(len(rows), np.int64)
+        self.given = np.zeros(len(rows), np.int64)  # of each, the tokens that were told
+        self.steps = 0
         self.taken = 0  # prompts that have begun
         self.running = np.zeros(0, np.int64)  # rows
         self.at = np.zeros(0, np.int64)  # of each running row its place in the batch, which these are of:
@@ -74,11 +76,17 @@ class Batch:
     def step(self) -> list[Response]:
         """One more token for all rows under way, after those that can have begun: the responses that end with it."""
         self._take_in()
-        ended = self._draw()
-        return [
-            Response(int(i), self.tokens[i, : self.lengths[i]].copy(), self.logps[i, : self.lengths[i]].copy())
-            for i in ended
-        ]
+        self.steps += 1
+        return self._told(self._draw(), True)
+
+    def parts(self) -> list[Response]:
+        """What has been drawn of the responses under way and was not told."""
+        return self._told(self.running, False)
+
+    def _told(self, rows: NDArray[np.int64], ended: bool) -> list[Response]:
+        new = [(int(i), slice(self.given[i], self.lengths[i])) for i in rows]
+        self.given[rows] = self.lengths[rows]
+        return [Response(i, self.tokens[i, some].copy(), self.logps[i, some].copy(), ended) for i, some in new]
 
     @property
     def left(self) -> bool:

@@ -16,6 +16,7 @@ from .devices import release, take
 from .draw import draw
 from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
 from .stops import looks_for
+from .stretches import in_stretches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +95,7 @@ class Engine:
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
+        stretch: int = 0,
     ) -> Iterator[Response]:
         import numpy as np
         import torch
@@ -101,11 +103,16 @@ class Engine:
         begun = np.zeros(len(rows), np.int64) if begun is None else begun
         stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
         slots = self.micro_batch * sampling.samples or len(rows)
+        if stretch and slots < len(rows):  # who has drawn a stretch leaves its place to the next
+            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch)
+            return
         batch = Batch(self, prompts, rows, begun, sampling, slots, stops)
         while batch.left:
             with torch.inference_mode():  # not while others compute between two steps
                 ended = batch.step()
             yield from ended
+            if stretch and batch.steps % stretch == 0:
+                yield from batch.parts()
 
     def cache(self) -> Any:
         from transformers.cache_utils import DynamicCache

@@ -234,12 +234,12 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; `temperature`, one for all or one a response, is
-    greedy where it is 0. A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay
-    part of it."""
+    """How a generator draws: `seed` and `iteration` key the noise; `max_tokens` and `temperature`, one for all or one a
+    response; greedy where the latter is 0. A response ends with a token of `ends`, or when its text holds a string of
+    `stop`; both stay part of it."""
 
     samples: int
-    max_tokens: int
+    max_tokens: int | NDArray[np.int64]
     temperature: float | NDArray[np.float32]
     top_p: float
     top_k: int
@@ -250,17 +250,19 @@ class Sampling:
 
     def of(self, responses: Any) -> Sampling:
         """How some of the responses are drawn, by their places."""
-        one = isinstance(self.temperature, float | int)
-        return self if one else replace(self, temperature=self.temperature[responses])  # type: ignore[index]
+        each = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        some = {name: value[responses] for name, value in each.items() if not isinstance(value, float | int)}
+        return replace(self, **some) if some else self
 
 
 class Response(NamedTuple):
-    """A response that has ended: its place among those that were asked for, its tokens, and their log-probabilities at
-    the sampling temperature, over the whole vocabulary (top_k and top_p aside)."""
+    """A response, or a stretch of one: its place among those that were asked for, its tokens, their log-probabilities
+    at the sampling temperature, over the whole vocabulary (top_k and top_p aside), and whether it ends with these."""
 
     place: int
     tokens: NDArray[np.int32]
     logps: NDArray[np.float32]
+    ended: bool = True
 
 
 def collected(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
@@ -333,9 +335,11 @@ class Generator(Protocol):
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
+        stretch: int = 0,
     ) -> Iterator[Response]:
         """`samples` responses to each prompt, each as it ends: all ranks of the group give the same ones in the same
         order, and what is not asked for any more is not drawn. `rows` numbers them (it keys the noise). The end token
         is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row that
         ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
-        looked for in what is drawn alone."""
+        looked for in what is drawn alone. With a `stretch` each response comes in parts of so many tokens: when all
+        that have not ended have given one, the next is drawn if it is asked for."""

@@ -21,6 +21,7 @@ from . import spread, transformer
 from .devices import content, release, take
 from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
 from .stops import looks_for
+from .stretches import in_stretches
 from .vllm_core import (
     BLOCK,
     DRAWN,
@@ -200,8 +201,14 @@ class Engine:
         rows: NDArray[np.int64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
+        stretch: int = 0,
     ) -> Iterator[Response]:
         import numpy as np
+
+        if stretch:  # of what is under way the whole blocks of the cache are still there
+            begun = np.zeros(len(rows), np.int64) if begun is None else begun
+            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch)
+            return
 
         if not self._open:
             for cache in self._caches:

@@ -21,6 +21,8 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.nodes:
         fails = node.verb == "generate"
+        if node.cuts:  # which leave with their whole group
+            continue
         if not node.filters or node.per != "row" or not (level := graph.row_level(node)):
             continue
         if fails and Generate.of(node).on_failure == "drop_group":

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
 from ..ir.ahead import lanes
-from ..ir.attributes import Call, Generate, SampleEdge, Update
+from ..ir.attributes import Call, SampleEdge, Update
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Memory, Plan
 from ..ir.sequences import is_tokens, weighs
@@ -19,14 +19,13 @@ from .columns import Library
 
 
 def starved(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Batches of more rows than there are, and rounds that add no token."""
+    """Batches of more rows than there are."""
     repeated = {n for node in graph.nodes if Call.of(node).select is not None for n in graph.flow.after(node.name)}
     found: list[Diagnostic] = []
     for node in graph.nodes:
         if node.name not in repeated:
             found += _mini_batch(graph, node) if node.verb == "update" else ()
             found += _streams(graph, node)
-        found += _rounds(graph, node) if node.verb == "generate" else ()
     return found
 
 
@@ -86,21 +85,6 @@ def _tokens(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagno
         )
         help = f"`stream_tokens = {rows * each}` at most; or leave it out: all at once"
         yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), help)
-
-
-def _rounds(graph: Graph, node: Node) -> Iterator[Diagnostic]:
-    """Partial rollout: in a round a response grows by its bound / n tokens."""
-    said = Generate.of(node)
-    responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
-    if not responses:
-        return
-    bound = said.longest(graph.bound(responses[0].name))
-    if said.partial > bound > 0:
-        message = (
-            f"a round of `{node.name}` adds {bound:,} / {said.partial:,} = 0 tokens to a response, so none is "
-            "ever whole"
-        )
-        yield Diagnostic("dock-starves", message, node.at("partial"), f"`partial = {bound}` at most; 2 to 8 is usual")
 
 
 def check(plan: Plan) -> list[Diagnostic]:

@@ -174,11 +174,11 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
         if node.verb != "source":
             _read(graph, node, wrong)
         if node.verb == "generate":
-            if Generate.of(node).partial > 1 and graph.level(node):
+            if node.cuts and graph.level(node):
                 help = "leave `partial` out: each row is generated whole"
                 wrong(
                     node,
-                    "generates from responses; `partial` goes on until as many prompts are whole as the source begins",
+                    "generates from responses; of `partial` an iteration takes the prompts that are whole",
                     help,
                 )
             responses = [c for c in columns if c.element == "i32" and [d for d in c.dims if d.ragged]]

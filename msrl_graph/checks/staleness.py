@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
 from ..ir.ahead import hindered
-from ..ir.attributes import Generate, ReshardingEdge
+from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
 from ..ir.sequences import of_response
@@ -61,7 +61,7 @@ def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     edge = next((e for e in graph.reshards() if e.dst == node.name and ReshardingEdge.of(e).staleness), None)
     if edge is not None:
         return "staleness", edge.at("staleness")
-    if Generate.of(node).partial > 1:
+    if node.cuts:
         return "partial", node.at("partial")
     return None
 

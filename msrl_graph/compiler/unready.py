@@ -13,8 +13,7 @@ from .. import algorithms
 from ..backends import ENGINES, RUNS, UNTRIED, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
-from ..ir.attributes import Generate, ReshardingEdge, Update
-from ..ir.declared import Declared
+from ..ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Source, Update
 from ..ir.options import STATEMENTS
 from ..ir.plan import Note, Placement, Plan
 from ..model.architecture import Model
@@ -22,8 +21,6 @@ from ..sharding.layout import AXES
 
 # Attributes of edges that the runtime does not know, and what to do meanwhile.
 EDGES = {"every": "leave it out: every version is sent"}
-# What a run may make use of, and does not: it keeps within what they allow.
-ALLOWED = {"partial": "each response is generated whole"}
 NAMED = 6  # things that a note names
 
 
@@ -53,13 +50,6 @@ def notes(plan: Plan) -> tuple[Note, ...]:
         [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
     )
     found += [Note("run", d.message) for d in untried(plan)]
-    said: list[tuple[str, Declared]] = [(n.name, Generate.of(n)) for n in plan.graph.verb("generate")]
-    said += [(f"{e.src} => {e.dst}", ReshardingEdge.of(e)) for e in plan.graph.reshards()]
-    for name, part in said:
-        for key in part.changed(ALLOWED):
-            found.append(
-                Note("run", f"`{key}` of `{name}` is allowed and not made use of in this version: {ALLOWED[key]}")
-            )
     return tuple(found)
 
 
@@ -140,7 +130,32 @@ def _refused(plan: Plan) -> list[_Refusal]:
                 help,
                 brief=f"the optimizer `{call.value}`",
             )
+    for what, span in _beside_partial(plan):
+        tell(f"{what} beside `partial`", span, "leave one of the two out")
     for edge in plan.graph.reshards():
         for key in ReshardingEdge.of(edge).changed(EDGES):
             tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.at(key), EDGES[key])
     return found
+
+
+def _beside_partial(plan: Plan) -> Iterator[tuple[str, Span]]:
+    """What a program says that a run cannot do where responses go on in the next iteration, and where it stands."""
+    graph = plan.graph
+    growing = [n for n in graph.verb("generate") if n.cuts]
+    if not growing:
+        return
+    node, *others = growing
+    for key in ("stop", "environment"):  # a stop string might lie across a cut, and an episode's state is not kept
+        if node.stated(key) is not None and getattr(Generate.of(node), key):
+            yield f"`{key}` of `{node.name}`", node.at(key)
+    for other in others:
+        yield f"`partial` of `{other.name}`", other.at("partial")
+    for filter in (n for n in graph.nodes if Call.of(n).refill):
+        yield f"`refill` of `{filter.name}`", filter.at("refill")
+    source = graph.node("source")
+    if Source.of(source).weights is not None:
+        yield "`weights` of `source`", source.at("weights")
+    for edge in (e for e in graph.samples() if e.dst == node.name):
+        said = SampleEdge.of(edge)
+        for key in [k for k in ("stream", "stream_tokens") if getattr(said, k) is not None]:
+            yield f"`{key}` of `{edge.src} -> {edge.dst}`", edge.at(key)

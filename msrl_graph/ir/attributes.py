@@ -41,6 +41,9 @@ N = TypeVar("N", int, float)
 ABSENT = Expr("absent")
 
 
+LOOKS = 8  # as often as this a rollout that may cut looks at its responses, until the longest there can be has ended
+
+
 @dataclass(frozen=True)
 class Worker(Declared):
     """`worker NAME : KIND { … }`, of a kind with weights."""
@@ -91,11 +94,19 @@ class Generate(OfNode):
         "How long a response may get, end token included.",
         "the bound of the response",
     )
-    partial: int = attr(
+    partial: float = attr(
+        Number(0, 1),
+        0.0,
+        "Partial rollout: so many more prompts are under way than an iteration takes, as a share of these. With 0.5, "
+        "of 192 where the source begins 128, it takes the first 128 whose responses have all ended. The others go on "
+        "in the next iteration, from their tokens, with its weights.",
+        "0: each response is generated whole",
+    )
+    cuts: int = attr(
         COUNT,
-        1,
-        "Partial rollout: a round adds at most bound / partial tokens to a row; rounds go on, unfinished rows "
-        "first, until as many groups are whole as the source begins.",
+        4,
+        "With `partial`: how often a prompt's responses may be cut. The iteration after the last cut waits for them, "
+        "so that no token is older than so many iterations.",
     )
     environment: Expr | None = attr(
         ENVIRONMENT,
@@ -129,6 +140,14 @@ class Generate(OfNode):
         2 * 10**9,
         "With `on_failure`: the most that a process of the environment's rows may take beside what its file takes.",
     )
+
+    def under_way(self, prompts: int) -> int:
+        """How many prompts are under way at once, of so many that an iteration takes."""
+        return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
+
+    def stretch(self, longest: int) -> int:
+        """With `partial`: after so many more tokens of each response it is looked whether enough prompts are whole."""
+        return max(1, math.ceil(longest / LOOKS))
 
     def longest(self, bound: int) -> int:
         """The most tokens of a response whose column holds `bound`."""

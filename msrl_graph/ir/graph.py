@@ -181,9 +181,21 @@ class Node(Saying):
 
     @property
     def filters(self) -> bool:
-        """Whether rows leave the iteration here: it is a filter, or a generation that rows which fail leave."""
-        fails = self.stated("on_failure")
-        return "keep" in self.attributes or "select" in self.attributes or (fails is not None and fails.value != "stop")
+        """Whether rows leave the iteration here: it is a filter, or a generation that rows leave which fail, or which
+        are to go on in the next one."""
+        return "keep" in self.attributes or "select" in self.attributes or self.fails or self.cuts
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it is a generation whose responses may go on in the next iteration."""
+        said = self.stated("partial")
+        return said is not None and float(said.literal()) > 0
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is a generation that rows which fail leave."""
+        said = self.stated("on_failure")
+        return said is not None and said.value != "stop"
 
 
 @dataclass(frozen=True)

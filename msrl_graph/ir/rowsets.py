@@ -40,14 +40,15 @@ class Rowset:
 @dataclass(frozen=True)
 class Sieve:
     """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may
-    repeat; `refill`: how many more rounds of prompts it may ask for. `failures`: it is a generation, which the rows
-    that failed leave, in evaluations too."""
+    repeat; `refill`: how many more rounds of prompts it may ask for. `generates`: it is a
+    generation, `failures`: which the rows that failed leave, in evaluations too."""
 
     node: str
     rows: int
     left: int
     refill: int = 0
     failures: bool = False
+    generates: bool = False
 
     @property
     def column(self) -> str:
@@ -103,7 +104,7 @@ class Rowsets:
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
         if node.verb == "generate" and node.filters:
-            self.sieves[node.name] = Sieve(node.name, made, made, failures=True)
+            self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=True)
         elif node.filters:
             left, said = rows, Call.of(node)
             if said.select is not None:

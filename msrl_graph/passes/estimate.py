@@ -18,7 +18,7 @@ from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
 from ..ir.ahead import leads
-from ..ir.attributes import Generate, Update
+from ..ir.attributes import Update
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Behind, Estimate, Note, Phase, Plan
 from .pace import critical, pace
@@ -103,7 +103,7 @@ class EstimateTime(Pass):
             )
         if words := unfiltered(plan.graph):
             notes += (Note("estimate", words),)
-        if any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate")):
+        if any(n.cuts for n in plan.graph.verb("generate")):
             notes += (Note("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
         rate = _throughput(plan, iteration)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, behind), notes=notes)

@@ -94,8 +94,6 @@ def _note(of: str, name: str) -> str:
     if of == "cluster" and name in SHARES:
         return f"*{_nature(name, SHARES[name])}*"
     refused = unready.EDGES if of == "resharding edge" else {}
-    if name in unready.ALLOWED:
-        return f"*Planned and simulated; a run makes no use of it in this version: {unready.ALLOWED[name]}.*"
     return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
 
 

@@ -150,23 +150,23 @@ class ModelNode:
         return self._decode(rounds, iteration, times)
 
     def rollout(self, ready: float, by: str, iteration: int, version: int, rollout: Rollout) -> tuple[Ran, list[Group]]:
-        """Rounds of partial rollout, until an iteration's groups are whole: which these are, by the order of their
-        prompts."""
+        """Stretches of partial rollout, until an iteration's groups are whole: which these are."""
         stretches: list[tuple[float, float, int]] = []
         cause = by
         begin = max(ready, max(map(self.lanes.free, self.groups)))
-        while len(rollout.whole) < self.flow.rows(0):
-            working = rollout.begin_round(version)
+        working, begins = rollout.begin(version), True
+        while not rollout.enough(working):
             parts = [
-                [s for g in part for s in working[g].sequences(g, rollout.most)]
+                [s for g in part for s in working[g].sequences(g, rollout.most, begins)]
                 for part in split(range(len(working)), len(self.groups))
             ]
             times = [0.0] * (len(working) * rollout.samples)
             ran = self._decode([(ready, by, parts)], iteration, times)
-            rollout.end_round(working, times)
+            rollout.grow(working, times)
+            begins = False
             ready, by, stretches = ran.done.last, self.node.name, stretches + ran.stretches
             cause = ran.cause if ran.cause != self.node.name else cause
-        taken = rollout.take()
+        taken = rollout.take(working)
         times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
         return Ran(Done(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
 

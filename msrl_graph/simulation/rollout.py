@@ -1,9 +1,9 @@
-"""Partial rollout: groups that are cut after some tokens and go on in a later round, perhaps of a later iteration, with
-newer weights.
+"""Partial rollout: prompts that are cut when enough others are whole, and go on in the next iteration, with newer
+weights.
 
-Invariant: every token of a row is generated once; a round works on as many groups as an iteration has prompts, those
-that were cut first, then new ones in the order of the source; an iteration takes the first of the whole ones in the
-order of the source, and what is whole beyond them waits for the next.
+Invariant: every token of a row is generated once; an iteration has as many prompts under way as `partial` says, those
+that were cut first, then new ones in the order of the source. After each stretch it looks whether the prompts that it
+takes are whole: the first of them, those first that were cut most often.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from .generation import Sequence
 @dataclass
 class Group:
     """The responses to one prompt: its number over all iterations, the tokens that each has and is to have; the oldest
-    version that wrote some; when the last was whole."""
+    version that wrote some; how often they were cut; when the last was whole."""
 
     prompt: int
     context: int
     tokens: list[int]
     version: int
-    written: list[int] = field(default_factory=list)
+    written: list[int]
+    cuts: int = 0
     end: float = 0.0
 
-    def sequences(self, place: int, most: int) -> list[Sequence]:
-        """What a round adds, at most `most` tokens a row; `place` is the group's among those of the round. A new prompt
-        is computed once, what was cut row by row."""
+    def sequences(self, place: int, most: int, begins: bool) -> list[Sequence]:
+        """What a stretch adds, at most `most` tokens a row; `place` is the group's among those under way. In the first
+        one of an iteration (`begins`) a new prompt is computed once, what was cut row by row."""
         found: list[Sequence] = []
         for i, (done, whole) in enumerate(zip(self.written, self.tokens, strict=True)):
             if done < whole:
                 context = self.context + done
-                prefill = context if done or not found else 0
+                prefill = context if begins and (done or not found) else 0
                 found.append(Sequence(place * len(self.tokens) + i, context, prefill, min(most, whole - done)))
         return found
 
@@ -44,36 +45,41 @@ class Group:
 
 @dataclass
 class Rollout:
-    """`prompt` gives the tokens of a prompt and of its responses, by its number; `most` tokens a row are added in a
-    round."""
+    """`prompt` gives the tokens of a prompt and of its responses, by its number; an iteration takes `prompts` of those
+    `under_way`; a stretch adds `most` tokens a row; after `cuts` cuts a prompt is waited for."""
 
     prompts: int
+    under_way: int
     samples: int
     most: int
+    cuts: int
     prompt: Callable[[int], tuple[int, list[int]]]
     cut: list[Group] = field(default_factory=list)
-    whole: list[Group] = field(default_factory=list)
     next: int = 0
 
-    def begin_round(self, version: int) -> list[Group]:
-        working = self.cut[: self.prompts]
-        self.cut = self.cut[self.prompts :]
-        while len(working) < self.prompts:
+    def begin(self, version: int) -> list[Group]:
+        working, self.cut = self.cut, []
+        while len(working) < self.under_way:
             context, tokens = self.prompt(self.next)
             working.append(Group(self.next, context, tokens, version, [0] * self.samples))
             self.next += 1
         return working
 
-    def end_round(self, working: list[Group], times: list[float]) -> None:
-        """Takes the groups of a round back; `times` are when their rows ended, 0 for one that was whole before."""
+    def enough(self, working: list[Group]) -> bool:
+        """Whether the iteration has what it takes."""
+        return sum(g.whole for g in working) >= self.prompts and all(g.whole for g in working if g.cuts >= self.cuts)
+
+    def grow(self, working: list[Group], times: list[float]) -> None:
+        """Takes what a stretch has added; `times` are when their rows ended, 0 for one that was whole before."""
         for place, group in enumerate(working):
             group.written = [min(t, w + self.most) for t, w in zip(group.tokens, group.written, strict=True)]
-            group.end = max(times[place * self.samples : (place + 1) * self.samples])
-            (self.whole if group.whole else self.cut).append(group)
-        self.cut.sort(key=lambda g: g.prompt)
+            group.end = max(group.end, *times[place * self.samples : (place + 1) * self.samples])
 
-    def take(self) -> list[Group]:
-        """The groups of an iteration."""
-        self.whole.sort(key=lambda g: g.prompt)
-        taken, self.whole = self.whole[: self.prompts], self.whole[self.prompts :]
+    def take(self, working: list[Group]) -> list[Group]:
+        """The groups of an iteration; the others go on in the next one."""
+        taken = [g for g in working if g.whole][: self.prompts]
+        self.cut = [g for g in working if g not in taken]
+        for group in self.cut:
+            group.cuts += 1
+        self.cut.sort(key=lambda g: (-g.cuts, g.prompt))
         return taken

@@ -7,7 +7,6 @@ pools are looked at. How iterations follow each other driver.py says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -114,9 +113,7 @@ class Simulator:
                     plan, self.flow, own, engines[p.engine.name], self.lanes[p.pool], self.spans.append
                 )
         self.reshards = {(r.src, r.dst): r for r in plan.reshards}
-        self.rollouts = {
-            n.name: self._rollout(n.name) for n in plan.graph.verb("generate") if Generate.of(n).partial > 1
-        }
+        self.rollouts = {n.name: self._rollout(n.name) for n in plan.graph.verb("generate") if n.cuts}
         self._drawn: dict[tuple[str, int], list[int]] = {}
 
     def run(self, iterations: int) -> Simulation:
@@ -134,7 +131,8 @@ class Simulator:
     def _turn(self, i: int, base: float) -> Turn:
         """Opens an iteration. Draws that no later one needs are forgotten."""
         lengths = {c: self._tokens(c, i) for c in token_columns(self.plan.graph)}
-        oldest = min((r.next // r.prompts for r in self.rollouts.values()), default=i)
+        firsts = [g.prompt for r in self.rollouts.values() for g in r.cut] + [r.next for r in self.rollouts.values()]
+        oldest = min((first // self.flow.rows(0) for first in firsts), default=i)
         self._drawn = {k: v for k, v in self._drawn.items() if k[1] >= min(i, oldest)}
         nodes = self.plan.cluster.nodes
         first = nodes * (i % self.driver.lanes)
@@ -211,8 +209,8 @@ class Simulator:
 
     def _rollout(self, node: str) -> Rollout:
         prompts, samples = self.flow.rows(0), holdings.samples(self.plan, node)
-        parts = Generate.of(self.plan.graph.node(node)).partial
-        most = math.ceil(holdings.written_tokens(self.plan, node) / parts)
+        said = Generate.of(self.plan.graph.node(node))
+        most = said.stretch(holdings.written_tokens(self.plan, node))
         own = self.model_nodes[node]
         columns = [c for c, _ in own.context]
 
@@ -221,7 +219,7 @@ class Simulator:
             context = sum(self._tokens(c, iteration)[row] for c in columns)
             return context, self._tokens(own.written, iteration)[row * samples : (row + 1) * samples]
 
-        return Rollout(prompts, samples, most, prompt)
+        return Rollout(prompts, said.under_way(prompts), samples, most, said.cuts, prompt)
 
     def _taken(self, groups: list[Group]) -> dict[str, list[int]]:
         """The lengths of an iteration's rows, when some come from prompts of others."""

@@ -10,7 +10,6 @@ from collections import Counter
 from ..backends import ENGINES
 from ..emit.html import Stretch, Timeline
 from ..ir.ahead import leads
-from ..ir.attributes import Generate
 from ..ir.plan import Plan
 from .run import Simulator
 from .specs import read
@@ -21,7 +20,7 @@ SHOWN, AFTER = 3, 2
 
 def timeline(plan: Plan) -> Timeline:
     """The first iteration; where iterations overlap, a later one."""
-    overlap = bool(leads(plan)) or any(Generate.of(n).partial > 1 for n in plan.graph.verb("generate"))
+    overlap = bool(leads(plan)) or any(n.cuts for n in plan.graph.verb("generate"))
     found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1
     )

@@ -22,6 +22,7 @@ import numpy as np
 from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
+from msrl_graph.backends.spec import Response, Sampling
 from msrl_graph.ir.ahead import fetched, lanes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
@@ -216,6 +217,24 @@ class Weightless(Doing):
     swap_in = wait = release
 
 
+class Growing:
+    """Stands in for a generator: after each stretch some responses have ended."""
+
+    def generate(
+        self, prompts: list[Array], rows: Array, sampling: Sampling, begun: Array, stretch: int
+    ) -> Iterator[Response]:
+        lengths = dict(enumerate(begun.tolist()))
+        while lengths:
+            for i, length in [*lengths.items()]:
+                count = min(stretch, int(sampling.max_tokens) - length)
+                bits = zlib.crc32(repr((sampling.seed, sampling.iteration, int(rows[i]), length)).encode())
+                ended = bits % 3 == 0 or length + count == sampling.max_tokens
+                yield Response(i, np.full(count, 2, np.int32), np.zeros(count, np.float32), ended)
+                lengths[i] += count
+                if ended:
+                    del lengths[i]
+
+
 class DryRank(Rank):
     doing = Weightless
 
@@ -228,6 +247,7 @@ class DryRank(Rank):
         self.asked = {}
         self.times: Counter[Any] = Counter()
         self.lockstep = {c.node for c in plan.docks.controllers if c.lockstep}
+        self.generators = {n.name: Growing() for n in plan.graph.verb("generate")}  # type: ignore[dict-item,misc]
 
     def _meet(self, what: Any, members: list[DryRank]) -> None:
         self.dry.world.meet(what, len(members), self.times)
@@ -258,6 +278,12 @@ class DryRank(Rank):
         made = self.dry.rows.columns[node.writes[0]]
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        if node.cuts and task.trains:
+            sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, self.dry.seed, task.number, (1,))
+            context = [np.zeros(1, np.int32)] * len(batch.rows)
+            yield self._rollout(node, task, batch, context, sampling, report, "")
+            self.dry.begun[task.number] = task
+            return
         failed: dict[str, Piece] = {}
         if len(rows) and (sieve := self.dry.rows.sieves.get(node.name)) is not None:
             truth = self.dry.truth(task)
@@ -268,6 +294,23 @@ class DryRank(Rank):
         for i, part in enumerate(np.array_split(rows[order], count)) if len(batch.rows) else ():  # as they end
             some = np.sort(part)
             yield (failed if i == 0 else {}) | {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
+
+    def _summed(self, node: Node, numbers: Array) -> Array:
+        what = ("summed", node.name)
+        key = (what, self.times[what] + 1)
+        if self._first(node):
+            self.dry.shared[key] = self.dry.shared.get(key, 0) + numbers
+        self._meet(what, self._here(self.pool.name))  # type: ignore[union-attr]
+        found: Array = self.dry.shared[key]
+        return found
+
+    def _written(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, Piece]:
+        """What a partial rollout has taken."""
+        if self._first(node):
+            fan = self.dry.readers[node.name].numbers(task).fans[self.dry.rows.columns[node.writes[0]]]
+            self.dry.taken[task.number] += np.unique(rows // fan).tolist()
+        names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        return {c: Piece(rows, cells(self.plan.graph, c, rows)) for c in names}
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
         self.dry.work(node.name, task)
@@ -324,6 +367,8 @@ class Dry:
         self.versions = {edge: Versions(n) for edge, n in fetched(plan).items()}
         self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
         self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
+        self.taken: dict[int, list[int]] = defaultdict(list)  # by iteration, the prompts that a partial rollout took
+        self.begun: dict[int, Task] = {}  # by iteration, as a partial rollout was asked to do it
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
         self.members, self.way = members(plan, list(self.readers.values()), b"")
@@ -342,7 +387,7 @@ class Dry:
         self.times[what, task.key] = begin, self.world.now
 
     def truth(self, task: Task) -> Truth:
-        return Truth(self.plan, (self.seed, task.number), self.kindness)
+        return Truth(self.plan, (self.seed, task.number), self.kindness, self.taken.get(task.number, ()))
 
     def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, Piece]:
         """What a node writes beside generations, of rows of a set."""

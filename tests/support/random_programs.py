@@ -54,6 +54,7 @@ class Program:
     filters: list[str] = field(default_factory=list)
     verbs: dict[str, list[str]] = field(default_factory=dict)  # by `worker.verb`: nodes
     looped: list[str] = field(default_factory=list)  # filters that refill
+    growing: list[str] = field(default_factory=list)  # a generation whose responses may go on in the next iteration
     stale: list[str] = field(default_factory=list)  # a generation that may be behind, and the update of its weights
 
     def often(self, percent: int) -> bool:
@@ -100,12 +101,13 @@ class Program:
         extra |= {f for f in self.filters if self.often(50)}
         if not needed | extra:
             extra = {self.one(["source", *others])}
+        plain = "per" in text or "partial" in text
         for src in sorted(needed | extra):
             through = [e for e in sorted(extra) if src in self.before.get(e, set())]
             if src in needed and through and self.often(50):
                 continue  # the rows arrive past another node
-            attributes = [f"stream = {self.draw(st.integers(1, 4))}"] if self.often(15) and "per" not in text else []
-            if any(c.kind == "tokens" for c in reads) and "per" not in text and self.often(15):
+            attributes = [f"stream = {self.draw(st.integers(1, 4))}"] if self.often(15) and not plain else []
+            if any(c.kind == "tokens" for c in reads) and not plain and self.often(15):
                 attributes += [f"stream_tokens = {self.draw(st.integers(1, 4))}"]
             attributes += ["balance = tokens"] if self.often(10) else []
             self.edges.append((src, name, f" {{ {', '.join(attributes)} }}" if attributes else ""))
@@ -137,12 +139,17 @@ class Program:
         if self.often(30):
             writes.append(self.wrote("", f"l{at}", f"f32[{name}]", "list", (*path, name), name))
         attributes = f"samples = {self.draw(st.integers(1, 3))}"
-        if fails := self.often(30) and all(c.kind == "tokens" for c in reads):
+        drops = False
+        if not path and worker == "actor" and not self.growing and not self.looped and self.often(30):
+            attributes += f", partial = {self.one((0.3, 1))}, cuts = {self.draw(st.integers(1, 2))}"
+            self.growing.append(name)
+            drops = True
+        elif drops := self.often(30) and all(c.kind == "tokens" for c in reads):
             attributes += f', environment = "{FILE}:Place", on_failure = {self.one(("drop_row", "drop_group"))}'
         text = f"({self.names(reads)}) -> {', '.join(writes)} {{ {attributes} }}"
         node = self.node(worker, "generate", text, reads)
         self.rename(node, list(range(at, len(self.columns))))
-        self.filters += [node] * fails
+        self.filters += [node] * drops
 
     def infer(self) -> None:
         response = self.one(self.known("tokens"))
@@ -226,7 +233,7 @@ class Program:
                 attributes += (
                     f", per = {'batch' if per == 'batch' else self.marks(path[: self.draw(st.integers(0, len(path)))])}"
                 )
-        if self.often(50) and not self.looped and "batch" not in attributes:
+        if self.often(50) and not self.looped and not self.growing and "batch" not in attributes:
             attributes += f", refill = {self.draw(st.integers(1, 3))}"
         name = f"k{len(self.nodes)}"
         node = self.node("host", name, f"({given}) {{ {attributes} }}", reads)
@@ -294,7 +301,9 @@ class Program:
             self.one(kinds)()
         if not self.verbs.get("actor.update") and not self.verbs.get("critic.update") and self.often(70):
             self.update()
-        weights = ' { weights = "f.py:likely" }' if "rate" in self.states and self.often(30) else ""
+        weights = (
+            ' { weights = "f.py:likely" }' if "rate" in self.states and not self.growing and self.often(30) else ""
+        )
         for update in self.verbs.get("actor.update", []) + self.verbs.get("critic.update", []):
             self.edges += [(f, update, "") for f in self.filters if f not in self.before[update]]
         lines = [

@@ -11,13 +11,17 @@ from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
 class Truth:
-    """Of one iteration of a plan; `kindness` is the share of rows that filters keep."""
+    """Of one iteration of a plan; `kindness` is the share of rows that filters keep, `taken` are the prompts that a
+    partial rollout has taken."""
 
-    def __init__(self, plan, seed, kindness):
+    def __init__(self, plan, seed, kindness, taken=()):
         self.graph, self.rows, self.seed, self.kindness = plan.graph, rowsets(plan.graph), seed, kindness
+        self.taken = taken
 
     def verdict(self, node, key):
         """How often a row goes on; of a row that fails its whole group may leave."""
+        if self.graph.node(node).cuts:
+            return int(self.up(key, self.rows.sieves[node].rows, 0)[1] in self.taken)
         if Generate.of(self.graph.node(node)).on_failure == "drop_group":
             key = key[1]
         bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ir.ahead import Leading, fetched
 from ...ir.plan import Plan
+from ..process.report import Report
 from ..process.task import Fetch, Task
 
 
@@ -65,10 +66,10 @@ class Ahead(Leading):
         """References to what is not known to have ended."""
         return [reference for asked in self.at_work.values() for reference in asked]
 
-    def ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, int]]:
-        """These have: tasks whose prompts came in so many rounds, as is known now. Raises what went wrong in one."""
+    def ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
+        """These have: tasks of training, and what they tell. Raises what went wrong in one."""
         for asked in self.at_work.values():
             for reference in [r for r in asked if r in references]:
                 task, report = asked.pop(reference), ray.get(reference)
-                if task.trains and report.rounds:
-                    yield task, report.rounds
+                if task.trains:
+                    yield task, report

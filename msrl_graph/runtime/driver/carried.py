@@ -1,7 +1,8 @@
-"""What outlives an iteration, weights aside: how far the data was read, and the values of states.
+"""What outlives an iteration, weights aside: how far the data was read, responses that go on in the next one, and the
+values of states.
 
-Invariant: it lives in the driver, and changes only when an iteration has ended: every process gets it with the task. A
-checkpoint holds it.
+Invariant: it lives in the driver, and changes only when an iteration has ended, or its generation: every process gets
+it with the task. A checkpoint holds it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ...ir.attributes import Call
+from ...ir.attributes import Call, Generate
 from ...ir.plan import Plan
 from ..data.columns import Array
 from ..process.report import Report, RunError
-from ..process.task import Task
+from ..process.task import Cut, Task
 from ..weights import checkpoint
 
 FILE = "states.safetensors"
+# Of responses that go on, in FILE: of each prompt its position in the data, how often it was cut and how many
+# responses it has; of each response its tokens and whether it has ended; and of each token what is known of it.
+CUT = "cut/"
 
 
 class Carried:
@@ -28,16 +32,23 @@ class Carried:
         self.graph, self.rows = plan.graph, rows
         self.refills = any(Call.of(n).refill for n in plan.graph.nodes)
         self.positions = {0: 0}  # in the data, by iteration, of those where it is known
+        growing = next((n for n in plan.graph.verb("generate") if n.cuts), None)
+        # How many data-parallel groups tell what they have cut; 0: nothing goes on in another iteration.
+        self.groups = plan.placement(growing.name).layout.dp if growing else 0
+        self.prompts = Generate.of(growing).under_way(plan.graph.rows[0]) if growing else plan.graph.rows[0]
+        self.told: dict[int, list[list[Cut]]] = {}  # by iteration, what its groups have cut
+        self.cut: dict[int, tuple[Cut, ...]] = {0: ()}  # by iteration that goes on with them, where all is known
         self.states: dict[str, Array] = {}
         for state in plan.graph.states:
             first = float(state.initial.literal())
             self.states[state.name] = np.full(rows, first) if state.per else np.asarray(first)
         # Whether the next iteration is known before this one has ended, with all that it begins with.
-        self.known = not self.states and not self.refills
+        self.known = not self.states and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
         """Iteration `number` of training, which is `foreseen`."""
-        return Task("train", number, self.graph.rows[0], 0, self._position(number), self.of_run())
+        cut = self.cut[number] if self.groups else ()
+        return Task("train", number, self.prompts, 0, self._position(number), self.of_run(), cut=cut)
 
     @property
     def position(self) -> int:
@@ -46,13 +57,26 @@ class Carried:
 
     def foreseen(self, number: int) -> bool:
         """Whether it is known which data an iteration begins with."""
-        return not self.refills or number in self.positions
+        return (not self.refills or number in self.positions) and (not self.groups or number in self.cut)
 
     def _position(self, number: int) -> int:
-        last = number if self.refills else min(number, max(self.positions))
+        last = number if self.refills or self.groups else min(number, max(self.positions))
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
-    def drew(self, task: Task, prompts: int) -> None:
+    def heard(self, task: Task, report: Report) -> None:
+        """Takes what a process that has ended an iteration knows of the next one's data."""
+        if report.rounds:
+            self._drew(task, report.rounds * task.prompts)
+        following = task.number + 1
+        if report.cut is None or following in self.cut:
+            return
+        self.told.setdefault(following, []).append(report.cut)
+        if len(self.told[following]) == self.groups:
+            every = [c for cut in self.told.pop(following) for c in cut]
+            self.cut[following] = tuple(sorted(every, key=lambda c: (-c.cuts, c.position)))
+            self._drew(task, task.prompts - len(task.cut))
+
+    def _drew(self, task: Task, prompts: int) -> None:
         """An iteration has taken so many prompts of the data."""
         self.positions[task.number + 1] = task.position + prompts
 
@@ -67,8 +91,11 @@ class Carried:
     def after(self, task: Task, reports: list[Report]) -> None:
         """Takes what an iteration of training has left."""
         drawn = sum(int(r.sums["prompts_drawn"][0]) for r in reports if "prompts_drawn" in r.sums)
-        self.drew(task, drawn or task.prompts)
+        self._drew(task, drawn or task.prompts - len(task.cut))
+        for report in reports:
+            self.heard(task, report)
         self.positions = {number: place for number, place in self.positions.items() if number > task.number}
+        self.cut = {number: cut for number, cut in self.cut.items() if number > task.number}
         rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
         given: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
@@ -83,15 +110,17 @@ class Carried:
 
     def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
         """The states as a file of a checkpoint, if there are any."""
-        return [checkpoint.write_arrays(folder, FILE, self.states, says)] if self.states else []
+        held = {**self.states, **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
+        return [checkpoint.write_arrays(folder, FILE, held, says)] if held else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
         usual = manifest.iteration * self.graph.rows[0]
         self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
-        if not self.states:
+        if not self.states and not self.groups:
             return
         found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
+        self.cut = {manifest.iteration: _cut(found)}
         for name, value in self.states.items():
             if name not in found:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
@@ -102,3 +131,33 @@ class Carried:
                     "made with"
                 )
             self.states[name] = found[name].astype(np.float64)
+
+
+def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:
+    """Responses that go on, as arrays for a file."""
+    responses = [r for c in cut for r in c.responses]
+    whole = {
+        "positions": np.array([c.position for c in cut], np.int64),
+        "cuts": np.array([c.cuts for c in cut], np.int64),
+        "responses": np.array([len(c.responses) for c in cut], np.int64),
+        "lengths": np.array([len(tokens) for tokens, *_ in responses], np.int64),
+        "ended": np.array([int(ended) for *_, ended in responses], np.int64),
+    }
+    for i, (name, kind) in enumerate((("tokens", np.int32), ("logps", np.float32), ("versions", np.int32))):
+        whole[name] = np.concatenate([np.zeros(0, kind), *(r[i] for r in responses)])
+    return {CUT + name: values for name, values in whole.items()}
+
+
+def _cut(found: Mapping[str, Array]) -> tuple[Cut, ...]:
+    """What `_arrays` made arrays of; nothing where a file has none."""
+    held = {name[len(CUT) :]: values for name, values in found.items() if name.startswith(CUT)}
+    if not held:
+        return ()
+    ends = np.cumsum(held["lengths"])[:-1]
+    each = [np.split(held[name], ends) if len(held["lengths"]) else [] for name in ("tokens", "logps", "versions")]
+    responses = list(zip(*each, (bool(e) for e in held["ended"]), strict=True))
+    made, first = [], 0
+    for position, cuts, count in zip(held["positions"], held["cuts"], held["responses"], strict=True):
+        made.append(Cut(int(position), tuple(responses[first : first + int(count)]), int(cuts)))
+        first += int(count)
+    return tuple(made)

@@ -282,8 +282,8 @@ class Driver:
             done = [x for x in left if reference(x) in ended]
             self.ray.get([reference(x) for x in done])
             if training >= 0:
-                for task, rounds in self.ahead.ended(self.ray, ended):
-                    self.carried.drew(task, rounds * task.prompts)
+                for task, report in self.ahead.ended(self.ray, ended):
+                    self.carried.heard(task, report)
                 self._go_ahead(training)
             left = [x for x in left if x not in done]
             now = moves

@@ -175,7 +175,8 @@ class FunctionHost:
             chosen = dataset.drawn(weights, task.number, first, task.prompts)
             report.remarks += scarce(self.plan.graph.node("source"), task, weights, first)
         else:
-            chosen = dataset.indices(task.position + first, task.prompts)
+            went_on = [dataset.indices(c.position, 1) for c in task.cut]
+            chosen = np.concatenate([*went_on, dataset.indices(task.position + first, task.prompts - len(went_on))])
         columns = dataset.take(chosen)
         for state in self._states():
             values = tables[state.name][chosen] if task.trains else np.full(len(chosen), state.initial.literal())

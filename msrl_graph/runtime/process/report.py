@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .task import Cut
+
 # perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
 _EPOCH = time.time() - time.perf_counter()
 
@@ -87,6 +89,7 @@ class Report:
     moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
     loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
+    cut: list[Cut] | None = None  # prompts that the next iteration goes on with; None: it does not know
     rounds: int = 0  # of prompts that it knows that its task took; 0: it does not know
     drawn: Any = field(
         default_factory=lambda: np.zeros(0, np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...ir.rowsets import Numbers, Rowset, Sieve
 
@@ -17,13 +17,27 @@ class Fetch(NamedTuple):
     told: int
 
 
+class Cut(NamedTuple):
+    """A prompt whose responses go on in the next iteration.
+
+    - `position`: where it stands in the data's endless sequence of rows.
+    - `responses`: of each its tokens, their log-probabilities as drawn, the versions of the weights that drew them, and
+      whether it has ended.
+    - `cuts`: how often they were cut.
+    """
+
+    position: int
+    responses: tuple[tuple[Any, Any, Any, bool], ...]
+    cuts: int
+
+
 @dataclass(frozen=True)
 class Task:
     """One pass over the graph: iteration `number` of training (`name` is "train"), or of an evaluation, which has no
     filters.
 
     - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
-      sequence of rows.
+      sequence of rows, those aside that were `cut` in the iteration before (`partial`): these come first.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
     - `states`: the values of the run's states with which the iteration begins.
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
@@ -37,6 +51,7 @@ class Task:
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
+    cut: tuple[Cut, ...] = ()
 
     @property
     def key(self) -> str:

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import distributed as dist
 
 from ...backends.spec import Response, Sampling, collected
 from ...ir.attributes import Generate, SampleEdge
@@ -31,6 +33,7 @@ from ..process.report import Report
 from ..process.task import Task
 from .engines import Engines
 from .packing import distinct, kept
+from .rollout import Rollout
 from .turns import Responses
 
 
@@ -62,7 +65,8 @@ class Generation(Engines):
     def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
         """What the node writes, in parts where an edge from it streams: each as soon as so many responses have
         ended."""
-        if not len(batch.rows):  # a last chunk smaller than the groups are many
+        partial = node.cuts and task.trains
+        if not len(batch.rows) and not partial:  # a last chunk smaller than the groups are many
             return
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
         evaluation = self._evaluation(node, task)
@@ -89,6 +93,13 @@ class Generation(Engines):
             rows, written, verdicts = self._episodes(node, task, batch, rows, context, sampling, report, head)
             responses = [written[response][i] for i in range(len(rows))]
             yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
+        elif partial:
+            found = self._rollout(node, task, batch, context, sampling, report, head)
+            rows, responses = (
+                found[response].rows,
+                [found[response].column[i] for i in range(len(found[response].rows))],
+            )
+            yield found
         else:
             ended: Iterator[Response]
             if self.recording is not None and task.trains:
@@ -111,10 +122,56 @@ class Generation(Engines):
         for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(responses, prompts), strict=True):
             report.count(head + name, float(number), 0)
         report.peak(f"{head}response_length_max", float(lengths.max(initial=0)))
-        if any(e.dst == node.name and e.name in task.fetches for e in self.plan.reshards):
+        if not partial and any(e.dst == node.name and e.name in task.fetches for e in self.plan.reshards):
             behind = float(task.number - self._version(node, task))
             report.count(f"{head}staleness", behind * len(rows), len(rows))
             report.peak(f"{head}staleness_max", behind)
+
+    def _rollout(
+        self,
+        node: Node,
+        task: Task,
+        batch: Batch,
+        context: list[Array],
+        sampling: Sampling,
+        report: Report,
+        head: str,
+    ) -> dict[str, Piece]:
+        """Partial rollout: what the node writes of the prompts that the iteration takes, and which these are."""
+        fan, sieve = sampling.samples, rowsets(self.plan.graph).sieves[node.name]
+        rollout = Rollout(
+            task,
+            batch.rows,
+            context,
+            sampling,
+            Generate.of(node),
+            self.plan.graph.rows[0],
+            self._version(node, task),
+            lambda of: self._summed(node, of),
+        )
+        taken = rollout.run(self.generators[node.name])
+        if self._first(node):
+            report.cut = rollout.cut(taken)
+            report.count(f"{head}cut", float(len(report.cut)), 0)
+        some = [g for row in taken for g in rollout.grown[row]]
+        rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
+        every = (batch.rows[:, None] * fan + np.arange(fan)).reshape(-1)
+        versions = [g.versions for g in some]
+        behind = task.number - np.array([v.min(initial=task.number) for v in versions])
+        report.count(f"{head}staleness", float(behind.sum()), len(rows))
+        report.peak(f"{head}staleness_max", float(behind.max(initial=0)))
+        written = self._written(node, task, rows, [g.tokens for g in some], [g.logps for g in some], report, versions)
+        return {sieve.column: Verdicts(every, Column(np.isin(every, rows).astype(np.int32)))} | written
+
+    def _summed(self, node: Node, numbers: Array) -> Array:
+        """The sums over all data-parallel groups of a node."""
+        placement = self.plan.placement(node.name)
+        if placement.layout.dp == 1:
+            return numbers
+        here = torch.from_numpy(numbers).to(self.device.place)
+        dist.all_reduce(here, group=self._mesh(placement)["dp"].get_group())
+        found: Array = here.cpu().numpy()
+        return found
 
     def _parts(self, node: Node, ended: Iterator[Response], samples: int) -> Iterator[list[Response]]:
         """Responses as they are handed on: all at once, or as many as the first that streams waits for."""
@@ -133,9 +190,16 @@ class Generation(Engines):
             yield part
 
     def _written(
-        self, node: Node, task: Task, rows: Array, tokens: list[Array], logps: list[Array], report: Report
+        self,
+        node: Node,
+        task: Task,
+        rows: Array,
+        tokens: list[Array],
+        logps: list[Array],
+        report: Report,
+        versions: list[Array] | None = None,
     ) -> dict[str, Piece]:
-        """The columns of responses that nobody but the policy wrote in."""
+        """The columns of responses that nobody but the policy wrote in, of its `versions` or the one that it has."""
         graph = self.plan.graph
         response, as_drawn = wrong.drawn(graph, node)
         ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
@@ -144,7 +208,8 @@ class Generation(Engines):
         if name := of_response(graph, node, "bool"):
             made[name] = Column(np.ones(len(ids.values), bool), ids.offsets)
         if name := of_response(graph, node, "i32"):
-            made[name] = Column(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
+            alone = Column(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
+            made[name] = alone if versions is None else ragged(versions, np.int32)
         return {name: Piece(rows, column) for name, column in made.items()}
 
     def _version(self, node: Node, task: Task) -> int:
@@ -178,7 +243,8 @@ class Generation(Engines):
             Tokens(self.plan.model(node.name).path),
             self.environments[node.name].begin(batch, rows, task),
         )
-        responses, turns = Responses(len(rows), sampling.max_tokens), Generate.of(node).turns or sampling.max_tokens
+        bound = int(sampling.max_tokens)
+        responses, turns = Responses(len(rows), bound), Generate.of(node).turns or bound
         answers = np.zeros(len(rows), int)
         with report.phase("environment"):
             told = self._shared(node, episodes.reset)

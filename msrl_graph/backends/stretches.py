@@ -1,0 +1,49 @@
+"""Responses in stretches, by an engine that knows only whole ones: each stretch is asked for by itself.
+
+Invariant: a response's parts, end to end, are what is drawn for it at once, up to the rounding of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from .spec import Response, Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.int64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
+
+
+def in_stretches(
+    draw: Draw,
+    prompts: list[NDArray[np.int32]],
+    rows: NDArray[np.int64],
+    sampling: Sampling,
+    begun: NDArray[np.int64],
+    stretch: int,
+) -> Iterator[Response]:
+    """What `Generator.generate` gives with a `stretch`, by a `draw` that has none: what is under way is computed anew
+    in each."""
+    import numpy as np
+
+    each = len(rows) // len(prompts)
+    contexts = [prompts[i // each] for i in range(len(rows))]
+    begun, live = begun.copy(), np.arange(len(rows))
+    longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(rows))
+    while len(live):
+        bounds = np.minimum(begun[live] + stretch, longest[live])
+        some = replace(sampling.of(live), max_tokens=bounds)
+        ended = np.zeros(len(rows), bool)
+        for drawn in draw([contexts[i] for i in live], rows[live], some, begun[live]):
+            place = int(live[drawn.place])
+            contexts[place] = np.concatenate([contexts[place], drawn.tokens])
+            begun[place] += len(drawn.tokens)
+            # What stops before its stretch has ended is over, by an end token or a stop string.
+            whole = int(drawn.tokens[-1]) in sampling.ends or begun[place] == longest[place]
+            ended[place] = whole or begun[place] < bounds[drawn.place]
+            yield Response(place, drawn.tokens, drawn.logps, bool(ended[place]))
+        live = live[~ended[live]]

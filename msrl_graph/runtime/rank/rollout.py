@@ -1,0 +1,104 @@
+"""Partial rollout: the responses of an iteration grow by equal stretches until as many prompts are whole as it takes;
+those that are not go on in the next iteration, from their tokens.
+
+Invariant: which prompts an iteration takes is a function of what is drawn, whoever draws it: the responses of all
+groups have grown by as many tokens when all ranks look, and all hear of all prompts. A token is drawn once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...backends.spec import Generator, Response, Sampling
+from ...ir.attributes import Generate
+from ..data.columns import Array
+from ..process.task import Cut, Task
+
+# What a prompt is to all ranks: of another group, not whole, not whole and waited for, whole.
+ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
+
+
+@dataclass
+class Grown:
+    """A response so far."""
+
+    tokens: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    logps: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    ended: bool = False
+
+    def more(self, drawn: Response, version: int) -> None:
+        self.tokens = np.concatenate([self.tokens, drawn.tokens])
+        self.logps = np.concatenate([self.logps, drawn.logps])
+        self.versions = np.concatenate([self.versions, np.full(len(drawn.tokens), version, np.int32)])
+        self.ended = drawn.ended
+
+
+class Rollout:
+    """The prompts `rows` of an iteration that this rank's group has, `takes` of all of which the iteration takes.
+    `version`: of the weights. `told` adds up what all groups say of each of the iteration's prompts."""
+
+    def __init__(
+        self,
+        task: Task,
+        rows: Array,
+        context: list[Array],
+        sampling: Sampling,
+        said: Generate,
+        takes: int,
+        version: int,
+        told: Callable[[Array], Array],
+    ) -> None:
+        self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
+        self.takes, self.most_cuts, self.version, self.told = takes, said.cuts, version, told
+        self.longest = int(sampling.max_tokens)
+        self.stretch = said.stretch(self.longest)
+        self.grown: dict[int, list[Grown]] = {}
+        for row in self.rows:
+            known = task.cut[row].responses if row < len(task.cut) else ()
+            self.grown[row] = [Grown(*r) for r in known] or [Grown() for _ in range(sampling.samples)]
+
+    def run(self, generator: Generator) -> list[int]:
+        """Draws; of this group's prompts those that the iteration takes."""
+        live = [(p, i) for p, row in enumerate(self.rows) for i, g in enumerate(self.grown[row]) if not g.ended]
+        drawn = self._drawn(generator, live) if live else iter(())
+        while True:
+            of = self.told(self._state())
+            whole = np.flatnonzero(of == WHOLE)
+            if len(whole) >= self.takes and not (of == AWAITED).any():
+                taken = set(whole[: self.takes].tolist())
+                return [row for row in self.rows if row in taken]
+            for _ in range(sum(not g.ended for grown in self.grown.values() for g in grown)):
+                next(drawn)
+
+    def cut(self, taken: list[int]) -> list[Cut]:
+        """What is not taken, as the next iteration goes on with it."""
+        found = []
+        for row in sorted({*self.rows} - {*taken}):
+            old = row < len(self.task.cut)
+            position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
+            responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
+            found.append(Cut(position, responses, 1 + (self.task.cut[row].cuts if old else 0)))
+        return found
+
+    def _state(self) -> Array:
+        of = np.full(self.task.prompts, ELSEWHERE, np.int64)
+        for row in self.rows:
+            awaited = row < len(self.task.cut) and self.task.cut[row].cuts >= self.most_cuts
+            of[row] = WHOLE if all(g.ended for g in self.grown[row]) else AWAITED if awaited else GROWS
+        return of
+
+    def _drawn(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
+        """Stretch by stretch the parts of those responses, by prompt and number; each is added as it comes."""
+        fan = self.sampling.samples
+        grown = [self.grown[self.rows[place]][i] for place, i in live]
+        prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
+        rows = np.array([self.rows[place] * fan + i for place, i in live])
+        sampling = self.sampling.of(np.array([place * fan + i for place, i in live]))
+        begun = np.array([len(g.tokens) for g in grown])
+        for part in generator.generate(prompts, rows, sampling, begun, self.stretch):
+            grown[part.place].more(part, self.version)
+            yield

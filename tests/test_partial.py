@@ -1,0 +1,118 @@
+"""Partial rollout: an iteration takes the first prompts whose responses have ended; the others go on in the next one,
+with its weights, and enter the update once."""
+
+import os
+import signal
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from place import SMALL, metrics, ran, rows_of
+from test_stale import APART, named, off, saved, stale
+
+LONG = [
+    ("i32[<= 5]", "i32[<= 48]"),
+    ("temperature = 1.0", "temperature = 20.0, partial = 0.5, cuts = 2"),
+    ("lr = 2e-4", "lr = 2e-2"),  # so that versions differ, hot as responses are drawn to be of many lengths
+]
+WAYS = {
+    "apart and ahead": [*APART, stale(1)],
+    "apart and in step": [*APART],
+    "on one pool, two groups": [
+        *APART[2:],
+        ("layout actor.generate { tp = 2 }", "layout actor.generate { dp = 2 }"),
+    ],
+    "on one pool, one group": [*APART[2:]],
+}
+OPTIONS = [*SMALL, "--iterations", "6", "--record"]
+
+
+def written(place, way, *more):
+    place.write(*WAYS[way], *LONG, ("seed = 0", "seed = 0, save = 1, keep = 9"), *more, evaluated=False)
+
+
+def recorded(place, out):
+    return [rows_of(place.folder / out, i).to_pylist() for i in range(6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["apart and ahead", "on one pool, two groups"])
+def test_every_token_is_of_the_version_that_is_told_and_no_older_than_it_may_be(place, way):
+    written(place, way)
+    ran(place, *OPTIONS, "--out", "out")
+    behind, lines = int("ahead" in way), metrics(place.folder / "out")
+    rows, prompts = recorded(place, "out"), Counter()
+    for number, some in enumerate(rows):
+        taken = [row for row in some if row["response"] is not None]
+        assert len(taken) == 32 and len({row["prompt_row"] for row in taken}) == 8
+        prompts.update(str(row["prompt"]) for row in taken)
+        for row in taken:
+            assert len(row["made"]) == len(row["response"]) == len(row["gen_logp"])
+            assert all(a <= b for a, b in pairwise(row["made"]))
+            assert number - 2 - behind <= min(row["made"]) and max(row["made"]) <= number
+        oldest = max(number - min(row["made"]) for row in taken)
+        assert oldest == lines[number]["staleness_max"]
+    assert max(prompts.values()) == 4, "a prompt has entered the update twice"
+    assert max(line["staleness_max"] for line in lines) > behind, "nothing was cut"
+    assert sum(line["cut"] for line in lines) == 4 * 6
+    mixed = [row for some in rows for row in some if row["response"] is not None and len(set(row["made"])) > 1]
+    assert mixed
+    for row in mixed[:6]:
+        for version in set(row["made"]):
+            mine = np.array(row["made"]) == version
+            other = next(v for v in row["made"] if v != version)
+            assert off(saved(place, "out", version), row, 20.0)[mine].max() < 1e-5
+            assert off(saved(place, "out", other), row, 20.0)[mine].max() > 1e-5
+
+
+@pytest.mark.slow
+def test_the_same_prompts_are_taken_whoever_draws_them(place):
+    """The first iteration of any layout, whose weights are the same."""
+    found = {}
+    for way in ("on one pool, two groups", "on one pool, one group", "apart and in step"):
+        written(place, way)
+        out = way.replace(" ", "-").replace(",", "")
+        ran(place, *SMALL, "--iterations", "1", "--record", "--out", out)
+        rows = rows_of(place.folder / out, 0).to_pylist()
+        found[way] = {row["row"]: row["response"] for row in rows if row["response"] is not None}
+    first, *others = found.values()
+    assert len(first) == 32 and all(other == first for other in others)
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
+    written(place, "on one pool, two groups")
+    ran(place, *OPTIONS, "--out", "first")
+    process = place.start("p.rlg", *OPTIONS, "--out", "second")
+    for lines in (2, 4):
+        place.wait_for_lines("second", lines)
+        victims = [p for p in place.processes() if named(p).startswith("ray::RankHost")]
+        os.kill(victims[lines % 2], signal.SIGKILL)
+    _, err = process.communicate(timeout=place.patience)
+    assert process.returncode == 0 and err.count("starting anew") == 2, err
+    assert recorded(place, "first") == recorded(place, "second")
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (("partial = 0.5", 'partial = 0.5, stop = "7"'), "`stop` of `actor.generate` beside `partial`"),
+        (
+            ("source -> actor.generate\n", "source -> actor.generate { stream = 2 }\n"),
+            "`stream` of `source -> actor.generate` beside `partial`",
+        ),
+        (
+            (
+                "  node host.advantage",
+                "  node host.some(reward) { keep = reward > 0.5, refill = 2 }\n  node host.advantage",
+            ),
+            "`refill` of `host.some` beside `partial`",
+        ),
+    ],
+)
+def test_what_a_run_cannot_do_beside_it_is_refused_by_name(place, change, what):
+    more = [("host.reward -> host.advantage", "host.reward -> host.some -> host.advantage")] * ("refill" in change[1])
+    written(place, "on one pool, one group", change, *more)
+    code, _, err = place.run("p.rlg", *SMALL)
+    assert code and f"error[not-yet]: {what} can be planned for, not run" in err and "leave one of the two out" in err
