@@ -81,12 +81,15 @@ class Delivery:
 
     def _digests(self, shards: Iterable[Shard], parts: Sequence[Part]) -> torch.Tensor:
         held, found = {s.name: s.tensor for s in shards}, []
+        if not parts:
+            return torch.zeros(0, dtype=torch.int64)
         with torch.inference_mode():
+            room = self.digest.room(held[parts[0].name].device)
             for _, alike in groupby(parts, key=lambda part: part.box):
                 some = [*alike]
                 values = [held[p.name] if p.inside is None else held[p.name][p.inside] for p in some]
-                found.append(self.digest.of(values, some[0].at))
-            return torch.cat(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
+                found.append(self.digest.of(values, some[0].at, room))
+            return torch.cat(found).cpu()
 
     def other(self, held: Mapping[str, int], sent: torch.Tensor) -> list[str]:
         """The tensors of this rank of which it does not hold what was sent."""

@@ -44,22 +44,27 @@ class Digest:
         """The numbers of a box's positions."""
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
-    def of(self, values: Sequence[torch.Tensor], at: Odd) -> torch.Tensor:
+    def room(self, device: torch.device) -> torch.Tensor:
+        """Where elements are summed: taken once for many digests, since a host's system gives pages one by one."""
+        return torch.empty(self.at_once, dtype=torch.int64, device=device)
+
+    def of(self, values: Sequence[torch.Tensor], at: Odd, room: torch.Tensor | None = None) -> torch.Tensor:
         """Those of what lies at the same positions of some tensors: a number for each, on their device."""
         first = values[0]
+        room = self.room(first.device) if room is None else room
         dim = next((d for d, length in enumerate(first.shape) if length > 1), None)
         if len(values) > 1 and first.numel() * len(values) > self.at_once:
             some = max(1, self.at_once // first.numel())
-            return torch.cat([self.of(values[i : i + some], at) for i in range(0, len(values), some)])
+            return torch.cat([self.of(values[i : i + some], at, room) for i in range(0, len(values), some)])
         if first.numel() > self.at_once and dim is not None:
             each = max(1, self.at_once * first.shape[dim] // first.numel())
             total = torch.zeros(1, dtype=torch.int64, device=first.device)
             for part, own in zip(torch.split(first, each, dim), torch.split(at[dim], each), strict=True):
-                total += self.of([part], [*at[:dim], own, *at[dim + 1 :]])
+                total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
             return total
-        found = torch.empty((len(values), *first.shape), dtype=torch.int64, device=first.device)
-        for room, one in zip(found, values, strict=True):
-            room.copy_(one.to(self.dtype).view(self._bits))
+        found = room[: first.numel() * len(values)].view(len(values), *first.shape)
+        for place, one in zip(found, values, strict=True):
+            place.copy_(one.to(self.dtype).view(self._bits))
         for weights in reversed(at):  # of integers only a host's cores have a product, which takes less
             found = found @ weights if found.is_cpu else found.mul_(weights).sum(-1)
         return found
