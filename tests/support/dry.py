@@ -285,7 +285,8 @@ class DryRank(Rank):
             self.dry.begun[task.number] = task
             return
         failed: dict[str, Piece] = {}
-        if len(rows) and (sieve := self.dry.rows.sieves.get(node.name)) is not None:
+        if len(rows) and node.fails:
+            sieve = self.dry.rows.sieves[node.name]
             truth = self.dry.truth(task)
             times = np.array([truth.verdict(node.name, truth.key(numbers, int(r), made)) for r in rows], np.int32)
             failed[sieve.column], rows = Verdicts(rows, Column(times)), rows[times > 0]

@@ -78,6 +78,8 @@ def comparison(plan: Plan) -> Comparison | None:
     # The nodes of one worker are in one pool, so the order of the pools does not matter.
     order = [graph.node(name) for name in nodes_run(plan.schedule)]
     for node in graph.verb("generate"):
+        if node.cuts:  # whose responses may be of several versions
+            continue
         response, column = drawn(graph, node)
         edges = [e for e in graph.reshards() if e.dst == node.name]
         worker = graph.node(edges[0].src).worker if edges else node.worker
