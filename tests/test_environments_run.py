@@ -139,3 +139,53 @@ def test_a_run_of_which_all_rows_fail_ends_with_the_reasons(shop):
     shop.assert_clean()
     assert "16 of 16 rows failed in iteration 0 (16 exited); nothing is left to train on" in err
     assert "turn 1: it ended its process with status 5" in err
+
+
+JUDGE = """
+import os
+
+def judged(response: list[str], answer: list[str]):
+    if answer[0] == "21":
+        raise ConnectionError("the judge does not answer")
+    if answer[0] == "35":
+        os._exit(3)
+    return [float(len(r) % 2) for r in response]
+"""
+JUDGED = """
+import grpo
+algorithm judged extends grpo {
+  node host.reward(response, answer) -> reward { call = "judge.py:judged", per = prompt, on_failure = leave }
+}
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = 1 }
+deploy judged on laptop {
+  set prompts = 4
+  set group = 4
+  set prompt_len = 6
+  set response_len = 5
+  model policy = "./model"
+  data source = "sums.jsonl"
+  data held = "sums.jsonl"
+  evaluate held { report = reward, samples = 2 }
+  run { iterations = 1, seed = 0 }
+}
+"""
+
+
+def test_a_reward_that_fails_takes_its_group_along_even_where_it_ends_its_process(place):
+    sums = [(12, 9), (12, 23), (37, 9), (58, 23)]
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
+    (place.folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place.folder / "judge.py").write_text(JUDGE)
+    (place.folder / "p.rlg").write_text(JUDGED)
+    code, out, err = place.run("p.rlg", "--out", "out")
+    assert code == 0, err
+    place.assert_clean()
+    (line,) = (x for x in metrics(place.folder / "out") if "iteration" in x)
+    assert line["rows"] == 8 and line["kept/host.reward"] == 0.5
+    assert line["host.reward/failed/raised"] == line["host.reward/failed/exited"] == 4
+    said = out + err
+    assert "`host.reward` (line 4 of p.rlg): 8 of 16 rows failed in iteration 0 (4 exited, 4 raised); 8 left it" in said
+    assert "ProcessDied: it ended its process with status 3" in said
+    assert "ConnectionError: the judge does not answer" in said
+    told = [x for x in metrics(place.folder / "out") if "evaluation" in x]
+    assert all(x["host.reward/failed"] == 4 and x["reward"] is not None for x in told)

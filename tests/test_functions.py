@@ -59,14 +59,28 @@ SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
 def results(
-    tmp_path, source, writes, per="row", arguments=(), key="call", states=(), on_nan="stop", named="", prompts=2, **more
+    tmp_path,
+    source,
+    writes,
+    per="row",
+    arguments=(),
+    key="call",
+    states=(),
+    on_nan="stop",
+    named="",
+    prompts=2,
+    on_failure="stop",
+    **more,
 ):
     """What a function in a file makes of four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
     node = Node(
         "host.mine", "host", "mine", READS, writes, per,
-        {key: Expr("call", named or f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys)},
+        {
+            key: Expr("call", named or f"{tmp_path / 'mine.py'}:f", tuple(v for _, v in arguments), keys),
+            **({} if on_failure == "stop" else {"on_failure": Expr("word", on_failure)}),
+        },
         states=tuple(s.name for s in states), **more,
     )  # fmt: skip
     workers = (Worker("actor", "policy", model="policy"), Worker("host", "function"))
@@ -107,6 +121,35 @@ def test_a_row_function_sees_its_row_and_text_where_it_asks(tmp_path):
     out = call(tmp_path, source, ("reward", "kind"))
     assert list(out["reward"].values) == [12, 21, 30, 43]
     assert [out["kind"].text(i) for i in range(4)] == ["xab", "xc", "y", "ydef"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "reason", "told"),
+    [
+        ("raise OSError('no judge')", "raised", "OSError: no judge, at "),
+        ("raise SystemExit(2)", "raised", "SystemExit: 2, at "),
+        ("bytearray(10**15)", "memory", "MemoryError: , at "),
+        ("return 1.0, 2", "rubbish", "BadResult: it returned int 2 for `kind`, where text belongs"),
+        ("return 1.0", "rubbish", "BadResult: it returned float 1.0, where a tuple of 2 belongs: reward, kind"),
+    ],
+)
+def test_a_row_whose_function_fails_leaves_and_nothing_of_it_stays(fails, reason, told, tmp_path):
+    source = f"def f(response: str, score):\n    if not response: {fails}\n    return score, response\n"
+    made = results(tmp_path, source, ("reward", "kind"), on_failure="leave")
+    assert made.columns["host.mine.times"].rows.tolist() == [0, 1, 2, 3]
+    assert made.columns["host.mine.times"].column.values.tolist() == [1, 1, 0, 1]
+    assert made.columns["reward"].rows.tolist() == made.columns["kind"].rows.tolist() == [0, 1, 3]
+    assert made.columns["reward"].column.values.tolist() == [1, 2, 4]
+    ((where, (failure, rows)),) = made.failed.items()
+    assert (where, rows, failure.reason) == ("row 2", 1, reason) and failure.told.reason.startswith(told)
+
+
+def test_a_group_whose_function_fails_leaves_as_one(tmp_path):
+    source = "def f(score, answer):\n    assert answer[0] != 'y', 'no'\n    return score\n"
+    made = results(tmp_path, source, ("reward",), "prompt", on_failure="leave")
+    assert made.columns["host.mine.times"].column.values.tolist() == [1, 1, 0, 0]
+    assert made.columns["reward"].rows.tolist() == [0, 1]
+    assert [(where, rows) for where, (_, rows) in made.failed.items()] == [("prompt 1", 2)]
 
 
 def test_a_group_function_sees_its_group(tmp_path):

@@ -20,12 +20,12 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     """Statistics over groups of which a filter, or a failure, before them may have taken single rows."""
     found = []
     for node in graph.nodes:
-        fails = node.verb == "generate"
+        fails = node.fails
         if node.cuts:  # which leave with their whole group
             continue
         if not node.filters or node.per != "row" or not (level := graph.row_level(node)):
             continue
-        if fails and Generate.of(node).on_failure == "drop_group":
+        if Generate.of(node).on_failure == "drop_group":
             continue
         if any(s.scope != "row" for _, s in calls(node, library)):
             continue  # it must filter whole groups itself, which is told of it
@@ -38,8 +38,10 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
                         f"drops single rows{' that fail' if fails else ''}"
                     )
                     help = f"filter whole groups, `per = {above}`, or filter after `{after.name}`"
-                    if fails:
+                    if fails and node.verb == "generate":
                         help = "let the whole group go with a row that fails: `on_failure = drop_group`"
+                    elif fails:
+                        help = f"let one call see the whole group, which goes as one where it fails: `per = {above}`"
                     span = call.span if call.span.line else after.span
                     at = node.at("on_failure") if fails else node.span
                     found.append(Diagnostic("bad-scope", message, span, help, related=((at, "rows are dropped here"),)))

@@ -234,6 +234,11 @@ class _Algorithm(Declarations):
             self.problems.tell(
                 "bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", node.title, help
             )
+        if statement == "function" and "on_failure" in given and given & {"keep", "select"}:
+            help = "leave it out, or compute first what the filter chooses by: `node host.NAME(…) -> … { call = … }`"
+            self.problems.tell(
+                "bad-value", f"`{node_name(node)}` is a filter, and `on_failure` is for a `call`", node.title, help
+            )
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)

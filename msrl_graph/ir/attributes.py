@@ -252,6 +252,13 @@ class Call(OfNode):
         "What is over is cut in the source's order. If that does not suffice the run ends with an error.",
         "no refill",
     )
+    on_failure: str = attr(
+        Words(("stop", "leave")),
+        "stop",
+        "With `call`: what becomes of what a call was for, the row or with `per` the group, where the function raises "
+        "or returns what does not belong there. `stop` ends the run; with `leave` it leaves the iteration, "
+        "[counted and told](metrics.md).",
+    )
 
     @classmethod
     def _of(cls, node: Node) -> Call:

@@ -181,8 +181,8 @@ class Node(Saying):
 
     @property
     def filters(self) -> bool:
-        """Whether rows leave the iteration here: it is a filter, or a generation that rows leave which fail, or which
-        are to go on in the next one."""
+        """Whether rows leave the iteration here: it is a filter, or rows leave that fail, or whose responses are to
+        go on in the next one."""
         return "keep" in self.attributes or "select" in self.attributes or self.fails or self.cuts
 
     @property
@@ -193,7 +193,7 @@ class Node(Saying):
 
     @property
     def fails(self) -> bool:
-        """Whether it is a generation that rows which fail leave."""
+        """Whether rows that fail leave it."""
         said = self.stated("on_failure")
         return said is not None and said.value != "stop"
 

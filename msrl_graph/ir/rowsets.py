@@ -40,8 +40,9 @@ class Rowset:
 @dataclass(frozen=True)
 class Sieve:
     """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may
-    repeat; `refill`: how many more rounds of prompts it may ask for. `generates`: it is a
-    generation, `failures`: which the rows that failed leave, in evaluations too."""
+    repeat; `refill`: how many more rounds of prompts it may ask for. `failures`: it is no filter, but a generation or
+    a function which rows that fail leave, in evaluations too; `generates`: it is a generation.
+    """
 
     node: str
     rows: int
@@ -103,10 +104,11 @@ class Rowsets:
             self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples))
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
-        if node.verb == "generate" and node.filters:
-            self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=True)
+        said, generates = Call.of(node), node.verb == "generate"
+        if node.filters and said.keep is None and said.select is None:
+            self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=generates)
         elif node.filters:
-            left, said = rows, Call.of(node)
+            left = rows
             if said.select is not None:
                 left = len(self.sets)
                 self.sets.append(Rowset(level, rows, repeats=True))

@@ -143,16 +143,21 @@ class Computed:
     def __call__(self, batch: Batch, task: Task) -> Results:
         self.dry.work(self.node.name, task)
         reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
+        failed: dict[str, Piece] = {}
+        rows = batch.rows
         if self.sieve is not None:
             truth = self.dry.truth(task)
             keys = (truth.key(numbers, int(r), reader.rows) for r in batch.rows)
             times = np.array([truth.verdict(self.node.name, k) for k in keys], np.int32)
-            return Results({self.sieve.column: Verdicts(batch.rows, Column(times))})
+            failed = {self.sieve.column: Verdicts(batch.rows, Column(times))}
+            if not self.sieve.failures:
+                return Results(failed)
+            rows = batch.rows[times > 0]
         states = {}
         for name in self.node.sets:
             old = task.states.get(name, 0.0)
             states[name] = NextValues([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
-        return Results(self.dry.written(self.node, reader.rows, numbers, batch.rows), states)
+        return Results(failed | self.dry.written(self.node, reader.rows, numbers, rows), states)
 
 
 class Versions:

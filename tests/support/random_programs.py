@@ -188,8 +188,10 @@ class Program:
         given = self.names(reads)
         if state and not (state == "rate" and per == "batch" and path):
             given, call = f"{given}, {state}", f"{call}_{state}"
+        scope += ", on_failure = leave" if (fails := self.often(20)) else ""
         node = self.node("host", f"f{at}", f'({given}) -> c{at} {{ call = "{FILE}:{call}"{scope} }}', reads)
         self.rename(node, [at])
+        self.filters += [node] * fails
 
     def setter(self) -> None:
         """A node that gives the next value of a state; it may read nothing else."""

@@ -20,10 +20,13 @@ class Truth:
 
     def verdict(self, node, key):
         """How often a row goes on; of a row that fails its whole group may leave."""
-        if self.graph.node(node).cuts:
+        said = self.graph.node(node)
+        if said.cuts:
             return int(self.up(key, self.rows.sieves[node].rows, 0)[1] in self.taken)
-        if Generate.of(self.graph.node(node)).on_failure == "drop_group":
+        if Generate.of(said).on_failure == "drop_group":
             key = key[1]
+        elif said.verb != "generate" and said.stated("on_failure") is not None:  # what a call was for goes as one
+            key = "all" if said.per == "batch" else self.up(key, self.rows.nodes[node], self.rows.units[node])
         bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
         select = Call.of(self.graph.node(node)).select is not None
         return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))

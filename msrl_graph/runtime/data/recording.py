@@ -187,7 +187,10 @@ def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piec
     nothing = Piece(
         np.zeros(0, np.int64), Column(np.zeros(0, np.int64))
     )  # a filter may leave no prompt to generate from
-    made = [level.column, *(s.column for s in found.sieves.values() if s.generates and s.rows == level.rows)]
+    made = [
+        level.column,
+        *(s.column for s in found.sieves.values() if (s.failures or s.generates) and s.rows == level.rows),
+    ]
     here = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in made]))}
     for sieve in found.sieves.values():
         if sieve.rows in here and sieve.left != sieve.rows:

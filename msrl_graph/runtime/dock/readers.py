@@ -38,7 +38,7 @@ class Reader:
       lengths it is as long as it is, and how often each counts; `balance`: shares are even by these, else by number;
       `imbalance`: how many times an even share one may be.
     - `passed`: the filters whose verdicts decide which rows it gets, and `failing` those of them that do so in an
-      evaluation too: generations that what it reads comes from, and that the rows which fail leave.
+      evaluation too: nodes that what it reads comes from, and that the rows which fail leave.
     - `refilling`: the graph's filter that asks for more prompts, if there is one, and `before_refill` the filters
       before it. `loops`: the node comes before that filter, or is it, so it works round by round of prompts.
     - `prompts`: a column of the source. A node that loops but reads no column, only nodes, hears by it that a round

@@ -29,7 +29,8 @@ from ..dock.wire import Batch
 from ..process.report import NextValues, RunError
 from ..process.task import Task
 from .blame import BadResult, blame
-from .note import Note
+from .instances import Failure
+from .note import Note, ProcessDied
 from .values import Filled, Returned, brief, called, seen
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -44,10 +45,12 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass
 class Results:
-    """What a node made of a batch: rows by column (of a filter its verdicts), and next values by state."""
+    """What a node made of a batch: rows by column (of a filter its verdicts), and next values by state; by the
+    unit what failed and left, and its rows."""
 
     columns: dict[str, Piece] = field(default_factory=dict)
     states: dict[str, NextValues] = field(default_factory=dict)
+    failed: dict[str, tuple[Failure, int]] = field(default_factory=dict)
 
 
 class _OfUnit(list[Any]):
@@ -62,7 +65,9 @@ class Function:
         self.returned = Returned(plan, node.writes)
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         found = rowsets(plan.graph)
-        self.sieve: Sieve | None = found.sieves.get(node.name)
+        sieve: Sieve | None = found.sieves.get(node.name)
+        self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
+        self.sieve = None if self.drops else sieve
         self.written = {c: found.columns[c] for c in node.writes}  # the set of the rows of each
         self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
         call = Call.of(node).functions[0]
@@ -103,11 +108,14 @@ class Function:
         numbers = self.reader.numbers(task)
         made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in self.node.gives or self.node.writes}
         times: list[Array] = []
+        failed: dict[str, tuple[Failure, int]] = {}
+        stay = np.ones(len(batch.rows), np.int32)
         start, seen = 0, self._seen(batch, task)
         results = self._at_once(batch, task, seen) if self.many and (sizes == 1).all() else None
         for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
             rows = slice(start, start := start + int(size))
             where, given = f"{self.scope} {unit}", [(p, self._of_unit(values, rows)) for p, values in seen]
+            mine: list[tuple[str, int, Any]] = []  # name, row or unit, value
             try:
                 if self.alone and size != 1:
                     raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
@@ -120,8 +128,7 @@ class Function:
                         if np.isfinite(
                             number := self._next(name, value)
                         ):  # under `on_nan = skip` a state stays as it is
-                            made[name][0].append(int(unit))
-                            made[name][1].append(number)
+                            mine.append((name, int(unit), number))
                         continue
                     wanted, first = batch.rows[rows], np.arange(int(size))
                     if self.written[name] != self.reader.rows:
@@ -133,18 +140,26 @@ class Function:
                         wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True
                     ):
                         where = where if one else f"{self.scope} {unit}, row {row}"
-                        made[name][0].append(int(row))
-                        made[name][1].append(
-                            self.returned.checked(name, item, self._lengths(name, batch, rows.start + int(at)))
-                        )
+                        lengths = self._lengths(name, batch, rows.start + int(at))
+                        mine.append((name, int(row), self.returned.checked(name, item, lengths)))
             except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
-                raise RunError(blame(self.node, error, f"{where} of iteration {task.number}", given)) from error
+                told = blame(self.node, error, f"{where} of iteration {task.number}", given)
+                if not self.drops:
+                    raise RunError(told) from error
+                failure = Failure.of(error, "exited" if isinstance(error, ProcessDied) else None)
+                failed[where], stay[rows] = (failure, int(size)), 0
+                continue
+            for name, of, value in mine:
+                made[name][0].append(of)
+                made[name][1].append(value)
         if self.sieve is not None:
             return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
         columns = {
             c: Piece(np.asarray(made[c][0], np.int64), self.returned.column(c, made[c][1])) for c in self.node.writes
         }
-        return Results(columns, {name: NextValues(*made[name]) for name in self.node.sets})
+        if self.drops:
+            columns[self.drops] = Verdicts(batch.rows, Column(stay))
+        return Results(columns, {name: NextValues(*made[name]) for name in self.node.sets}, failed)
 
     def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
         """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one

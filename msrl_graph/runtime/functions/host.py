@@ -215,6 +215,11 @@ class FunctionHost:
                 made = function(batch, task)
             for figure, amount in told().items():
                 report.count(figure, amount, 0)
+            for where, (failure, size) in made.failed.items():
+                report.count(f"{node.name}/failed", size, 0)
+                report.count(f"{node.name}/failed/{failure.reason}", size, 0)
+                first = report.failed.setdefault(node.name, {})
+                first.setdefault(failure.reason, f"{where}: {failure.told.reason}")
             known = function.spoilt(batch)
             for name, piece in made.columns.items():
                 rows, column = piece.rows, piece.column

@@ -16,10 +16,11 @@ from ..process.task import Task
 
 
 def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
-    """A message for each generation of which rows failed; RunError where none is left to train on."""
+    """A message for each node of which rows failed; RunError where none is left to train on."""
     found = []
-    for i, node in enumerate(plan.graph.verb("generate")):
-        head, kept = f"{node.name}/failed" if i else "failed", f"kept/{node.name}"
+    first_of_all = plan.graph.verb("generate")[:1]
+    for node in plan.graph.nodes:
+        head, kept = "failed" if node in first_of_all else f"{node.name}/failed", f"kept/{node.name}"
         sums: Counter[str] = Counter()
         for key, (total, _) in ((k, of) for r in reports for k, of in r.sums.items()):
             if key in (head, kept) or key.startswith(f"{head}/"):
