@@ -23,7 +23,7 @@ __all__ = ["alone"]
 WAYS = {  # what an instance does, how its failure is counted, and what is told
     "raise ValueError('no')": ("raised", "turn 1: ValueError: no, at {path}:12"),
     "raise SystemExit(3)": ("raised", "turn 1: SystemExit: 3, at {path}:12"),
-    "time.sleep(3)": ("timeout", "turn 1: TimeoutError: it takes longer than 1 s, its `timeout`"),
+    "time.sleep(60)": ("timeout", "turn 1: TimeoutError: it takes longer than 4 s, its `timeout`"),
     "raise TimeoutError('of a server')": ("raised", "turn 1: TimeoutError: of a server, at {path}:12"),
     "return 'x', 1.0": ("rubbish", "turn 1: BadResult: `step` returned tuple of 2, where a tuple of 4 belongs"),
     "__import__('os')._exit(3)": ("exited", "turn 1: it ended its process with status 3"),
@@ -32,7 +32,7 @@ WAYS = {  # what an instance does, how its failure is counted, and what is told
     "bytearray(10**10)": ("memory", "turn 1: MemoryError: , at {path}:12"),
     "__import__('re').match('(a*)*b', 'a' * 40)": (  # C code that lets no other thread of its process run
         "timeout",
-        "turn 1: TimeoutError: it takes longer than 1 s, its `timeout`, and its process does not answer",
+        "turn 1: TimeoutError: it takes longer than 4 s, its `timeout`, and its process does not answer",
     ),
     "return 'x', lambda: 0, '', True": (
         "rubbish",
@@ -51,7 +51,7 @@ def planned(path, on_failure, *changes):
     (path.parent / "own.py").write_text("def own(response, reward): ...")
     rows = ("call = group_norm(), per = prompt", f'call = "{path.parent}/own.py:own"')
     changes = (*changes, rows) if on_failure == "drop_row" else changes
-    return program(path, *changes, more=f"timeout = 1 s, on_failure = {on_failure},")
+    return program(path, *changes, more=f"timeout = 4 s, on_failure = {on_failure},")
 
 
 def stage(path, on_failure):
