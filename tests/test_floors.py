@@ -16,6 +16,7 @@ FLOORS = (
     ("runtime/calibrate",),
     ("runtime/driver",),
     ("runtime/rank",),
+    ("runtime/agents",),
     ("runtime/functions", "runtime/weights"),
     ("runtime/metrics",),
     ("runtime/dock",),
@@ -53,6 +54,7 @@ HEAVY = {
     "pyarrow",
     "tensordict",
     "fsspec",
+    "aiohttp",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {p.relative_to(PACKAGE).with_suffix("").parts for p in FILES}

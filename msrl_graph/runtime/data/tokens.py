@@ -73,13 +73,13 @@ class Tokens:
 
     def prompt(self, messages: Messages) -> str:
         """The text that asks for a response to these messages. Raises BadMessages."""
-        return self._rendered(messages, True)
+        return self.rendered(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
         """What the template writes of `messages` after `prompt`, up to the end token where it writes one: the text that
         a generation would have written. `messages` may begin with those of the prompt. Raises BadMessages."""
         whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
-        before, text = self.prompt(prompt) if prompt else "", self._rendered(whole, False)
+        before, text = self.prompt(prompt) if prompt else "", self.rendered(whole, False)
         if not text.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
             what = (
@@ -94,13 +94,15 @@ class Tokens:
             shorter if shorter.endswith(tuple(t for e in self.ends if (t := self.tokenizer.id_to_token(e)))) else text
         )
 
-    def _rendered(self, messages: Messages, prompt: bool) -> str:
+    def rendered(self, messages: Messages, prompt: bool, **more: Any) -> str:
+        """The text of messages, with what asks for a response after them where it is a `prompt`; `more` is for the
+        template, as `tools`. Raises BadMessages."""
         chat = self.chat()
         if not chat.chat_template:
             what = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
             raise BadMessages(f"the model folder {self.folder} has no chat template to render them: {what}")
         try:
-            text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
         except Exception as error:  # a template is a program, which may raise anything
             raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
         return text

@@ -1,0 +1,200 @@
+"""The conversations that a program has with the policy for one row, as tokens.
+
+Invariant: an answer's tokens are those that were drawn, after exactly the tokens that they were drawn from. Whatever a
+program asks is a node of a tree: it goes on from the latest answer that its messages (or its text) begin with, or it
+begins a conversation; what repeats a request whose answer never reached the program gets that answer. Of the tree a row
+is trained on one path: that to the last answer that the program got, of those conversations that begin with the row's
+own prompt.
+
+The noise of a draw: what goes on from an answer for the first time has its key, and the row's first conversation the
+row's, so that a program that asks in turn draws what an environment would. Whatever else begins, or is asked again,
+has a key of its own, by its tokens and how often they were asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...data.chat import Messages
+from ..data.columns import Array
+from .template import Speech
+
+NOTHING: Array = np.zeros(0, np.int32)
+
+
+class Full(Exception):
+    """There is no room for an answer, or no turn left; says why."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """What the policy draws for a request: `prefix` are all tokens before it, of which the first `base` are no part of
+    a response, `key` is that of its noise, `most` how many tokens it may have. `number` counts the requests of a row.
+    `got`: the program has it."""
+
+    before: Answer | None
+    prefix: Array
+    base: int
+    key: int
+    number: int
+    most: int
+    tokens: Array = field(default_factory=NOTHING.copy)
+    logps: Array = field(default_factory=lambda: np.zeros(0, np.float32))
+    continued: bool = False
+    got: bool = False
+
+    @property
+    def whole(self) -> Array:
+        return np.concatenate([self.prefix, self.tokens])
+
+    def path(self) -> Iterator[Answer]:
+        """The answers from this one back to the first."""
+        node: Answer | None = self
+        while node is not None:
+            yield node
+            node = node.before
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A response: its tokens, their log-probabilities (NaN where they were not drawn), and which were drawn."""
+
+    tokens: Array
+    logps: Array
+    mask: Array
+
+
+class Conversations:
+    """Those of a row: `context` are the tokens that its response stands after, `bound` is how many that may have,
+    `turns` how many answers there may be (None: any number)."""
+
+    def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: Speech) -> None:
+        self.row, self.context, self.bound, self.turns, self.speech = row, context, bound, turns, speech
+        self.answers: list[Answer] = []
+        self.strayed = 0  # requests with answers of the policy in them that are not continued token for token
+        self._by_messages: dict[str, Answer] = {}  # by the messages up to an answer and that itself
+        self._by_text: dict[str, Answer] = {}
+        self._asked: dict[bytes, int] = {}
+        self._lost: dict[bytes, Answer] = {}
+
+    # What is asked
+
+    def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> Answer:
+        """What is to be drawn for messages; `more` is for the template. Raises Full, and BadMessages."""
+        places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        known = keys(messages, more)
+        for i in reversed(places):
+            before = self._by_messages.get(known[i])
+            rest = self.speech.after(messages, i, before.tokens, **more) if before else None
+            if before and rest is not None:
+                self.strayed += i != places[-1]
+                return self._ask(before, np.concatenate([before.whole, rest]), most)
+        self.strayed += bool(places)
+        return self._ask(None, self.speech.begun(messages, **more), most)
+
+    def completion(self, prompt: str | Array, most: int | None) -> Answer:
+        """What is to be drawn after a text, or after tokens. Raises Full."""
+        if isinstance(prompt, str):
+            known = max((t for t in self._by_text if prompt.startswith(t)), key=len, default=None)
+            if known is None:
+                return self._ask(None, self.speech.encode(prompt), most)
+            before: Answer | None = self._by_text[known]
+            rest = self.speech.encode(prompt[len(known) :])
+        else:
+            found = [a for a in self.answers if a.got and np.array_equal(prompt[: len(a.whole)], a.whole)]
+            before = max(found, key=lambda a: len(a.whole), default=None)
+            rest = prompt[len(before.whole) :] if before else prompt
+        return self._ask(before, np.concatenate([before.whole, rest]) if before else rest, most)
+
+    def _ask(self, before: Answer | None, prefix: Array, most: int | None) -> Answer:
+        lost = self._lost.pop(name := prefix.tobytes(), None)
+        if lost is not None and most in (None, lost.most):
+            return lost
+        if self.turns is not None and len(self.answers) >= self.turns:
+            raise Full(f"row {self.row} has had its {self.turns} answers, the `turns` of the program")
+        if not len(prefix):
+            raise Full("there is no token to go on from")
+        owned = np.array_equal(prefix[: len(self.context)], self.context)
+        base = before.base if before else len(self.context) * owned
+        room = self.bound - (len(prefix) - base)
+        if room < 1:
+            raise Full(
+                f"what is asked takes {len(prefix) - base} tokens of a response that holds {self.bound}, and leaves no "
+                "room for an answer"
+            )
+        times = self._asked[name] = self._asked.get(name, -1) + 1
+        inherits = not before.continued if before else not self.answers
+        key = (before.key if before else self.row) if inherits else _key(self.row, prefix, times)
+        if before:
+            before.continued = True
+        answer = Answer(before, prefix, base, key, len(self.answers), min(room, most or room))
+        self.answers.append(answer)
+        return answer
+
+    # What was drawn
+
+    def chatted(self, answer: Answer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]) -> None:
+        """The program has an answer to messages, as this message."""
+        answer.got = True
+        self._by_messages[keys([*messages, message], more)[-1]] = answer
+
+    def completed(self, answer: Answer, prompt: str | Array, text: str) -> None:
+        """The program has an answer to a prompt, as this text."""
+        answer.got = True
+        if isinstance(prompt, str):
+            self._by_text[prompt + text] = answer
+
+    def lost(self, answer: Answer) -> None:
+        """The program has gone away from a request, as it does before it makes the request again."""
+        self._lost[answer.prefix.tobytes()] = answer
+
+    # What it comes to
+
+    @property
+    def last(self) -> Answer | None:
+        """The answer that the row's response ends with."""
+        got = [a for a in self.answers if a.got]
+        owned = [a for a in got if a.base == len(self.context)]
+        return max(owned, key=lambda a: a.number, default=None)
+
+    def spoken(self, last: Answer) -> Spoken:
+        """The response that ends with an answer."""
+        whole = last.whole
+        logps, mask = np.full(len(whole), np.nan, np.float32), np.zeros(len(whole), bool)
+        for answer in last.path():
+            here = slice(len(answer.prefix), len(answer.prefix) + len(answer.tokens))
+            logps[here] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
+            mask[here] = True
+        own = slice(last.base, None)
+        return Spoken(whole[own], logps[own], mask[own])
+
+    def aside(self, last: Answer) -> tuple[int, int]:
+        """How many answers the response that ends with this one leaves out, and how many tokens of the policy."""
+        kept = {id(a) for a in last.path()}
+        left = [len(a.tokens) for a in self.answers if id(a) not in kept and len(a.tokens)]
+        return len(left), sum(left)
+
+
+def keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
+    """Of each message a key of the conversation up to it. Programs hand messages back in their own way: what is no part
+    of what was said, and blanks around it, make no difference."""
+    found, key = [], json.dumps(more, sort_keys=True)
+    for message in messages:
+        said = {k: message.get(k) for k in ("role", "name", "tool_call_id")}
+        said["content"] = str(message.get("content") or "").strip()
+        said["tool_calls"] = [(c.get("id"), c.get("function")) for c in message.get("tool_calls") or []]
+        key = hashlib.sha256((key + json.dumps(said, sort_keys=True)).encode()).hexdigest()
+        found.append(key)
+    return found
+
+
+def _key(row: int, prefix: Array, times: int) -> int:
+    """A key that is no row's: beyond all of them."""
+    digest = hashlib.blake2b(f"{row} {times} ".encode() + prefix.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2 | 1 << 61

@@ -1,0 +1,101 @@
+"""What a model's chat template writes of a conversation, and where in it the policy's own words end.
+
+Invariant: what the policy drew is never tokenised again. A conversation that goes on is what was drawn, token for
+token, and after it what the template writes there; where the template writes the beginning otherwise than it did, the
+conversation does not go on: it begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ...data.chat import Messages
+from ..data.columns import Array
+from ..data.tokens import Tokens
+from .calls import Call, Calls, taught
+
+
+class Speech:
+    """The tokenizer and the template of the policy's folder; `calls` finds calls of tools, where the template's own
+    format is not to be looked for."""
+
+    def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
+        self.tokens, self._calls = tokens, calls
+        self.ends = {e: t for e in tokens.ends if (t := tokens.tokenizer.id_to_token(e))}
+
+    @cached_property
+    def calls(self) -> Calls | None:
+        """What finds calls of tools; None where nobody knows how the policy would write them."""
+        return self._calls or taught(self._template)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template does anything with tools."""
+        from jinja2 import meta
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
+        # What transformers adds to templates to mark what an assistant writes, which jinja2 alone does not know.
+        source = self._template.replace("endgeneration", "endif").replace("% generation", "% if true")
+        return "tools" in meta.find_undeclared_variables(environment.parse(source))
+
+    @property
+    def _template(self) -> str:
+        """The template that is taken where there are tools."""
+        found = self.tokens.chat().chat_template
+        return str(found.get("tool_use", found.get("default", "")) if isinstance(found, dict) else found or "")
+
+    def begun(self, messages: Messages, **more: Any) -> Array:
+        """The tokens that ask for an answer to messages. Raises BadMessages."""
+        return self.encode(self.tokens.rendered(messages, True, **more))
+
+    def after(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
+        """The tokens that stand between what was `drawn`, which the message at `last` was made of, and the next answer
+        to all messages; None where the template writes what comes before them otherwise than it did. Raises
+        BadMessages."""
+        asked = self.tokens.rendered(messages[:last], True, **more)
+        said = self.tokens.rendered(messages[: last + 1], False, **more)
+        whole = self.tokens.rendered(messages, True, **more)
+        if not (whole.startswith(said) and said.startswith(asked)):
+            return None
+        rest = self._rest(said[len(asked) :], drawn)
+        return None if rest is None else self.encode(rest + whole[len(said) :])
+
+    def _rest(self, turn: str, drawn: Array) -> str | None:
+        """What a template writes of a turn after what was drawn in it; None where that cannot be told."""
+        end = self.ends.get(int(drawn[-1]), "") if len(drawn) else ""
+        text = self.decode(drawn[:-1] if end else drawn, special=True)
+        if turn.startswith(text):
+            rest = turn[len(text) :]
+        elif closes := max((turn.rfind(e) for e in self.ends.values()), default=-1) + 1:
+            # Templates write calls in their own way, and strip blanks: the end token is where the turn ends.
+            rest = turn[closes - 1 :]
+        else:
+            place = turn.find(text.strip()) if text.strip() else -1
+            if place < 0:
+                return None
+            rest = turn[place + len(text.strip()) :]
+        return rest.removeprefix(end)
+
+    def encode(self, text: str) -> Array:
+        return self.tokens.encode([text])[0]
+
+    def decode(self, tokens: Array, special: bool = False) -> str:
+        return self.tokens.decode([tokens], special)[0]
+
+    def pieces(self, tokens: Array) -> list[str]:
+        """The text of each token by itself."""
+        return self.tokens.decode([tokens[i : i + 1] for i in range(len(tokens))], special=True)
+
+    def read(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+        """What the policy says in what it drew, and which of the tools it calls."""
+        end = len(drawn) and int(drawn[-1]) in self.tokens.ends
+        own = drawn[:-1] if end else drawn
+        if tools and self.calls is not None:
+            said, found = self.calls(self.decode(own, special=True))
+            if found:
+                # What stands beside the calls, less the special tokens in it.
+                return self.decode(self.encode(said)) if said else "", found
+        return self.decode(own), []
