@@ -14,7 +14,7 @@ from ..ir.attributes import CALLED, Call, Generate, ReshardingEdge, Update
 from ..ir.graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..ir.kinds import LOSS, OPTIMIZER
 from ..ir.plan import METRICS, reported
-from ..ir.sequences import is_tokens, sequences, tempered
+from ..ir.sequences import is_tokens, of_response, sequences, tempered, whole
 from ..ir.signatures import Signature
 from . import states
 from .columns import Library
@@ -193,11 +193,8 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
             masks = [c for c in columns if c.element == "bool" and like and [d.like for d in c.dims] == [like]]
             versions = [c for c in columns if c.element == "i32" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
-                if (
-                    column not in [*responses, *logps[:1], *masks[:1], *versions[:1]]
-                    and like
-                    and Generate.of(node).environment is None
-                ):
+                own = [*responses, *logps[:1], *masks[:1], *versions[:1]]
+                if column not in own and like and Generate.of(node).partner is None:
                     help = (
                         f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`, versions as "
                         f"`i32[{like}]`; functions write the rest"
@@ -244,7 +241,7 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
     row."""
     tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
     for column in map(graph.column, node.reads):
-        beside = Generate.of(node).environment is not None and column.element == "json"
+        beside = Generate.of(node).partner is not None and column.element == "json"
         beside = beside or any((e.kind, e.value) == ("column", column.name) for e in tempered(graph, node))
         if node.verb != "update" and column.name not in tokens and not beside:
             wrong(
@@ -263,8 +260,20 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
         wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
     read = sequences(graph, node)
     if node.verb in ("infer", "update") and read.scored and not read.context and tokens <= {*node.reads}:
-        what = f"scores `{read.scored[0]}` with nothing before it, which its first token could be predicted from"
-        wrong(node, what, "read a prompt before it, another column of tokens")
+        response = read.scored[0]
+        what = f"scores `{response}` with nothing before it, which its first token could be predicted from"
+        if not whole(graph, node):
+            wrong(node, what, "read a prompt before it, another column of tokens")
+        elif node.verb == "update" and not _mask(graph, node, response):
+            mask = of_response(graph, graph.writer(response), "bool")
+            declare = f"declare `mask : bool[{response}]`, let `{graph.writer(response).name}` write it and "
+            wrong(node, what, f"read `{mask}`, which leaves that out" if mask else f"{declare}`{node.name}` read it")
+
+
+def _mask(graph: Graph, node: Node, response: str) -> bool:
+    """Whether a node reads a mask of a response."""
+    columns = (graph.column(c) for c in node.reads)
+    return any(c.element == "bool" and [d.like for d in c.dims] == [response] for c in columns)
 
 
 def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[Node, str, str], None]) -> None:

@@ -57,7 +57,7 @@ def equal(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in filter(_cold, graph.verb("generate")):
         said = Generate.of(node)
-        if said.samples > 1 and said.environment is None:
+        if said.samples > 1 and said.partner is None:
             message = (
                 f"`{node.name}` draws {said.samples:,} equal responses to each prompt: at temperature 0 it "
                 "takes the likeliest tokens"

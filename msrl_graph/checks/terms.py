@@ -149,10 +149,11 @@ def _without(graph: Graph, node: Node, column: str) -> str:
 
 
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates that train on what an environment wrote, and functions that know of masks and take it for the
+    """Updates that train on what an environment or an agent wrote, and functions that know of masks and take it for the
     policy's."""
     found = []
-    for node in (n for n in graph.verb("generate") if Generate.of(n).environment is not None):
+    for node in (n for n in graph.verb("generate") if Generate.of(n).partner is not None):
+        partner = "environment" if Generate.of(node).environment is not None else "agent"
         mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
         for other in graph.nodes:
             whole = [c for c in _unmasked(graph, other, library) if c in responses]
@@ -163,7 +164,7 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
                 if other.verb == "update"
                 else f"takes all of `{whole[0]}` for the policy's"
             )
-            message = f"`{other.name}` {does}, and parts of it the environment of `{node.name}` wrote"
+            message = f"`{other.name}` {does}, and parts of it the {partner} of `{node.name}` wrote"
             own = (
                 f"declare `mask : bool[{whole[0]}]`, let `{node.name}` write it beside `{whole[0]}`, and "
                 f"`{other.name}` read it"

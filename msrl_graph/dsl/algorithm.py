@@ -178,10 +178,10 @@ class _Algorithm(Declarations):
             # Of several each may take some of the columns.
             if [c.kind for c in calls] == ["call"]:
                 caller.taken(node, "call", calls[0], self._signature(calls[0], caller))
-            elif "environment" in attributes:
+            for key in {"environment", "agent"} & attributes.keys():
                 beside = [c.name for c in self.columns.values() if c.element in ("text", "json")]
-                made = attributes["environment"]
-                caller.taken(node, "environment", made, self._signature(made, caller), beside)
+                made = attributes[key]
+                caller.taken(node, key, made, self._signature(made, caller), beside)
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
         self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole)
 
@@ -242,26 +242,37 @@ class _Algorithm(Declarations):
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
-        if (
-            lonely := sorted(given & {"turns", "timeout", "on_failure", "memory"})
-            if statement == "generate" and "environment" not in given
-            else []
-        ):
-            help = 'add `environment = "file.py:Name"`, or leave it out'
-            self.problems.tell(
-                "bad-value",
-                f"`{lonely[0]}` of `{node_name(node)}` is of an environment, and there is none",
-                node.title,
-                help,
-            )
         if statement == "generate" and {"environment", "memory"} <= given and "on_failure" not in given:
             help = "add `on_failure = drop_row` or `drop_group`, or leave it out"
             what = f"`memory` of `{node_name(node)}` bounds processes, and its environment has none of its own"
             self.problems.tell("bad-value", what, node.title, help)
+        if statement == "generate":
+            self._need_partner(node, given)
         for key, attribute in STATEMENTS[statement].declared().items():
             if attribute.must and key not in given:
                 message = f"`{node.worker.text}.{statement}` has no `{key}`"
                 self.problems.tell("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
+
+    def _need_partner(self, node: ast.Node, given: Collection[str]) -> None:
+        """What a generation may say only with an environment or an agent, of which it has one."""
+        if {"environment", "agent"} <= {*given}:
+            what = f"`{node_name(node)}` has an environment and an agent"
+            help = "leave one out: an environment answers the policy, an agent asks it"
+            self.problems.tell("bad-value", what, node.title, help)
+        both = ("environment", "agent")
+        for key, partners in (
+            ("on_failure", both),
+            ("timeout", both),
+            ("tool_calls", both[1:]),
+            ("turns", both),
+            ("memory", both[:1]),
+        ):
+            if key in given and not {*partners} & {*given}:
+                who = " or ".join(f"an {p}" for p in partners)
+                one = 'environment = "file.py:Name"' if "environment" in partners else 'agent = "file.py:name"'
+                what = f"`{key}` of `{node_name(node)}` is of {who}, and there is none"
+                self.problems.tell("bad-value", what, node.title, f"add `{one}`, or leave it out")
+                return
 
     def _signature(self, call: Expr, caller: Caller) -> Signature:
         key: tuple[CallKind, str] = ("function", str(call.value))

@@ -1,26 +1,42 @@
-"""Attributes that say what a node computes: functions, filters, environments, losses and optimizers, of the package or
-of a file.
+"""Attributes that say what a node computes: functions, filters, environments, agents, losses and optimizers, of the
+package or of a file.
 
 Invariant: what stands in a user's file is read, never run; a call of it is named `path/to/file.py:name`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import ClassVar, NoReturn, TypeVar
 
 from .. import algorithms
-from ..diagnostics import Span, nearest
+from ..diagnostics import nearest
 from ..ir.graph import Expr
-from ..ir.kinds import CALL, COUNT, ENVIRONMENT, KEEP, LOSS, OPTIMIZER, PER, REDUCE, TEMPERATURE, Form, Number, Words
-from ..ir.signatures import CallKind, Signature, called_as, classes
+from ..ir.kinds import (
+    AGENT,
+    CALL,
+    COUNT,
+    ENVIRONMENT,
+    KEEP,
+    LOSS,
+    OPTIMIZER,
+    PER,
+    REDUCE,
+    TEMPERATURE,
+    TOOL_CALLS,
+    Form,
+    Number,
+    Words,
+)
+from ..ir.signatures import CallKind, Signature, called_as
 from . import ast, guesses
 from .attributes import Reader, fit, origin, read_as, shown
 from .calls import Caller, Library
 from .expressions import TOLD, Names, evaluate, fold, mistake, negate
+from .infile import call_in, functions, in_file
+from .partners import Agent, Environment, ToolCalls
 
 T = TypeVar("T")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
@@ -47,11 +63,11 @@ class FunctionCall:
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
-        if quoted := _quoted(expr):
+        if quoted := call_in(expr):
             return _call_in_file(caller, quoted, "function", names)
         if not isinstance(expr, ast.Call):
             text = expr.text if isinstance(expr, ast.NameExpr) else ""
-            help = guesses.called(text, _functions(caller.library)) or (f"write `{text}()`" if text else "")
+            help = guesses.called(text, functions(caller.library)) or (f"write `{text}()`" if text else "")
             message = f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`'
             raise mistake("bad-value", message, expr.span, help)
         signature = _find(caller.library, "function", expr.name)
@@ -76,42 +92,6 @@ class Per:
             expr.span,
             help,
         )
-
-
-@dataclass(frozen=True)
-class Environment:
-    """`environment = "file.py:Class"`."""
-
-    caller: Caller
-
-    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        if not isinstance(expr, ast.Literal_) or expr.kind != "string":
-            raise mistake("bad-value", f"`{key}` takes a class of a file", expr.span, f'write `{key} = "file.py:Name"`')
-        path, name, found = _in_file(self.caller, str(expr.value), expr.span, "class", classes)
-        for method in ("reset", "step"):
-            if method not in found[name]:
-                help = "an environment has `reset(columns)` and `step(text)`"
-                raise mistake(
-                    "unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help
-                )
-        step = found[name]["step"]
-        must = [p for p in step.columns if p not in step.optional] + [o.name for o in step.options if o.required]
-        if step.fills or not step.columns or must not in ([], [*step.columns[:1]]):
-            help = "write `def step(self, text)`; `rng`, `tokenizer` and `iteration` are for `reset`"
-            raise mistake("unknown-function", f"`{step.name}` takes something else than one text", expr.span, help)
-        if (made := found[name].get("__init__")) is not None:
-            needs = [] if made.rest else [p for p in made.columns if p not in made.optional]
-            needs += [o.name for o in made.options if o.required]
-            if needs:
-                help = f"give `{needs[0]}` a default, or take it in `reset`, which is given the row's columns"
-                what = f"`{made.name}` needs `{needs[0]}`, and an instance is made without arguments"
-                raise mistake("unknown-function", what, expr.span, help)
-        call = Expr("call", f"{path}:{name}", span=expr.span)
-        reset = found[name]["reset"]
-        if reset.seeded:  # gymnasium's way: all that the node reads are options
-            reset = replace(reset, columns=(), options=(), rest="options")
-        self.caller.used["function", str(call.value)] = (reset, str(path))
-        return call
 
 
 @dataclass(frozen=True)
@@ -157,56 +137,20 @@ def forms(caller: Caller, columns: Collection[str] = (), above: str = "") -> dic
         PER: Per(columns, above),
         TEMPERATURE: Temperature(caller),
         ENVIRONMENT: Environment(caller),
+        AGENT: Agent(caller),
+        TOOL_CALLS: ToolCalls(caller),
         LOSS: Loss(caller),
         OPTIMIZER: Optimizer(caller),
         REDUCE: Reduce(),
     }
 
 
-def _quoted(expr: ast.Expr) -> ast.Call | None:
-    """The call of something in a file, `"file.py:name"(…)`, also where its brackets are left out."""
-    if isinstance(expr, ast.Literal_) and expr.kind == "string":
-        return ast.Call(ast.Name(str(expr.value), expr.span), (), expr.span, quoted=True)
-    return expr if isinstance(expr, ast.Call) and expr.quoted else None
-
-
 def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names) -> Expr:
     """The call of a function of a user's file, of a term of a loss, or of a schedule."""
-    path, name, found = _in_file(caller, expr.name.text, expr.name.span, "function", partial(called_as, kind))
+    path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", partial(called_as, kind))
     called = f"{path}:{name}"
     caller.used[kind, called] = (found[name], str(path))
     return replace(caller.call(expr, found[name], names), value=called)
-
-
-def _in_file(
-    caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]
-) -> tuple[Path, str, dict[str, T]]:
-    """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there."""
-    file, colon, name = target.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        help = (
-            guesses.called(target, _functions(caller.library) if what == "function" else ())
-            or f'write `"file.py:{what}"`'
-        )
-        # Without its class an environment is none, and nothing can be said of what it writes.
-        raise mistake(
-            "bad-value" if what == "function" else "unknown-function", f'`"{target}"` names no {what}', span, help
-        )
-    path = caller.folder(span) / file
-    try:
-        found = read(path.read_text(encoding="utf-8-sig"))
-    except OSError:
-        raise mistake(
-            "missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder"
-        ) from None
-    except SyntaxError as error:
-        where = f" at its line {error.lineno}" if error.lineno else ""
-        raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
-    except (ValueError, RecursionError, MemoryError):
-        raise mistake("unknown-function", f"`{file}` is not Python", span) from None
-    if name not in found:
-        raise mistake("unknown-function", f"`{file}` has no {what} `{name}`", span, nearest(name, found))
-    return path, name, found
 
 
 @dataclass(frozen=True)
@@ -257,7 +201,7 @@ class Loss:
 
     def _part(self, expr: ast.Expr, names: Names) -> Expr:
         """A number, or an Expr of + - * neg over numbers and calls."""
-        if quoted := _quoted(expr):
+        if quoted := call_in(expr):
             return _call_in_file(self.caller, quoted, "loss", names)
         if isinstance(expr, ast.Call):
             return self.caller.call(expr, _find(self.caller.library, "loss", expr.name), names)
@@ -349,7 +293,7 @@ class Rate:
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
-        quoted = _quoted(expr)
+        quoted = call_in(expr)
         if quoted is not None and (quoted is expr or ".py:" in quoted.name.text):
             return self._bound(_call_in_file(caller, quoted, "schedule", names))
         if isinstance(expr, ast.Call):
@@ -408,10 +352,6 @@ def _find(library: Library, kind: CallKind, name: ast.Name) -> Signature:
         if not help.startswith("did") and kind != "optimizer":
             help = "; ".join(filter(None, (help, f'one of your own is `"file.py:{name.text}"`')))
     raise mistake("unknown-function", f"no {KINDS[kind]} is called `{name.text}`", name.span, help)
-
-
-def _functions(library: Library) -> list[str]:
-    return [n for k, n in library if k == "function"]
 
 
 def _terms(library: Library) -> str:

@@ -17,6 +17,7 @@ from typing import TypeVar
 from .declared import Declared, OfEdge, OfNode, attr
 from .graph import Expr, Node
 from .kinds import (
+    AGENT,
     CALL,
     COUNT,
     COUNT_OR_0,
@@ -30,6 +31,7 @@ from .kinds import (
     SIZE,
     TEMPERATURE,
     TIME,
+    TOOL_CALLS,
     Name,
     Number,
     String,
@@ -116,23 +118,37 @@ class Generate(OfNode):
         "environment.",
         "none",
     )
+    agent: Expr | None = attr(
+        AGENT,
+        None,
+        "A function of yours that asks the policy by itself, over an endpoint as OpenAI's that the run serves "
+        "([how](agents.md)). The response holds its conversation; what else is written is what the function returns.",
+        "none",
+    )
+    tool_calls: Expr | None = attr(
+        TOOL_CALLS,
+        None,
+        "With `agent`: how the policy writes calls of tools; a function of yours takes a text, and gives what is said "
+        "beside the calls and a list of them, each a name and its arguments.",
+        "as the model's chat template teaches it",
+    )
     turns: int | None = attr(
         COUNT,
         None,
-        "With `environment`: how many answers of the policy an episode has at most.",
+        "With `environment` or `agent`: how many answers of the policy a row has at most.",
         "as many as the response holds",
     )
     timeout: float = attr(
         TIME,
         math.inf,
-        "With `environment`: how long one step of it may take; one that takes longer has failed.",
+        "How long one step of an `environment`, or all of an `agent` for a row, may take; what takes longer has failed.",
         "none",
     )
     on_failure: str = attr(
         Words(("stop", "drop_row", "drop_group")),
         "stop",
-        "With `environment`: what becomes of a row whose environment raises, takes too long or returns what does not "
-        "belong there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
+        "What becomes of a row whose `environment` or `agent` raises, takes too long or returns what does not belong "
+        "there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
         "responses to its prompt. They are [counted and told](metrics.md).",
     )
     memory: int = attr(
@@ -148,6 +164,11 @@ class Generate(OfNode):
     def stretch(self, longest: int) -> int:
         """With `partial`: after so many more tokens of each response it is looked whether enough prompts are whole."""
         return max(1, math.ceil(longest / LOOKS))
+
+    @property
+    def partner(self) -> Expr | None:
+        """Its environment or its agent: who else writes in the response, and gives what else is written."""
+        return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
         """The most tokens of a response whose column holds `bound`."""
@@ -320,5 +341,5 @@ CALLED = {
     name: attribute.kind
     for said in (Call, Source, Generate, Update)
     for name, attribute in said.declared().items()
-    if attribute.kind in (CALL, KEEP, ENVIRONMENT, LOSS, OPTIMIZER)
+    if attribute.kind in (CALL, KEEP, ENVIRONMENT, AGENT, LOSS, OPTIMIZER)
 }

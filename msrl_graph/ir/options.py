@@ -245,6 +245,11 @@ class Run(Declared):
     save: int = attr(COUNT, 0, "A checkpoint every so many iterations, and after the last.", "none")
     keep: int = attr(COUNT, 2, "How many of the newest checkpoints stay.")
     resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from, or its URL.", "")
+    listen: str = attr(
+        String(),
+        "127.0.0.1",
+        "Where the endpoints of agents listen: an interface, as `eth1`, or an address of the host.",
+    )
     restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are started anew before the run ends.")
     on_nan: str = attr(
         Words(("stop", "skip")),

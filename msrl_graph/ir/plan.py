@@ -54,6 +54,7 @@ METRICS = frozenset(
             "after_iterations",
         ),
         *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens", "failed"),
+        *("left_out_answers", "left_out_tokens", "strayed"),
         *(
             "response_length_max",
             "distinct_prompt_tokens",

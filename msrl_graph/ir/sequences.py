@@ -54,7 +54,8 @@ def weighs(graph: Graph, node: Node) -> dict[str, int]:
     if graph.worker(node.worker).kind != "function":
         found = sequences(graph, node)
         scored = found.scored if node.verb != "generate" else ()  # are not there yet
-        return dict.fromkeys(found.context, max(1, len(scored))) | dict.fromkeys(scored, 1)
+        context = found.context or (() if scored else node.reads)  # an agent may be all who reads
+        return dict.fromkeys(context, max(1, len(scored))) | dict.fromkeys(scored, 1)
     return dict.fromkeys([c for c in node.reads if is_tokens(graph, c)] or node.reads, 1)
 
 
@@ -82,6 +83,15 @@ def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
     else:
         found = []
     return tuple(e for e in found if e.kind in ("column", "state"))
+
+
+def whole(graph: Graph, node: Node) -> bool:
+    """Whether what a node computes on begins with nothing, since it is an agent's conversation, which has what stands
+    before the policy's first word in it."""
+    read = sequences(graph, node)
+    agents = [n for n in graph.verb("generate") if Generate.of(n).agent is not None]
+    spoken = {c for n in agents for c in sequences(graph, n).scored if not sequences(graph, n).context}
+    return not read.context and bool(read.scored) and {*read.scored} <= spoken
 
 
 def speaker(graph: Graph) -> Worker | None:
@@ -114,10 +124,9 @@ def token_columns(graph: Graph) -> list[str]:
 
 
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
-    """Whether a node's model reads a column: tokens, or text that is tokenised; an environment reads its own text."""
-    return is_tokens(graph, column) or (
-        graph.column(column).element == "text" and Generate.of(node).environment is None
-    )
+    """Whether a node's model reads a column: tokens, or text that is tokenised; environments and agents read their own
+    text."""
+    return is_tokens(graph, column) or (graph.column(column).element == "text" and Generate.of(node).partner is None)
 
 
 def bound(graph: Graph, column: str) -> int:

@@ -22,6 +22,8 @@ after another:
 - `values`, a value worker's prediction before each response token;
 - `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds.
 
+Of an agent they are also `base_url`, `api_key` and `model`, by which it asks the policy.
+
 Of a schedule they are `step`, the number of the optimizer step from 1, and `last`, that of the run's last one; other
 positional parameters bind states.
 
@@ -36,6 +38,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+Def = ast.FunctionDef | ast.AsyncFunctionDef
 CallKind = Literal["function", "loss", "optimizer", "schedule", "option"]
 Scope = Literal["row", "group", "batch", "mini_batch"]
 Plain = Literal["bool", "int", "float", "str", "Count", "Positive", "NotNegative", "Share", "Below", "Betas", "Rate"]
@@ -45,6 +48,7 @@ MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "sc
 FILLED = ("logp", "entropy", "values", "lengths")
 OF_STEP = ("step", "last")
 GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
+ENDPOINT = ("base_url", "api_key", "model")  # to agents
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,12 @@ def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
     }
 
 
+def agents(source: str) -> dict[str, Signature]:
+    """The signatures of the top-level functions of a Python source as agents, those with `async` too."""
+    found = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in found}
+
+
 def classes(source: str) -> dict[str, dict[str, Signature]]:
     """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without
     the instance; by class and name. SyntaxError where it is not Python."""
@@ -130,7 +140,7 @@ def classes(source: str) -> dict[str, dict[str, Signature]]:
 
 
 def _signature(
-    item: ast.FunctionDef | ast.AsyncFunctionDef, makers: dict[str, set[str]], kind: CallKind | None = None
+    item: Def, makers: dict[str, set[str]], kind: CallKind | None = None, given: tuple[str, ...] = GIVEN
 ) -> Signature:
     a = item.args
     kind = kind or _kind(item)
@@ -142,7 +152,7 @@ def _signature(
         drawn = (p.arg for p in (*positional, *a.kwonlyargs) if p.arg == "rng" and scope == "mini_batch")
         fills = (*(p.arg for p in positional if _filled(kind, p.arg, names)), *drawn)
     else:  # Python gives what stands before `*columns` by order, so those are columns
-        fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in GIVEN)
+        fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in given)
     columns = tuple(p for p in positional if p.arg not in fills)
     signature = Signature(
         name=item.name,
@@ -168,7 +178,7 @@ def _signature(
     return replace(signature, logps=logps, rows="Rows" in _names(item.returns))
 
 
-def _kind(item: ast.FunctionDef | ast.AsyncFunctionDef) -> CallKind:
+def _kind(item: Def) -> CallKind:
     marks = [d.func if isinstance(d, ast.Call) else d for d in item.decorator_list]
     return next((MARKS[d.id] for d in marks if isinstance(d, ast.Name) and d.id in MARKS), "function")
 
@@ -224,7 +234,7 @@ def _plain(annotation: ast.expr | None) -> Plain | None:
     return found.pop() if len(found) == 1 and not others else None
 
 
-def _mark(item: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> object:
+def _mark(item: Def, key: str) -> object:
     """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no
     plain value."""
     given = [k.value for d in item.decorator_list if isinstance(d, ast.Call) for k in d.keywords if k.arg == key]
@@ -234,7 +244,7 @@ def _mark(item: ast.FunctionDef | ast.AsyncFunctionDef, key: str) -> object:
         return None
 
 
-def _scope(item: ast.FunctionDef | ast.AsyncFunctionDef, kind: CallKind) -> Scope:
+def _scope(item: Def, kind: CallKind) -> Scope:
     stated = _mark(item, "scope")
     return next((s for s in SCOPES.get(kind, ()) if s == stated), "row")
 
@@ -251,6 +261,6 @@ def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ..
     return tuple(known.get(ast.unparse(part), "") if part is not None else "" for part in parts)
 
 
-def _together(item: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[str, ...]:
+def _together(item: Def) -> tuple[str, ...]:
     stated = _mark(item, "together")
     return tuple(map(str, stated)) if isinstance(stated, tuple) else ()

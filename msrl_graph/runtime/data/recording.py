@@ -98,9 +98,10 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         found.append(
             Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record")
         )
-    for node in (n for n in plan.graph.verb("generate") if replay and Generate.of(n).environment is not None):
-        what = f"`{node.name}` cannot take its responses from a recording: what its environment does is not in it"
-        found.append(Diagnostic("bad-value", what, node.at("environment"), "leave out --replay"))
+    for node in (n for n in plan.graph.verb("generate") if replay and Generate.of(n).partner is not None):
+        partner = "environment" if Generate.of(node).environment is not None else "agent"
+        what = f"`{node.name}` cannot take its responses from a recording: what its {partner} does is not in it"
+        found.append(Diagnostic("bad-value", what, node.at(partner), "leave out --replay"))
     if replay and not is_folder(Path(replay) / FOLDER):
         what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))

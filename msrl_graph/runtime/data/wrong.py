@@ -96,7 +96,7 @@ def comparison(plan: Plan) -> Comparison | None:
                     column,
                     response,
                     max(TOLERANCE[k] for k in kinds),
-                    Generate.of(node).environment is not None,
+                    Generate.of(node).partner is not None,
                     f"{edges[0].src} => {node.name}" if edges else "",
                 )
     return None

@@ -79,7 +79,7 @@ class Function:
             self.filled = Filled(self.signature, node, plan)
             self.single = node.per == "row" or self.alone
             self.many = getattr(self.call, "many", None) if self.single else None
-            self.options, renamed = _options(call), call.columns()
+            self.options, renamed = options_of(call), call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
             self.bound = [(p, renamed.get(p, p)) for p in self.signature.columns if renamed.get(p, p) in known]
@@ -295,7 +295,7 @@ class Weigher:
         expr = Source.of(source).weights
         assert expr is not None
         self.call, signature = called(expr, "function")
-        self.options, renamed = _options(expr), expr.columns()
+        self.options, renamed = options_of(expr), expr.columns()
         self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
         self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
         self.columns: dict[str, Any] = {}  # of the data, by parameter: they stay as they are
@@ -352,10 +352,10 @@ def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
     ]
 
 
-def _options(call: Expr) -> dict[str, Any]:
+def options_of(call: Expr) -> dict[str, Any]:
     """The options of a call; one that is a call itself is what that gives."""
     given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
     return {
-        k: algorithms.load("option", str(a.value))(**_options(a)) if a.kind == "call" else a.literal()
+        k: algorithms.load("option", str(a.value))(**options_of(a)) if a.kind == "call" else a.literal()
         for k, a in given.items()
     }

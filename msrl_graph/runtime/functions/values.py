@@ -15,7 +15,7 @@ import numpy as np
 from ... import algorithms, noise
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from ...ir.signatures import CallKind, Signature, called_as
+from ...ir.signatures import GIVEN, CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
 from ..data.tokens import Tokens, of_node
 from ..data.wrong import vocabulary
@@ -95,7 +95,8 @@ class Filled:
     """What a function of a node gets by the names of its parameters, beside columns and options (functions.GIVEN)."""
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
-        self.names, self.seed, self.node = signature.fills, plan.deploy.run.seed, zlib.crc32(node.name.encode())
+        self.names = tuple(name for name in signature.fills if name in GIVEN)
+        self.seed, self.node = plan.deploy.run.seed, zlib.crc32(node.name.encode())
         # Its import costs seconds, which only those wait for who ask.
         self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
 

@@ -1,8 +1,8 @@
 """Generation: what a rank does with prompts that it is handed, the verb `generate`.
 
 Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt, of the weights and of what an
-environment answers. All ranks of a group make the same calls on their engine: an environment answers on the first one,
-and what it says is shared.
+environment answers or an agent asks. All ranks of a group make the same calls on their engine: environments and agents
+are heard by the first one, and what they say is shared.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ..functions.environments import Environment
 from ..metrics.spread import Means
 from ..process.report import Report
 from ..process.task import Task
-from .engines import Engines
+from .conversing import Conversing
 from .packing import distinct, kept
 from .rollout import Rollout
 from .turns import Responses
 
 
-class Generation(Engines):
+class Generation(Conversing):
     """A rank of one of the pools of devices, as far as it generates: a batch in, the written columns out."""
 
     watch: wrong.Watch
@@ -85,12 +85,14 @@ class Generation(Engines):
             stop=said.stop,
         )
         context = self._context(node, batch)
-        self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
+        if said.agent is None:  # whose conversations begin with something, or are refused
+            self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
-        if said.environment is not None:
-            rows, written, verdicts = self._episodes(node, task, batch, rows, context, sampling, report, head)
+        if said.partner is not None:
+            of = (node, task, batch, rows, context, sampling, report, head)
+            rows, written, verdicts = self._episodes(*of) if said.agent is None else self._conversations(*of)
             responses = [written[response][i] for i in range(len(rows))]
             yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
         elif partial:
@@ -311,7 +313,8 @@ class Generation(Engines):
         model."""
         columns = tokenised(self.plan, node, batch.columns)
         parts = [columns[c] for c in sequences(self.plan.graph, node).context]
-        return [np.concatenate([c[i] for c in parts]) for i in range(len(batch.rows))]
+        # An agent may be all who reads.
+        return [np.concatenate([c[i] for c in parts] or [np.zeros(0, np.int32)]) for i in range(len(batch.rows))]
 
     def _evaluation(self, node: Node, task: Task) -> Evaluation | None:
         """The evaluation under way, where it says how this node draws: one that reads prompts."""

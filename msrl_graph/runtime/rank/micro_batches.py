@@ -50,6 +50,8 @@ def pack(
         row = np.repeat(np.arange(len(rows)), lengths)
         position = before[row] - 1 + np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         kept = slice(None) if mask is None else mask.take(rows).values
+        # Before what begins a sequence nothing stands: of an agent's conversation, nobody's word, it says nothing.
+        position = position.clip(min=0)
         asked.append((len(pieces) + row[kept], position[kept], column.take(rows).values[kept].astype(np.int64)))
         # The last token of a sequence predicts nothing that is asked for, so it is not fed.
         pieces += [np.concatenate([b, column[r][:-1]]) for b, r in zip(begin, rows, strict=True)]

@@ -23,7 +23,7 @@ from ...ir import graph as ir
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import temperature
+from ...ir.sequences import temperature, whole
 from ...ir.work import micro_batches
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, offsets_of
@@ -162,7 +162,8 @@ class Training(Engines):
         like = {compared.column: compared.response} if compared else {}
         batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
         found = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
-        self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
+        if not whole(self.plan.graph, node):
+            self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
         return found
 
     def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:

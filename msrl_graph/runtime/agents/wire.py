@@ -1,0 +1,83 @@
+"""What a rank and the process of its agents say to each other: the rank begins a batch, and then asks again and again
+what it is to draw, with what it has drawn, until all agents are through.
+
+Invariant: one question, one answer, in turn. Rows go by their places in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..data.columns import Array, Column
+from ..dock.wire import Batch
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the process begins with: the plan and a node of it; `files`: the folder of what was shipped, `log`: the file
+    in which the rank writes."""
+
+    plan: str
+    node: str
+    files: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A batch, of which each row has equally many of `rows`, and `contexts`, the tokens that their responses stand
+    after; a response has room for `bound` tokens."""
+
+    iteration: int
+    batch: Batch
+    rows: Array
+    contexts: list[Array]
+    bound: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be drawn for the row at `place`: after `tokens`, of which `begun` count as its response, at most
+    `most` more; `key` numbers the noise."""
+
+    number: int
+    place: int
+    key: int
+    tokens: Array
+    begun: int
+    most: int
+    stop: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn for a number."""
+
+    number: int
+    tokens: Array
+    logps: Array
+
+
+@dataclass(frozen=True)
+class Next:
+    """What has been drawn; the answer is what is wanted next: nothing, if for a while nobody asks, or Over."""
+
+    drawn: list[Drawn] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Over:
+    """All agents are through: the responses, their log-probabilities and masks, the other columns that the node writes;
+    figures of all rows together, and what a person should hear of."""
+
+    response: tuple[Column, Column, Column]
+    columns: dict[str, Column]
+    figures: dict[str, int]
+    remarks: list[str]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What ends the run."""
+
+    message: str
