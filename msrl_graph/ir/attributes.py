@@ -141,7 +141,7 @@ class Generate(OfNode):
     timeout: float = attr(
         TIME,
         math.inf,
-        "How long one step of an `environment`, or all of an `agent` for a row, may take; what takes longer has failed.",
+        "How long one step of an `environment` may take, or an `agent` for a row; what takes longer has failed.",
         "none",
     )
     on_failure: str = attr(

@@ -247,8 +247,9 @@ class Run(Declared):
     resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from, or its URL.", "")
     listen: str = attr(
         String(),
-        "127.0.0.1",
-        "Where the endpoints of agents listen: an interface, as `eth1`, or an address of the host.",
+        "",
+        "Where the endpoints of [agents](agents.md) listen: an interface, as `eth1`, or an address of the host.",
+        "the host's own, 127.0.0.1",
     )
     restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are started anew before the run ends.")
     on_nan: str = attr(

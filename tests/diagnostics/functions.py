@@ -147,3 +147,15 @@ class Stocked(Shop):
 class Furnished(Shop):
     def __init__(self, stock=(), *more, seed=0):
         self.stock = stock
+
+
+async def solve(task, base_url, api_key, model, *, tries=1):
+    return 0.0
+
+
+def deaf(task, base_url):
+    return 0.0
+
+
+def calls(text, tools):
+    return text, []

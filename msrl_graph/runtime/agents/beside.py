@@ -22,7 +22,7 @@ from ...ir.plan import Plan, from_json
 from ..process import log, shipped
 from ..process.report import RunError
 from .running import Agents
-from .wire import Begin, Drawn, Failed, Next, Over, Setup, Wanted
+from .wire import Begin, Broken, Drawn, Next, Over, Setup, Wanted
 
 ROOT = Path(__file__).parents[3]  # of the package
 FAREWELL = 5.0  # seconds that the process has to end when it is left
@@ -64,7 +64,7 @@ class Beside:
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             what = f"`{self.node.name}` ({self.node.span.place}): the process of its agents has ended, with {how}"
             raise RunError(what) from None
-        if isinstance(found, Failed):
+        if isinstance(found, Broken):
             raise RunError(found.message)
         return found
 
@@ -101,7 +101,7 @@ def main(descriptor: int) -> None:
         except (EOFError, OSError):
             os._exit(0)  # whatever the user's threads are at
         if agents is None:
-            line.send(Failed(failed))
+            line.send(Broken(failed))
             continue
         answer = agents.begin(question) if isinstance(question, Begin) else agents.next(question)
         line.send(asyncio.run_coroutine_threadsafe(answer, loop).result())

@@ -26,18 +26,20 @@ from ...ir.signatures import ENDPOINT, agents
 from ..data import wrong
 from ..data.columns import Array, ragged
 from ..data.tokens import Tokens, of_column
-from ..functions.blame import BadResult, blame
+from ..functions.blame import BadResult, Told
 from ..functions.calling import options_of
+from ..functions.instances import Failure
 from ..functions.values import Filled, Returned, brief, imported, seen
 from ..process import shipped
 from .calls import FORMATS, Calls
-from .conversations import Answer, Conversations, Spoken
-from .server import Endpoint, Row
+from .conversations import NOTHING, Answer, Conversations, Spoken
+from .server import LOOPBACK, Endpoint, Row
 from .template import Speech
-from .wire import Begin, Failed, Next, Over, Wanted
+from .wire import Begin, Next, Over, Wanted
 
 AT_ONCE = 256  # agents that run side by side: they wait for answers more than they compute
 QUIET = 0.02  # seconds that a request waits for others at least, while other agents compute
+FIGURES = ("left_out_answers", "left_out_tokens", "strayed")
 HEARTBEAT = 10.0  # seconds after which a rank hears that nobody asks: its neighbours wait with it
 
 
@@ -91,19 +93,20 @@ class Agents:
     async def begin(self, batch: Begin) -> None:
         """Starts an agent for each row."""
         if not self.endpoint.base_url:
-            await self.endpoint.start(address(self.plan.deploy.run.listen))
+            await self.endpoint.start(address(self.plan.deploy.run.listen or LOOPBACK))
         self.batch, self.live, self.left = batch, 0, len(batch.rows)
         self.waiting: list[_Request] = []
         self.handed: dict[int, _Request] = {}
-        self.number, self.failed = 0, ""
+        self.number = 0
+        self.failed: dict[int, tuple[Failure, dict[str, Any]]] = {}
         self.began = self.took = 0.0  # when the last batch was handed out, and how long it took to draw
         self.changed, self.places = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
         self.spoken: list[Spoken | None] = [None] * len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(batch.rows)
-        self.figures = dict.fromkeys(("answers", "left_out_answers", "left_out_tokens", "strayed"), 0)
+        self.answers, self.figures = 0, dict.fromkeys(FIGURES, 0)
         self.tasks = [asyncio.ensure_future(self._row(i)) for i in range(len(batch.rows))]
 
-    async def next(self, told: Next) -> list[Wanted] | Over | Failed:
+    async def next(self, told: Next) -> list[Wanted] | Over:
         """What is to be drawn next."""
         clock = asyncio.get_running_loop().time
         self.took = clock() - self.began if told.drawn else self.took
@@ -112,7 +115,7 @@ class Agents:
             if not future.done():  # its row may have failed
                 future.set_result((drawn.tokens, drawn.logps))
         until = clock() + HEARTBEAT
-        while not self.failed and self.left:
+        while self.left and not (self.failed and self.said.on_failure == "stop"):
             patience = self._patience(clock())
             if patience <= 0 or clock() >= until:
                 wanted, self.waiting = self.waiting if patience <= 0 else [], []
@@ -124,7 +127,7 @@ class Agents:
                 await asyncio.wait_for(self.changed.wait(), min(patience, until - clock()))
             except TimeoutError:
                 continue
-        return Failed(self.failed) if self.failed else self._over()
+        return self._over()
 
     def _patience(self, now: float) -> float:
         """How long those that wait for tokens wait for others yet."""
@@ -163,12 +166,12 @@ class Agents:
                 done, _ = await asyncio.wait([call], timeout=limit)
                 if not done:
                     call.cancel()
-                    raise TimeoutError(f"it takes longer than {limit:g} s, its `timeout`")
-                self._took(place, conversations, call.result())
+                    late = TimeoutError(f"it takes longer than {limit:g} s, its `timeout`")
+                    self.failed[place] = Failure("timeout", Told.of(late)), given
+                else:
+                    self._took(place, conversations, call.result())
             except (Exception, SystemExit) as error:
-                self.failed = self.failed or blame(
-                    self.node, error, f"row {row} of iteration {batch.iteration}", given.items()
-                )
+                self.failed[place] = Failure.of(error), given
             finally:
                 del self.endpoint.rows[one.api_key]
                 self.live -= 1
@@ -231,7 +234,8 @@ class Agents:
         self.values[place] = tuple(self.returned.checked(name, value, lengths) for name, value in values)
         self.spoken[place] = spoken
         answers, tokens = conversations.aside(last)
-        told = (len(conversations.answers), answers, tokens, conversations.strayed)
+        self.answers += len(conversations.answers)
+        told = (answers, tokens, conversations.strayed)
         for name, number in zip(self.figures, told, strict=True):
             self.figures[name] += number
 
@@ -247,19 +251,20 @@ class Agents:
         )
 
     def _over(self) -> Over:
-        spoken = [s for s in self.spoken if s is not None]
-        columns = (
+        nothing = Spoken(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_))
+        spoken = [s or nothing for s in self.spoken]
+        response = (
             ragged([s.tokens for s in spoken], np.int32),
             ragged([s.logps for s in spoken], np.float32),
             ragged([s.mask for s in spoken], np.bool_),
         )
-        values = {c: self.returned.column(c, [v[i] for v in self.values]) for i, c in enumerate(self.columns)}
         remarks = []
         if self.endpoint.left_out:
             names = ", ".join(f"`{name}`" for name in self.endpoint.left_out)
             remarks = [f"agents of `{self.node.name}` ask for {names}: how tokens are drawn, the program says"]
             self.endpoint.left_out.clear()
-        return Over(columns, values, self.figures, remarks)
+        values = {name: [v[i] if v else None for v in self.values] for i, name in enumerate(self.columns)}
+        return Over(response, values, self.failed, self.answers, self.figures, remarks)
 
 
 def address(name: str) -> str:

@@ -7,9 +7,11 @@ Invariant: one question, one answer, in turn. Rows go by their places in the bat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..data.columns import Array, Column
 from ..dock.wire import Batch
+from ..functions.instances import Failure
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,23 @@ class Next:
 
 @dataclass(frozen=True)
 class Over:
-    """All agents are through: the responses, their log-probabilities and masks, the other columns that the node writes;
-    figures of all rows together, and what a person should hear of."""
+    """All agents are through, or one has failed where that ends the run.
+
+    - Of each row, nothing of those that failed: the `response`, its log-probabilities and its mask, and by column the
+      other `values` that the node writes. `failed`: by place the failure, and what the agent had been given.
+    - Of all together: how many `answers` the policy gave, other `figures`, and what a person should hear of.
+    """
 
     response: tuple[Column, Column, Column]
-    columns: dict[str, Column]
+    values: dict[str, list[Any]]
+    failed: dict[int, tuple[Failure, dict[str, Any]]]
+    answers: int
     figures: dict[str, int]
     remarks: list[str]
 
 
 @dataclass(frozen=True)
-class Failed:
-    """What ends the run."""
+class Broken:
+    """The process cannot run these agents; why."""
 
     message: str

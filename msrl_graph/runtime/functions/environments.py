@@ -7,7 +7,6 @@ iteration, with its group under `drop_group`. What stays fits the columns that t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,12 +23,13 @@ from ..data.columns import Array, Column, Verdicts
 from ..data.tokens import of_column
 from ..dock.wire import Batch
 from ..process import shipped
-from ..process.report import Report, RunError
+from ..process.report import Report
 from ..process.task import Task
 from .apart import Apart, Nest, parts
-from .blame import BadResult, blame
+from .blame import BadResult
 from .instances import Answer, Ask, Called, Failure, Instances, Reset
 from .nest import Spec
+from .standing import Standing
 from .values import Filled, Returned, imported, seen
 
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
@@ -40,7 +40,7 @@ class Environment:
     and its mask; `verdicts` the dock's name for which rows failed, "" where they end the run."""
 
     def __init__(self, node: Node, plan: Plan) -> None:
-        self.node, self.graph = node, plan.graph
+        self.node, self.plan, self.graph = node, plan, plan.graph
         said = Generate.of(node)
         call = said.environment
         assert call is not None
@@ -94,15 +94,14 @@ class Environment:
 class Episodes:
     """The episodes of some rows, which are called by their positions.
 
-    `failed` are those whose environment failed. One that is lost, for its own failure or its group's, is over."""
+    `standing` says which are lost: these are over."""
 
     def __init__(self, environment: Environment, batch: Batch, rows: Array, task: Task) -> None:
         self.environment, self.rows, self.task = environment, rows, task
         self.batch, self.fan = batch, len(rows) // len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the other columns, as the last step returned them
         self.checked: dict[str, list[Any]] = {}
-        self.failed: dict[int, tuple[Failure, str]] = {}  # with when it was
-        self.lost = np.zeros(len(rows), bool)
+        self.standing = Standing(environment.node, environment.plan, rows, self.fan, task.number)
         self.instances: Instances | Apart | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[str, bool]]:
@@ -130,38 +129,26 @@ class Episodes:
             self.instances.end()
         for place, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
-            for i in np.flatnonzero(~self.lost).tolist():
+            for i in np.flatnonzero(~self.standing.lost).tolist():
                 try:
                     own = {column: int(n[i]) for column, n in lengths.items()}
                     values[i] = returned.checked(name, self.values[i][place], own)
                 except (BadResult, TypeError, ValueError) as error:
                     self._fail(i, Failure("rubbish", Failure.of(error).told), "the last turn")
-        return ~self.lost
+        return ~self.standing.lost
 
     def columns(self) -> dict[str, Column]:
         """The other columns that the node writes, of the rows that stay."""
-        stay = np.flatnonzero(~self.lost)
+        stay = np.flatnonzero(~self.standing.lost)
         return {name: self.environment.returned.column(name, [v[i] for i in stay]) for name, v in self.checked.items()}
 
     def verdicts(self, report: Report, head: str) -> dict[str, Verdicts]:
         """Which rows stay, for the dock, where rows may fail; counts and tells of those that do not."""
-        environment, count = self.environment, Counter(failure.reason for failure, _ in self.failed.values())
-        if not environment.verdicts:
-            return {}
-        report.count(f"{head}failed", len(self.failed), 0)
-        for reason, number in sorted(count.items()):
-            report.count(f"{head}failed/{reason}", number, 0)
-        report.count(f"kept/{environment.node.name}", float((~self.lost).sum()), len(self.rows))
-        told = report.failed.setdefault(environment.node.name, {})
-        for position, (failure, when) in sorted(self.failed.items()):
-            if failure.reason not in told:
-                self._blamed(position, failure, when)  # all of it into the log
-                told[failure.reason] = f"row {self.rows[position]}, {when}: {failure.told.reason}"
-        return {environment.verdicts: Verdicts(self.rows, Column((~self.lost).astype(np.int32)))}
+        return self.standing.verdicts(report, head)
 
     def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[str, bool]]:
         """What each of these rows is told; nothing more where it is lost."""
-        alive = {position: ask for position, ask in asked.items() if not self.lost[position]}
+        alive = {position: ask for position, ask in asked.items() if not self.standing.lost[position]}
         said: dict[int, tuple[str, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
@@ -171,20 +158,9 @@ class Episodes:
             else:
                 ask = asked[position]
                 self._fail(position, answer, when, ask.given if isinstance(ask, Reset) else {"text": ask})
-        return [("", True) if self.lost[i] else said[i] for i in asked]
+        return [("", True) if self.standing.lost[i] else said[i] for i in asked]
 
     def _fail(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> None:
-        environment = self.environment
-        if environment.on_failure == "stop":
-            raise RunError(self._blamed(position, failure, when, given))
-        self.failed.setdefault(position, (failure, when))
-        first, size = position, 1
-        if environment.on_failure == "drop_group":
-            first, size = position - position % self.fan, self.fan
-        self.lost[first : first + size] = True
+        gone = self.standing.fail(position, failure, when, given)
         if isinstance(self.instances, Apart):
-            self.instances.lose(range(first, first + size))
-
-    def _blamed(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> str:
-        where = f"row {self.rows[position]}, {when} of iteration {self.task.number}"
-        return blame(self.environment.node, failure.told, where, (given or {}).items())
+            self.instances.lose(gone)

@@ -11,26 +11,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...backends.spec import Sampling
+from ...backends.spec import Sampling, collected
 from ...ir.attributes import Generate
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import of_response
 from ..agents.beside import Beside
 from ..agents.wire import Begin, Drawn, Over, Wanted
-from ..data import wrong
-from ..data.columns import Array, Column
+from ..data.columns import Array
 from ..dock.wire import Batch
 from ..process.report import Report
 from ..process.task import Task
 from .engines import Engines
-from .packing import kept
 
 
 class Conversing(Engines):
     """A rank of one of the pools of devices, as far as agents ask it."""
-
-    watch: wrong.Watch
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -44,7 +39,7 @@ class Conversing(Engines):
                 self.agents[name] = Beside(self.plan, node)
         super().build()
 
-    def _conversations(
+    def _conversed(
         self,
         node: Node,
         task: Task,
@@ -53,9 +48,8 @@ class Conversing(Engines):
         context: list[Array],
         sampling: Sampling,
         report: Report,
-        head: str,
-    ) -> tuple[dict[str, Column], dict[str, Column]]:
-        """What the node writes of its response, and, on the first rank of the group, what agents have returned."""
+    ) -> Over:
+        """What comes of the agents of some rows, `context` being what each row of the batch begins with."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         if self._first(node):
             self.agents[node.name].begin(Begin(task.number, batch, rows, contexts, sampling.max_tokens))
@@ -64,19 +58,8 @@ class Conversing(Engines):
             with report.phase("agent"):
                 found = self._shared(node, self._wanted, node, drawn)
             if isinstance(found, Over):
-                break
+                return found
             drawn = self._drawn(node, found, sampling)
-        ids, logp, mask = found.response
-        self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
-        report.count(f"{head}turns", float(found.figures.pop("answers")), len(rows))
-        report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
-        report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
-        for name, number in found.figures.items():
-            report.count(head + name, float(number), 0)
-        report.remarks += found.remarks
-        response, as_drawn = wrong.drawn(self.plan.graph, node)
-        masks = {name: mask} if (name := of_response(self.plan.graph, node, "bool")) else {}
-        return {response: ids, as_drawn: logp} | masks, found.columns if self._first(node) else {}
 
     def _wanted(self, node: Node, drawn: list[Drawn]) -> list[Wanted] | Over:
         return self.agents[node.name].next(drawn)
@@ -94,6 +77,7 @@ class Conversing(Engines):
                 stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
             )
             keys = np.array([w.key for w in some], np.int64)
-            tokens, logps = self.generators[node.name].generate([w.tokens for w in some], keys, how, begun)
+            ended = self.generators[node.name].generate([w.tokens for w in some], keys, how, begun)
+            tokens, logps = collected(ended)
             found += [Drawn(w.number, t[: w.most], p[: w.most]) for w, t, p in zip(some, tokens, logps, strict=True)]
         return found

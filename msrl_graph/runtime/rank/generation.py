@@ -28,6 +28,8 @@ from ..data.recording import Recording
 from ..data.tokens import Tokens, ends, tokenised
 from ..dock.wire import Batch
 from ..functions.environments import Environment
+from ..functions.standing import Standing
+from ..functions.values import Returned
 from ..metrics.spread import Means
 from ..process.report import Report
 from ..process.task import Task
@@ -91,8 +93,8 @@ class Generation(Conversing):
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if said.partner is not None:
-            of = (node, task, batch, rows, context, sampling, report, head)
-            rows, written, verdicts = self._episodes(*of) if said.agent is None else self._conversations(*of)
+            play = self._episodes if said.agent is None else self._conversations
+            rows, written, verdicts = play(node, task, batch, rows, context, sampling, report, head)
             responses = [written[response][i] for i in range(len(rows))]
             yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
         elif partial:
@@ -269,10 +271,53 @@ class Generation(Conversing):
             )
             if not len(going):
                 break
-        response, as_drawn = wrong.drawn(self.plan.graph, node)
+        response, _ = wrong.drawn(self.plan.graph, node)
         stay = self._shared(node, episodes.end, {response: responses.lengths})
         verdicts, rows = episodes.verdicts(report, head), rows[stay]
-        ids, logp, mask = (column.take(np.flatnonzero(stay)) for column in responses.columns())
+        found = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
+        values = episodes.columns() if self._first(node) else {}
+        return rows, self._spoken(node, task, rows, found, values, answers, report, head), verdicts
+
+    def _conversations(
+        self,
+        node: Node,
+        task: Task,
+        batch: Batch,
+        rows: Array,
+        context: list[Array],
+        sampling: Sampling,
+        report: Report,
+        head: str,
+    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
+        """What agents make of rows: as `_episodes`."""
+        over = self._conversed(node, task, batch, rows, context, sampling, report)
+        standing = Standing(node, self.plan, rows, sampling.samples, task.number)
+        for position, (failure, given) in sorted(over.failed.items()):
+            standing.fail(position, failure, given=given)
+        for name, number in over.figures.items():
+            report.count(head + name, float(number), 0)
+        report.remarks += over.remarks
+        stay, verdicts = np.flatnonzero(~standing.lost), standing.verdicts(report, head)
+        found = [column.take(stay) for column in over.response]
+        returned = Returned(self.plan, tuple(over.values) if self._first(node) else ())
+        values = {c: returned.column(c, [over.values[c][i] for i in stay]) for c in returned.vocabularies}
+        return rows[stay], self._spoken(node, task, rows[stay], found, values, over.answers, report, head), verdicts
+
+    def _spoken(
+        self,
+        node: Node,
+        task: Task,
+        rows: Array,
+        found: list[Column],
+        values: dict[str, Column],
+        answers: int,
+        report: Report,
+        head: str,
+    ) -> dict[str, Column]:
+        """What the node writes of rows in which another wrote too: of the response `found` its tokens, their
+        log-probabilities and the mask, and the `values` of other columns."""
+        response, as_drawn = wrong.drawn(self.plan.graph, node)
+        ids, logp, mask = found
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
         report.count(f"{head}turns", float(answers[stay].sum()), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
@@ -282,13 +327,12 @@ class Generation(Conversing):
             written[name] = mask
         if name := of_response(self.plan.graph, node, "i32"):
             written[name] = replace(mask, values=np.where(mask.values, self._version(node, task), -1).astype(np.int32))
-        of_environment = self._values(node, task, rows, episodes.columns(), report) if self._first(node) else {}
-        return rows, written | of_environment, verdicts
+        return written | self._values(node, task, rows, values, report)
 
     def _values(
         self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report
     ) -> dict[str, Column]:
-        """What environments returned, looked at as the results of functions are."""
+        """What environments and agents returned, looked at as the results of functions are."""
         for name, column in values.items():
             self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":
