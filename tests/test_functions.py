@@ -20,7 +20,7 @@ from msrl_graph.runtime.dock.readers import Read, Reader
 from msrl_graph.runtime.dock.wire import Batch, Share
 from msrl_graph.runtime.driver import folder
 from msrl_graph.runtime.functions.blame import shown
-from msrl_graph.runtime.functions.calling import Function, _options
+from msrl_graph.runtime.functions.calling import Function, options_of
 from msrl_graph.runtime.process.report import NextValues, RunError
 from msrl_graph.runtime.process.task import Task
 
@@ -205,7 +205,7 @@ def test_all_columns_that_are_left_in_their_order(tmp_path):
 
 
 def test_an_option_that_is_a_call_is_what_that_gives():
-    given = _options(
+    given = options_of(
         Expr(
             "call",
             "resample",

@@ -117,11 +117,12 @@ class Agents:
         until = clock() + HEARTBEAT
         while self.left and not (self.failed and self.said.on_failure == "stop"):
             patience = self._patience(clock())
-            if patience <= 0 or clock() >= until:
-                wanted, self.waiting = self.waiting if patience <= 0 else [], []
-                self.began = clock()
+            if patience <= 0:
+                wanted, self.waiting, self.began = self.waiting, [], clock()
                 self.handed |= {r.wanted.number: r for r in wanted}
                 return [r.wanted for r in wanted]
+            if clock() >= until:
+                return []
             self.changed.clear()
             try:
                 await asyncio.wait_for(self.changed.wait(), min(patience, until - clock()))
