@@ -79,7 +79,7 @@ def test_requests_are_drawn_as_soon_as_all_wait_and_in_time_where_some_do_not(ma
     assert over.answers == 6 and not over.failed
     monkeypatch.setattr(running, "QUIET", 0.0)
     batches, _ = asyncio.run(played(made(name), ["", "." * 20]))
-    assert [b for b in batches if b][0] == [0] and sum(map(len, batches)) == 4
+    assert next(b for b in batches if b) == [0] and sum(map(len, batches)) == 4
 
 
 def test_a_rank_hears_when_nobody_asks_and_no_request_is_lost_by_it(made, monkeypatch):

@@ -68,6 +68,9 @@ class Agent:
                 "unknown-function", f"`{key}` takes a function of a file", expr.span, f'write `{key} = "file.py:solve"`'
             )
         path, name, found = in_file(self.caller, said.name.text, said.name.span, "function", agents)
+        if found[name].rest:
+            what = f"`{name}` of `{path.name}` takes `*{found[name].rest}`, and an agent takes each column by its name"
+            raise mistake("unknown-function", what, said.name.span, f"write `def {name}(prompt, …, base_url, api_key)`")
         for needed in ENDPOINT[:2]:
             if needed not in found[name].fills:
                 help = f"write `def {name}(…, base_url, api_key, model)`: it asks the policy by these"

@@ -157,5 +157,9 @@ def deaf(task, base_url):
     return 0.0
 
 
+def greedy(*columns, base_url, api_key):
+    return 0.0
+
+
 def calls(text, tools):
     return text, []

@@ -64,14 +64,13 @@ class Agents:
         self.signature = agents(shipped.found(path).read_text(encoding="utf-8-sig"))[name]
         columns = call.columns()
         self.bound = [(p, columns.get(p, p)) for p in self.signature.columns if columns.get(p, p) in node.reads]
-        if self.signature.rest:
-            self.bound += [(c, c) for c in node.reads if c not in {c for _, c in self.bound}]
         self.options = options_of(call)
         self.filled = Filled(self.signature, node, plan)
         texts = [c for p, c in self.bound if p in self.signature.text and is_tokens(plan.graph, c)]
         self.tokens = {c: of_column(plan, c) for c in texts}
-        self.response, own = wrong.drawn(plan.graph, node)[0], of_response(plan.graph, node, "bool")
-        self.columns = tuple(c for c in node.writes if c not in {*wrong.drawn(plan.graph, node), own})
+        self.response, as_drawn = wrong.drawn(plan.graph, node)
+        own = {self.response, as_drawn, *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
+        self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
         self.speech = Speech(Tokens(plan.model(node.name).path), self._calls())
         self.model = plan.graph.worker(node.worker).model
@@ -182,7 +181,7 @@ class Agents:
     async def _called(self, arguments: dict[str, Any]) -> Any:
         """What the user's function returns."""
         if inspect.iscoroutinefunction(self.call):
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.call(**arguments), self.others))
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._awaited(arguments), self.others))
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
@@ -194,13 +193,18 @@ class Agents:
             try:
                 found, failed = self.call(**arguments), None
             except BaseException as error:
-                found, failed = None, error if isinstance(error, Exception) else RuntimeError(repr(error))
-                failed = failed.with_traceback(error.__traceback__)
+                found, failed = None, error if isinstance(error, Exception) else _exit(error)
             loop.call_soon_threadsafe(tell, found, failed)
 
         # A thread of its own, not of a pool: one that hangs takes no other row's place.
         threading.Thread(target=work, daemon=True).start()
         return await result
+
+    async def _awaited(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return await self.call(**arguments)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _exit(error) from error
 
     def _given(self, place: int) -> dict[str, Any]:
         """What the agent is given of the columns."""
@@ -266,6 +270,11 @@ class Agents:
             self.endpoint.left_out.clear()
         values = {name: [v[i] if v else None for v in self.values] for i, name in enumerate(self.columns)}
         return Over(response, values, self.failed, self.answers, self.figures, remarks)
+
+
+def _exit(error: BaseException) -> Exception:
+    """An exit that a row asks for, as an error: as it is it would end the event loop, and all rows with it."""
+    return RuntimeError(repr(error)).with_traceback(error.__traceback__)
 
 
 def address(name: str) -> str:

@@ -31,7 +31,6 @@ class Row:
     place: int
     conversations: Conversations
     api_key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}")
-    waiting: int = 0  # requests that are not answered yet
     drawing: dict[int, asyncio.Future[tuple[Array, Array]]] = field(default_factory=dict)  # by the answer's number
 
 
@@ -139,12 +138,8 @@ class Endpoint:
     async def _said(self, row: Row, answer: Answer, asked: Asked) -> Said:
         if answer.number not in row.drawing:
             row.drawing[answer.number] = asyncio.ensure_future(self.draw(row, answer, asked.stop))
-        row.waiting += 1
-        try:
-            # It goes on where the program goes away: who asks again gets it.
-            tokens, logps = await asyncio.shield(row.drawing[answer.number])
-        finally:
-            row.waiting -= 1
+        # It goes on where the program goes away: who asks again gets it.
+        tokens, logps = await asyncio.shield(row.drawing[answer.number])
         answer.tokens, answer.logps = tokens, logps
         text, calls = self.speech.read(tokens, asked.tools)
         for stop in asked.stop:
