@@ -17,10 +17,7 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ..agents.beside import Beside
 from ..agents.wire import Begin, Drawn, Over, Wanted
-from ..data.columns import Array
-from ..dock.wire import Batch
 from ..process.report import Report
-from ..process.task import Task
 from .engines import Engines
 
 
@@ -39,20 +36,10 @@ class Conversing(Engines):
                 self.agents[name] = Beside(self.plan, node)
         super().build()
 
-    def _conversed(
-        self,
-        node: Node,
-        task: Task,
-        batch: Batch,
-        rows: Array,
-        context: list[Array],
-        sampling: Sampling,
-        report: Report,
-    ) -> Over:
-        """What comes of the agents of some rows, `context` being what each row of the batch begins with."""
-        contexts = [context[i // sampling.samples] for i in range(len(rows))]
+    def _conversed(self, node: Node, begin: Begin, sampling: Sampling, report: Report) -> Over:
+        """What comes of the agents of a batch."""
         if self._first(node):
-            self.agents[node.name].begin(Begin(task.number, batch, rows, contexts, sampling.max_tokens))
+            self.agents[node.name].begin(begin)
         drawn: list[Drawn] = []
         while True:
             with report.phase("agent"):

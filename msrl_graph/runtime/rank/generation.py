@@ -22,6 +22,7 @@ from ...ir.graph import Node
 from ...ir.plan import Evaluation, Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import of_response, sequences, tempered
+from ..agents.wire import Begin
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, Verdicts, ragged
 from ..data.recording import Recording
@@ -290,7 +291,9 @@ class Generation(Conversing):
         head: str,
     ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
         """What agents make of rows: as `_episodes`."""
-        over = self._conversed(node, task, batch, rows, context, sampling, report)
+        contexts = [context[i // sampling.samples] for i in range(len(rows))]
+        begin = Begin(task.number, batch, rows, contexts, sampling.max_tokens)
+        over = self._conversed(node, begin, sampling, report)
         standing = Standing(node, self.plan, rows, sampling.samples, task.number)
         for position, (failure, given) in sorted(over.failed.items()):
             standing.fail(position, failure, given=given)
