@@ -18,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -37,6 +37,10 @@ demo: $(if $(ENGINES),$(VENV_ENGINES),$(VENV))/ready
 # The same run with shuffled rewards: accuracy must not rise.
 control: $(VENV)/ready
 	$(BIN)/msrl-run examples/arithmetic/control.rlg --seed $(SEED)
+
+# The calculator by an agent of pydantic-ai, which asks the policy over an endpoint; about 10 minutes.
+agent: $(VENV)/ready
+	$(BIN)/msrl-run examples/calculator/agent.rlg --seed $(SEED)
 
 # What each example learns, with three seeds, about an hour: make curves NAMES="dapo rloo" SEEDS="0 1"
 curves: $(VENV)/ready

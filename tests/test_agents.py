@@ -80,6 +80,8 @@ deploy talk on laptop {{
   data source = "rows.jsonl"
   layout actor.update {{ dp = {devices} }}
   layout actor.generate {{ {layout} }}
+  engine actor.generate = hf
+  engine actor.update = fsdp
   run {{ seed = 3 }}
 }}
 """
@@ -88,7 +90,7 @@ QUESTIONS, ANSWERS = ["one plus two", "two plus two", "one", "what is three"], [
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    return chat.model(tmp_path_factory.mktemp("talk") / "model", QWEN)
+    return chat.model(tmp_path_factory.mktemp("talk") / "model", QWEN, parts=2)
 
 
 @pytest.fixture

@@ -61,6 +61,8 @@ deploy talk on laptop {{
   data held = "questions.jsonl"
   layout actor.update {{ dp = 2 }}
   layout actor.generate {{ {layout} }}
+  engine actor.generate = hf
+  engine actor.update = fsdp
   evaluate held {{ report = reward, samples = 1, temperature = 0 }}
   run {{ iterations = 2, seed = 0 }}
 }}
@@ -69,7 +71,7 @@ deploy talk on laptop {{
 
 def test_a_policy_that_is_asked_learns_from_what_it_drew_and_nothing_else(place):
     """On two ranks that share the model, and on two that share the rows: the same conversations."""
-    chat.model(place.folder / "talker", QWEN)
+    chat.model(place.folder / "talker", QWEN, parts=2)
     questions = ["one plus two", "two plus two", "one", "what is three"]
     (place.folder / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
     (place.folder / "talks.py").write_text(AGENT)

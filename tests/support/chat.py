@@ -28,17 +28,22 @@ TEMPLATE = """\
 
 
 def model(
-    folder: Path, template: str = TEMPLATE, separate: bool = False, ends: Any = (0, 2), own: str = "<|stop|>"
+    folder: Path,
+    template: str = TEMPLATE,
+    separate: bool = False,
+    ends: Any = (0, 2),
+    own: str = "<|stop|>",
+    parts: int = 1,
 ) -> Path:
-    """A model's folder; its template stands in a file of its own (`separate`), or in the tokenizer's config."""
+    """A model's folder; its template stands in a file of its own (`separate`), or in the tokenizer's config. So many
+    `parts` divide its vocabulary."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = [AddedToken(s, special=True, normalized=False) for s in SPECIAL]
-    words = ["user assistant system what is one plus two three four"] * 4
     tokenizer.train_from_iterator(
-        words,
+        ["user assistant system what is one plus two three four"] * 4,
         trainers.BpeTrainer(
             vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
         ),
@@ -53,14 +58,13 @@ def model(
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if separate:
         (folder / "chat_template.jinja").write_text(template)
+    words = -(-tokenizer.get_vocab_size() // parts) * parts
     shape = json.loads((EXAMPLE / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(
-            {**shape, "max_position_embeddings": 4096, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 1}
-        )
+        json.dumps({**shape, "max_position_embeddings": 4096, "vocab_size": words, "eos_token_id": 1})
     )
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends} if ends is not None else {}))
-    held, words = load_file(EXAMPLE / "model.safetensors"), tokenizer.get_vocab_size()
+    held = load_file(EXAMPLE / "model.safetensors")
     rows = {name: words if "embed" in name or "lm_head" in name else len(tensor) for name, tensor in held.items()}
     save_file(
         {name: np.resize(tensor, (rows[name], *tensor.shape[1:])) for name, tensor in held.items()},
