@@ -277,7 +277,7 @@ class Generation(Conversing):
         verdicts, rows = episodes.verdicts(report, head), rows[stay]
         found = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
         values = episodes.columns() if self._first(node) else {}
-        return rows, self._spoken(node, task, rows, found, values, answers, report, head), verdicts
+        return rows, self._spoken(node, task, rows, found, values, int(answers[stay].sum()), report, head), verdicts
 
     def _conversations(
         self,
@@ -292,7 +292,7 @@ class Generation(Conversing):
     ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
         """What agents make of rows: as `_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
-        begin = Begin(task.number, batch, rows, contexts, sampling.max_tokens)
+        begin = Begin(task.number, batch, rows, contexts, int(sampling.max_tokens))
         over = self._conversed(node, begin, sampling, report)
         standing = Standing(node, self.plan, rows, sampling.samples, task.number)
         for position, (failure, given) in sorted(over.failed.items()):
@@ -322,7 +322,7 @@ class Generation(Conversing):
         response, as_drawn = wrong.drawn(self.plan.graph, node)
         ids, logp, mask = found
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
-        report.count(f"{head}turns", float(answers[stay].sum()), len(rows))
+        report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
         written = {response: ids, as_drawn: logp}
