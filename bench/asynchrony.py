@@ -1,6 +1,7 @@
 """Responses a second of examples/countdown, whose longest response is ten times as long as the mean: generation and
-update in step, and with weights that may be one and two versions old, on two ranks of which one generates and one
-learns; measured, and as it is predicted for this machine and the lengths that the rows had.
+update in step, with rewards while the longest responses are still drawn (streamed), with responses that go on in the
+next iteration (partial), and with weights that may be one and two versions old, on two ranks of which one generates and
+one learns; measured, and as it is predicted for this machine and the lengths that the rows had (but for partial).
 
 The ways take turns, each for so many iterations, of which the first few are left out; told are the medians of all
 rounds. Before each round this machine is measured (or `--here FILE` is taken). The last line is JSON; its `proof_share`
@@ -32,7 +33,28 @@ from msrl_graph.runtime.metrics import predicted
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "countdown" / "countdown.rlg"
 MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
-WAYS = {"in step": 0, "staleness 1": 1, "staleness 2": 2}
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is changed in the example, and how old its weights may be."""
+
+    behind: int = 0
+    changes: tuple[tuple[str, str], ...] = ()
+    oldest: int = 0  # versions that a token may be old
+
+
+STREAMED = (
+    ("  actor.generate -> host.reward, ", "  actor.generate -> host.reward { stream = 32 }\n  actor.generate -> "),
+)
+PARTIAL = (("temperature = 1.0 }", "temperature = 1.0, partial = 0.5, cuts = 4 }"),)
+WAYS = {
+    "in step": Way(),
+    "streamed": Way(changes=STREAMED),
+    "partial": Way(changes=PARTIAL, oldest=4),
+    "staleness 1": Way(1, oldest=1),
+    "staleness 2": Way(2, oldest=2),
+}
 NODES = ("actor.generate", "actor.update")
 RANKS = 2
 LEFT_OUT = 3  # iterations: the first fill the pipeline
@@ -84,7 +106,7 @@ def report(found: dict[str, list[Run]]) -> None:
     want: dict[str, float] = {}
     over: dict[str, float] = {}
     foreseen: dict[str, float] = {}
-    for name, behind in WAYS.items():
+    for name, way in WAYS.items():
         runs = found[name]
         lines = [line for r in runs for line in r.lines]
         rates[name] = statistics.median(r.rate for r in runs)
@@ -100,25 +122,34 @@ def report(found: dict[str, list[Run]]) -> None:
             f"{proof_share(lines):.2%}",
             *(f"{s[name]:.2f} s" for s in (took, want)),
             *(f"{s[name]:.2f}" for s in (over, foreseen)),
-            f"{statistics.mean(line.get('staleness', 0.0) for line in lines):.2f}, at most {behind}",
+            f"{statistics.mean(line.get('staleness', 0.0) for line in lines):.2f}, at most {way.oldest}",
             f"{old:.2f}",
             f"{statistics.median(line['response_length_max'] / line['response_length'] for line in lines):.1f}",
         )
-        assert max(line.get("staleness_max", 0.0) for line in lines) <= behind
+        assert max(line.get("staleness_max", 0.0) for line in lines) <= way.oldest
     Console(width=150).print(table)
     told: dict[str, Any] = {"responses_per_second": {n: round(r, 1) for n, r in rates.items()}}
-    for name, behind in WAYS.items():
-        if behind:
-            told |= {f"staleness{behind}_over_sync": round(over[name], 3)}
-            told |= {f"staleness{behind}_over_sync_predicted": round(foreseen[name], 3)}
+    for name in [n for n in WAYS if n != "in step"]:
+        told |= {f"{name.replace(' ', '')}_over_sync": round(over[name], 3)}
+        if WAYS[name].behind:
+            told |= {f"{name.replace(' ', '')}_over_sync_predicted": round(foreseen[name], 3)}
     told["proof_share"] = round(proof_share([x for runs in found.values() for r in runs for x in r.lines]), 5)
     print(json.dumps(told))
 
 
-def run(behind: int, iterations: int) -> Run:
+def run(way: Way, iterations: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--set", f"behind={behind}", "--iterations", str(iterations), "--out", f"{folder}/run"]
-        subprocess.run([sys.executable, "-c", MAIN, str(EXAMPLE), *options], check=True, capture_output=True)
+        text = EXAMPLE.read_text()
+        for old, new in way.changes:
+            assert old in text, old
+            text = text.replace(old, new)
+        for item in EXAMPLE.parent.iterdir():
+            if item != EXAMPLE:
+                (Path(folder) / item.name).symlink_to(item)
+        (Path(folder) / EXAMPLE.name).write_text(text)
+        options = ["--set", f"behind={way.behind}", "--iterations", str(iterations), "--out", f"{folder}/run"]
+        command = [sys.executable, "-c", MAIN, f"{folder}/{EXAMPLE.name}", *options]
+        subprocess.run(command, check=True, capture_output=True)
         texts = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         lines = [line for line in map(json.loads, texts) if line.get("iteration", -1) >= LEFT_OUT]
         estimate = predicted.estimate(from_json((Path(folder) / "run" / "plan.json").read_text()), lines)

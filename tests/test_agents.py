@@ -290,7 +290,7 @@ def test_a_row_whose_agent_fails_leaves_alone_or_with_its_group(on_failure, lost
     assert sums["failed"][0] == sums["failed/raised"][0] == 1
     assert sums["kept/actor.generate"] == (8 - lost, 8)
     assert sums["turns"][1] == 8 - lost
-    (words,) = stage.told.failed["actor.generate"]
+    words = stage.told.failed["actor.generate"]["raised"]
     assert words.startswith(("row 2: ValueError: no more, at ", "row 3: ValueError: no more, at "))
 
 

@@ -104,15 +104,15 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
         ),
         (
             (
-                "  node host.advantage",
-                "  node host.some(reward) { keep = reward > 0.5, refill = 2 }\n  node host.advantage",
+                "  reference.infer, host.advantage -> actor.update",
+                "  node host.some(reward) { keep = reward > 0.5, refill = 2 }\n"
+                "  host.advantage -> host.some -> actor.update\n  reference.infer -> actor.update",
             ),
             "`refill` of `host.some` beside `partial`",
         ),
     ],
 )
 def test_what_a_run_cannot_do_beside_it_is_refused_by_name(place, change, what):
-    more = [("host.reward -> host.advantage", "host.reward -> host.some -> host.advantage")] * ("refill" in change[1])
-    written(place, "on one pool, one group", change, *more)
+    written(place, "on one pool, one group", change)
     code, _, err = place.run("p.rlg", *SMALL)
     assert code and f"error[not-yet]: {what} can be planned for, not run" in err and "leave one of the two out" in err

@@ -57,8 +57,8 @@ def working(rank, judge):
         for node in (n for n in here.plan.graph.nodes if n.verb in ("infer", "update")):
             here.plan.placement(node.name).engine.options["micro_batch"] = micro
             taken = {c: columns[c].take(mine) for c in node.reads} if len(mine) else {}
-            found = getattr(here, f"_{node.verb}")(node, TASK, Batch(part, mine, taken), report)
-            for name, made in found.items():
+            parts = here.compute(node, TASK, Batch(part, mine, taken), report)
+            for name, made in (item for part in parts for item in part.items()):
                 written |= {(name, int(row)): np.asarray(made.column[i]) for i, row in enumerate(made.rows)}
         return written, report.sums
 

@@ -171,7 +171,7 @@ class EstimateTime(Pass):
 
 def unfiltered(graph: Graph) -> str:
     """What is not known of filters, whose functions are not run; nothing where there are none."""
-    names = [n.name for n in graph.nodes if n.filters and n.stated("on_failure") is None]
+    names = [n.name for n in graph.nodes if "keep" in n.attributes or "select" in n.attributes]
     return f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}" if names else ""
 
 
