@@ -21,9 +21,9 @@ from random_programs import FILE, FUNCTIONS
 from msrl_graph import compile, simulate
 from msrl_graph.cost import between as costs
 from msrl_graph.emit import json as emit_json
-from msrl_graph.emit.page import duration
 from msrl_graph.emit.text import plan_text
 from msrl_graph.emit.why import why_text
+from msrl_graph.emit.words import duration
 from msrl_graph.hardware.cluster import Figure, Overheads
 from msrl_graph.ir.ahead import fetched
 from msrl_graph.ir.plan import Plan

@@ -13,7 +13,8 @@ import msgspec
 
 from ..ir.plan import FORMAT_VERSION, Plan
 from .facts import Fact, facts
-from .page import WIDTH, Page, duration, many, size
+from .page import WIDTH, Page
+from .words import duration, many, size
 
 Value = str | float | bool | None
 

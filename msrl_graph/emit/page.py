@@ -16,49 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnostics.shown import shown
-from ..model.architecture import Experts
-from ..sharding.layout import Layout
 
 WIDTH = 100
-
-
-def size(number: float) -> str:
-    """Bytes, decimal units, three digits."""
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= one:
-            return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
-    return f"{number:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    if seconds == 0:
-        return "0"
-    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= one:
-            return f"{seconds / one:,.0f} {unit}" if seconds >= 100 * one else f"{seconds / one:.3g} {unit}"
-    return "< 1 us"
-
-
-def many(number: int, noun: str) -> str:
-    """So many of a thing, in words: `1 host`, `2 hosts`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def aged(mean: float, most: int) -> str:
-    """How old weights are that generate."""
-    return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, at most {most}"
-
-
-def laid(layout: Layout) -> str:
-    """A layout in words."""
-    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
-
-
-def spread(experts: Experts, layout: Layout) -> str:
-    """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
-    part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
-    number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
-    return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
 class Sheet(Protocol):

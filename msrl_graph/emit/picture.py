@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .page import duration, many, size
 from .placed import placed
+from .words import duration, many, size
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ Invariant: as of all text of a plan, every figure stands beside its source.
 from __future__ import annotations
 
 from ..ir.plan import Plan, Way
-from .page import Sheet, duration, laid, many, size
+from .page import Sheet
+from .words import duration, laid, many, size
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:

@@ -12,9 +12,10 @@ from dataclasses import replace
 from ..hardware.cluster import Figure
 from ..ir.graph import Graph
 from ..ir.plan import EngineChoice, Plan
-from .page import WIDTH, Page, Sheet, aged, duration, laid, many, size, spread
+from .page import WIDTH, Page, Sheet
 from .placed import placed
 from .resharding import write_reshards
+from .words import aged, duration, laid, many, size, spread
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:

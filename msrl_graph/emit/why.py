@@ -7,8 +7,9 @@ is said.
 from __future__ import annotations
 
 from ..ir.plan import Plan
-from ..ir.searched import Candidate, Rival, Searched
-from .page import WIDTH, Page, aged, duration
+from ..ir.searched import Candidate, Searched
+from .page import WIDTH, Page
+from .words import duration, versus
 
 
 def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colour: bool = False) -> str:
@@ -36,19 +37,6 @@ def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colo
         )
         _searched(page, "What the search would take", other)
     return page.text()
-
-
-def versus(found: Searched, rival: Rival) -> str:
-    """What staleness gains or would cost, where the file leaves open whether any pool is ahead."""
-    kind = "with pools apart that are ahead of the updates" if rival.ahead else "with all pools in step"
-    if not rival.seconds:
-        return f"{kind} nothing fits"
-    best = f"{kind} the best that was found takes {duration(rival.seconds)}"
-    old = aged(rival.mean, rival.most)
-    if rival.ahead:
-        more = rival.seconds / found.seconds - 1
-        return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, from weights {old}"
-    return f"{best}, of which staleness saves {100 * (1 - found.seconds / rival.seconds):.3g} %; weights are {old}"
 
 
 def _searched(page: Page, heading: str, found: Searched, of: str = "pools, layouts and engines") -> None:

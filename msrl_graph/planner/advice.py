@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..backends.dividing import misfits
 from ..backends.spec import EngineSpec
+from ..emit.words import aged, duration
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Expr, Node
 from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Memory, Note, Plan
@@ -83,8 +84,6 @@ class Advice:
         if then > (1 - WORTH) * now:
             return ()
         told = "; ".join(f"`{e.src} => {e.dst} {{ staleness = 1 }}`" for e in edges)
-        from ..emit.page import aged, duration  # which loads what draws pages: a check needs none
-
         gain = f"an iteration would take {duration(then)}, {100 * (1 - then / now):.3g} % less"
         how = f"weights that generate would be {aged(behind.mean.value, behind.most)}: correct the loss for that"
         return (Note("staleness", f"with {told} {gain}, and {how}"),)

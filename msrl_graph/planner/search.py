@@ -20,8 +20,7 @@ from typing import NamedTuple
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.between import function
-from ..emit.page import laid
-from ..emit.why import versus
+from ..emit.words import laid, versus
 from ..ir.ahead import leads
 from ..ir.attributes import ReshardingEdge
 from ..ir.plan import FUNCTIONS, Note, Plan

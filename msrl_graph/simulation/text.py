@@ -5,7 +5,8 @@ Invariant: fits 100 columns; the same simulation gives the same bytes.
 
 from __future__ import annotations
 
-from ..emit.page import WIDTH, Page, duration, many
+from ..emit.page import WIDTH, Page
+from ..emit.words import duration, many
 from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
 from ..passes.estimate import unfiltered

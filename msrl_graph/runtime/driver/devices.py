@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ...diagnostics import Diagnostic
-from ...emit.page import many
+from ...emit.words import many
 from ...ir.plan import Plan
 from ..process.joining import NoResources, living
 from .docks import missing

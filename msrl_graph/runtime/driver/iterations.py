@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...diagnostics import Fault
-from ...emit.page import many
+from ...emit.words import many
 from ...ir.located import here
 from ...ir.plan import Evaluation, Plan
 from ..dock.wire import Status

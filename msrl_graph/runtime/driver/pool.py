@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from ...diagnostics import Diagnostic
-from ...emit.page import many
+from ...emit.words import many
 from ...hardware.device_kinds import HOST
 from ...ir.ahead import lanes
 from ...ir.located import remote

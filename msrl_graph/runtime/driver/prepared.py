@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...compiler.unready import untried
 from ...diagnostics import Diagnostic, Fault
-from ...emit.page import many
+from ...emit.words import many
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.located import absolute, here, pinned

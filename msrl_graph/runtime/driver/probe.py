@@ -23,7 +23,7 @@ from rich.table import Table
 from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
-from ...emit.page import many, size
+from ...emit.words import many, size
 from ...files.urls import is_url
 from ...ir.plan import Plan
 from ..process import facts

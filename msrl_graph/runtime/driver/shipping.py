@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
-from ...emit.page import size
+from ...emit.words import size
 from ...files.urls import is_url
 from ...ir.plan import Plan
 from ..process.joining import called

@@ -25,7 +25,7 @@ import msgspec
 
 from ...compiler.pipeline import with_hosts
 from ...diagnostics import UNFIT, Diagnostic, Fault
-from ...emit.page import many
+from ...emit.words import many
 from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ...diagnostics.shown import shown
-from ...emit.page import duration, many, size
+from ...emit.words import duration, many, size
 from ...ir.plan import Plan
 from ..dock.wire import Status
 from ..process.report import Report

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ...emit.page import many
+from ...emit.words import many
 from ...ir.plan import Plan
 from ..process.report import Report, RunError
 from ..process.task import Task

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...diagnostics.shown import shown
-from ...emit.page import duration, size
+from ...emit.words import duration, size
 from .watched import Now
 
 WAITS = 4  # waits that a terminal has room for
