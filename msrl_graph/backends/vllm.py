@@ -225,10 +225,10 @@ class Engine:
         alike: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(self._prompts):
             alike.setdefault(prompt.tobytes(), []).append(i)
-        with self._at_work():
-            for some in alike.values():
-                self._add(np.array(some))
         try:
+            with self._at_work():
+                for some in alike.values():
+                    self._add(np.array(some))
             while self._running:
                 with self._at_work():
                     ended = self._step()
