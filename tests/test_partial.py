@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from place import SMALL, metrics, ran, rows_of
+from place import MINE, SMALL, metrics, ran, rows_of
 from test_stale import APART, named, off, saved, stale
 
 LONG = [
@@ -29,7 +29,8 @@ OPTIONS = [*SMALL, "--iterations", "6", "--record"]
 
 
 def written(place, way, *more):
-    place.write(*WAYS[way], *LONG, ("seed = 0", "seed = 0, save = 1, keep = 9"), *more, evaluated=False)
+    place.function("return float(len(response) % 2)")
+    place.write(*WAYS[way], *LONG, MINE, ("seed = 0", "seed = 0, save = 1, keep = 9"), *more, evaluated=False)
 
 
 def recorded(place, out):
