@@ -6,10 +6,8 @@ from itertools import pairwise
 import engines
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from test_engines import EXAMPLE, model, sampling
 
 from msrl_graph.backends.continuous import Batch
@@ -18,12 +16,7 @@ from msrl_graph.backends.spec import collected
 
 @pytest.fixture(scope="module")
 def generator():
-    torch.set_num_threads(1)
-    engine = engines.generator(model())
-    weights = load_file(EXAMPLE / "model" / "model.safetensors")
-    for piece in engine.allocate():
-        piece.tensor.copy_(weights[piece.name])
-    return engine
+    return engines.loaded(model(), EXAMPLE / "model")
 
 
 PROMPTS = st.lists(st.lists(st.integers(3, 15), min_size=1, max_size=9), min_size=1, max_size=9)

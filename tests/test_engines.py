@@ -30,12 +30,7 @@ def model(dtype=None):
 
 @pytest.fixture(scope="module")
 def generator():
-    torch.set_num_threads(1)
-    engine = engines.generator(model())
-    weights = load_file(EXAMPLE / "model" / "model.safetensors")
-    for piece in engine.allocate():
-        piece.tensor.copy_(weights[piece.name])
-    return engine
+    return engines.loaded(model(), EXAMPLE / "model")
 
 
 def sampling(**changes):

@@ -3,6 +3,7 @@
 from itertools import product
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from msrl_graph.backends import ENGINES
@@ -28,6 +29,16 @@ def trainer(model, layout=ALONE, rank=0, mesh=None, optimizer=None, recompute="n
 
 def generator(model, layout=ALONE, rank=0, mesh=None, micro_batch=0):
     return built("hf", model, layout, rank, mesh, micro_batch=micro_batch)
+
+
+def loaded(model, folder):
+    """A generator with the weights of a model's folder, on one thread."""
+    torch.set_num_threads(1)
+    engine = generator(model)
+    weights = load_file(folder / "model.safetensors")
+    for piece in engine.allocate():
+        piece.tensor.copy_(weights[piece.name])
+    return engine
 
 
 def mesh(layout, first=0):

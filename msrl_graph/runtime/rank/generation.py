@@ -112,7 +112,7 @@ class Generation(Conversing):
                 ended = map(Response, range(len(rows)), *self.recording.responses(*of))
             else:
                 ended = self.generators[node.name].generate(context, rows, sampling)
-            for part in self._parts(node, ended, sampling.samples):
+            for part in self._parts(node, ended):
                 places, (tokens, logps) = np.sort([r.place for r in part]), collected(part)
                 for place, drawn in zip(places, tokens, strict=True):
                     responses[place] = drawn
@@ -178,7 +178,7 @@ class Generation(Conversing):
         found: Array = here.cpu().numpy()
         return found
 
-    def _parts(self, node: Node, ended: Iterator[Response], samples: int) -> Iterator[list[Response]]:
+    def _parts(self, node: Node, ended: Iterator[Response]) -> Iterator[list[Response]]:
         """Responses as they are handed on: all at once, or as many as the first that streams waits for."""
         streams = [SampleEdge.of(e) for e in self.plan.graph.samples() if e.src == node.name]
         part: list[Response] = []
