@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msrl_graph import compile
-from msrl_graph.ir.plan import Estimate, from_json
+from msrl_graph.ir.plan import Estimate, Plan, from_json
 from msrl_graph.runtime.calibrate.measure import measure
 from msrl_graph.runtime.metrics import predicted
 
@@ -138,6 +138,15 @@ def report(found: dict[str, list[Run]]) -> None:
 
 
 def run(way: Way, iterations: int) -> Run:
+    plan, lines = told_by(way, "--iterations", str(iterations))
+    lines = [line for line in lines if line.get("iteration", -1) >= LEFT_OUT]
+    estimate = predicted.estimate(plan, lines)
+    assert estimate is not None
+    return Run(lines, estimate)
+
+
+def told_by(way: Way, *options: str) -> tuple[Plan, list[dict[str, Any]]]:
+    """The plan of a run of the example, and the lines of its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         text = EXAMPLE.read_text()
         for old, new in way.changes:
@@ -147,14 +156,11 @@ def run(way: Way, iterations: int) -> Run:
             if item != EXAMPLE:
                 (Path(folder) / item.name).symlink_to(item)
         (Path(folder) / EXAMPLE.name).write_text(text)
-        options = ["--set", f"behind={way.behind}", "--iterations", str(iterations), "--out", f"{folder}/run"]
         command = [sys.executable, "-c", MAIN, f"{folder}/{EXAMPLE.name}", *options]
+        command += ["--set", f"behind={way.behind}", "--out", f"{folder}/run"]
         subprocess.run(command, check=True, capture_output=True)
-        texts = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        lines = [line for line in map(json.loads, texts) if line.get("iteration", -1) >= LEFT_OUT]
-        estimate = predicted.estimate(from_json((Path(folder) / "run" / "plan.json").read_text()), lines)
-        assert estimate is not None
-        return Run(lines, estimate)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        return from_json((Path(folder) / "run" / "plan.json").read_text()), [*map(json.loads, lines)]
 
 
 def proof_share(lines: list[dict[str, Any]]) -> float:

@@ -1,0 +1,61 @@
+"""What examples/countdown learns from as many responses, by how old the weights may be that drew them, with a loss that
+corrects for that (the ratio to the log-probabilities as they were drawn, clipped) and with one that does not.
+
+All runs are `deterministic`, so that each generation has the oldest weights that it may have, whoever is slow. The last
+line is JSON: by way and seed the held-out reward after so many iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from asynchrony import PARTIAL, Way, told_by
+from rich.console import Console
+from rich.table import Table
+
+SAME = ("seed = 0 }", "seed = 0, deterministic = true }")
+UNCORRECTED = ("clip(0.2, old_logp = gen_logp)", f'"{Path(__file__).with_name("uncorrected.py")}:uncorrected"')
+WAYS = {
+    "in step": Way(),
+    "staleness 1": Way(1),
+    "staleness 1, uncorrected": Way(1, (UNCORRECTED,)),
+    "staleness 4": Way(4),
+    "staleness 4, uncorrected": Way(4, (UNCORRECTED,)),
+    "partial": Way(changes=PARTIAL),
+    "partial, uncorrected": Way(changes=(*PARTIAL, UNCORRECTED)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=60)
+    options = parser.parse_args()
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for name, way in WAYS.items():
+        for seed in options.seeds:
+            whole = Way(way.behind, (*way.changes, SAME))
+            _, lines = told_by(whole, "--seed", str(seed), "--iterations", str(options.iterations))
+            points = {x["after_iterations"]: round(x["reward"], 4) for x in lines if "evaluation" in x}
+            oldest = int(max(x.get("staleness_max", 0) for x in lines))
+            found.setdefault(name, {})[seed] = points
+            print(f"{name}, seed {seed}: {points}, at most {oldest} versions behind", file=sys.stderr, flush=True)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("held-out reward after iterations, mean")
+    after = sorted(found["in step"][options.seeds[0]])
+    for title in (*map(str, after), "each seed at the end"):
+        table.add_column(title, justify="right")
+    for name, seeds in found.items():
+        means = [statistics.mean(points[i] for points in seeds.values()) for i in after]
+        last = ", ".join(f"{points[after[-1]]:.3f}" for points in seeds.values())
+        table.add_row(name, *(f"{m:.3f}" for m in means), last)
+    Console(width=150).print(table)
+    print(json.dumps({"bench": "corrected", "held_out_reward": found}))
+
+
+if __name__ == "__main__":
+    main()
