@@ -71,8 +71,8 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 test-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/pytest tests/with_engines
 
-# Kills processes of runs (PROGRAM=grpo, dapo or pf_ppo) and counts what that costs: at random, 200 take about an hour, and then each process
-# on two hosts at each point of its work, about as long.
+# Kills processes of runs (PROGRAM=grpo, dapo, pf_ppo or countdown) and counts what that costs: at random, 200 take about an hour, and then
+# each process on two hosts at each point of its work, about as long.
 chaos: $(VENV)/ready
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --program $(PROGRAM)
 	$(BIN)/python bench/points.py --program $(PROGRAM)

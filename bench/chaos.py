@@ -1,8 +1,9 @@
 """Kills processes of a run with -9 at random moments, and counts what is lost: rows, runs, processes, files, seconds.
 
 An example runs with a checkpoint every other iteration: GRPO; DAPO, which draws prompts until enough of them survive;
-or PF-PPO, whose rows repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws
-prompts by these. At random moments of whatever phase a rank, the dock, a function host, the
+PF-PPO, whose rows repeat, with a coefficient and a mean of each prompt that outlive the iteration, and that draws
+prompts by these; or countdown, whose responses are drawn by weights that may be two versions old, with a checkpoint
+every fourth (none is older than the last). At random moments of whatever phase a rank, the dock, a function host, the
 driver, the supervisor, Ray's raylet or its GCS is killed, several in each run. A run ends well when its metrics are,
 line for line, those of a run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is
 killed cannot start itself again: nothing of it may be left, and it is gone on with by --resume.
@@ -60,6 +61,16 @@ PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
         ],
         ["prompts=8", "samples=4"],
     ),
+    "countdown": (
+        "countdown/countdown.rlg",
+        [
+            ('"./model"', '"../countdown/model"'),
+            (' "t', ' "../countdown/t'),
+            ('"countdown.py', '"../countdown/countdown.py'),
+            ("save = 2, restarts = 1000 }", "save = 4, restarts = 1000, deterministic = true }"),
+        ],
+        ["prompts=8", "group=4", "behind=2"],
+    ),
 }
 # What a process's command line or name holds.
 TARGETS = {
@@ -87,6 +98,7 @@ class Count:
     hangs: int = 0
     leftovers: int = 0
     differing: int = 0  # runs that ended with other metrics or weights
+    oldest: int = 0  # versions that the weights of a row were behind
     recover: dict[str, list[float]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
@@ -100,9 +112,6 @@ class Place:
         self.sets = [word for param in params for word in ("--set", param)]
         text = (EXAMPLES / path).read_text()
         run = f"run {{ iterations = {iterations}, seed = 0, save = 2, restarts = 1000 }}"
-        for old, new in [*changes, *(more or ()), ('"../', f'"{EXAMPLES}/')]:
-            assert old in text, old
-            text = text.replace(old, new)
         for old, new in (
             (r"run \{ .* \}", run),
             (r"\bevery( *)= \d+", f"every = {iterations // 2}"),
@@ -110,6 +119,9 @@ class Place:
         ):
             assert re.search(old, text), old
             text = re.sub(old, new, text)
+        for old, new in [*changes, *(more or ()), ('"../', f'"{EXAMPLES}/')]:
+            assert old in text, old
+            text = text.replace(old, new)
         (folder / "p.rlg").write_text(text)
         self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: Ray's sockets lie below it
         self.shared = set(SHARED.iterdir())
@@ -266,6 +278,7 @@ def compare(place: Place, out: str, count: Count, reference: Result) -> None:
         more = int(line.get("rows", 0)) - int(undisturbed.get("rows", 0))
         count.rows_lost += max(0, -more)
         count.rows_twice += max(0, more)
+        count.oldest = max(count.oldest, int(line.get("staleness_max", 0)))
     if (lines_now, weights) != reference:
         count.differing += 1
         count.remarks.append(f"{out}: other metrics or weights than the undisturbed run's")
@@ -314,6 +327,7 @@ def report(count: Count) -> None:
         "rows_lost": count.rows_lost,
         "rows_twice": count.rows_twice,
         "differing": count.differing,
+        "oldest": count.oldest,
         "hangs": count.hangs,
         "leftovers": count.leftovers,
         "recover_s_median": round(statistics.median(seconds), 1) if seconds else None,

@@ -3,10 +3,10 @@ it what the trainer computes.
 
 Invariant: digests of all tensors are compared at every delivery, of what the engine holds after `filled`. A probe, a
 few fixed prompts whose next tokens trainer and generator must give the same log-probability, is made at the first two
-deliveries after a start, and then as often as all of the proof takes at most SHARE of the time, but at least at one of
-OFTEN; whether the next one has it, one rank of the update decides for all. It sees what no digest does: caches of old
-weights, copies in another form, an engine that computes something else. What differs ends the run, with tensor, rank,
-version and edge.
+deliveries after a start, and then as often as all of the proof, with one more, takes at most SHARE of the time, but at
+least at one of OFTEN; whether the next one has it, one rank of the update decides for all. It sees what no digest does:
+caches of old weights, copies in another form, an engine that computes something else. What differs ends the run, with
+tensor, rank, version and edge.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..weights.delivered import Delivery, boxes, unbound
 from ..weights.digest import WIDTH, Digest
 from .micro_batches import MicroBatches, pack
 
-SHARE = 0.01  # of the time that a run takes: while the proof has taken less, deliveries are probed too
+SHARE = 0.01  # of the time that a run takes: as far as the proof takes less, deliveries are probed too
 OFTEN = 32  # and of so many in a row one is, whatever it takes
 BEST = 8  # likeliest tokens that the trainer tells of each prompt
 # Elements that are summed at once: on a host what its caches hold, on a device enough for its kernels, and never more
@@ -82,6 +82,7 @@ class Proof:
         self.said = True  # whether the word is that of all ranks
         self.since = 0  # deliveries since the last probe
         self.began = self.spent = 0.0  # of the time that counts, without what only first passes take
+        self.probing = 0.0  # of what is spent, the last probe
         self.answered = False  # whether the generator has made its first
 
     # The update's ranks.
@@ -95,14 +96,16 @@ class Proof:
             self.version, self.since = version, 0 if self.due else self.since + 1
             self.word.zero_()
             self.word[: self.delivery.size] = self.delivery.sent(self.trainer.shards())
-            tells = self._tells()
-            if self.due:
+        tells = self._tells()
+        if self.due:
+            self.probing = 0.0
+            with self._counted(probes=True):
                 self._ask(self.trainer, tells)
-            if tells:
-                facts = self._facts()
-                facts[VERSION] = version
-                facts[NEXT] = int(self._affords())
-            self.said = False
+        if tells:
+            facts = self._facts()
+            facts[VERSION] = version
+            facts[NEXT] = int(self._affords())
+        self.said = False
 
     def settle(self) -> None:
         """Brings together what the ranks of the update have said; a call of all of them."""
@@ -123,7 +126,7 @@ class Proof:
         """Whether the next delivery is to be probed."""
         if not self.began:
             return True  # the second: what is kept of the first one's weights shows in the next
-        return self.spent <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= OFTEN
+        return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= OFTEN
 
     def _tells(self) -> bool:
         """Whether this rank says what all of them know: the first with a model's last layers."""
@@ -192,7 +195,7 @@ class Proof:
         group, each time that they are `unprobed`."""
         assert self.generator is not None
         self.unprobed = False
-        with self._counted():
+        with self._counted(probes=True):
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
             tokens, drawn = collected(self.generator.generate(self._prompts(), np.arange(PROMPTS), _likeliest()))
@@ -252,10 +255,12 @@ class Proof:
         return f"`{self.edge.name}` ({edge.span.place}) on rank {rank}"
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, probes: bool = False) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.spent += time.perf_counter() - start
+        taken = time.perf_counter() - start
+        self.spent += taken
+        self.probing += taken if probes else 0.0
 
 
 def _likeliest() -> Sampling:
