@@ -38,13 +38,13 @@ module.Published.publish = broken
 """
 
 
-def ended(place, what, lines, **variables):
+def ended(place, what, *lines, **variables):
     """A run that ends so, after so many iterations."""
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "5", "--out", "out", **variables)
     assert (code, out) == (3, ""), err
     assert err.splitlines()[-1] == f"error[run-failed]: {what}; the files of the run so far are in out", err
     assert "starting anew" not in err
-    assert [line["iteration"] for line in metrics(place.folder / "out")] == [*range(lines)]
+    assert [line["iteration"] for line in metrics(place.folder / "out")] in [[*range(n)] for n in lines]
     place.assert_clean()
 
 
@@ -65,7 +65,8 @@ def test_a_copy_to_fetch_that_is_not_renewed(place):
     line = line_of(place.write(*APART, stale(1), evaluated=False), edge)
     what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` is not what `actor.update` has in version 2"
     variables = patched(place, "msrl_graph.runtime.weights.published", NOT_RENEWED)
-    ended(place, f"{what}, but what it had in version 1 (1 of 51 tensors differ)", 2, **variables)
+    # The update may end the iteration that it is in meanwhile.
+    ended(place, f"{what}, but what it had in version 1 (1 of 51 tensors differ)", 2, 3, **variables)
 
 
 def test_a_run_ends_at_a_drift_that_is_too_large(place):
