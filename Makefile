@@ -18,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control agent curves curves-engines test test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -55,10 +55,15 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Tests that start runs are two at a time: each waits for its processes most of the time.
+# Tests that start runs are three at a time on two cores: each waits for its processes now and then.
+SLOW = $(BIN)/pytest -n 3 --dist loadgroup
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
-	$(BIN)/pytest -n 2 --dist loadgroup -m slow
+	$(SLOW) -m "slow and not long" $$(grep -l mark.slow tests/test_*.py)
+
+# The rest of the tests, of which each has a near twin in the others; about 5 minutes.
+test-long: $(VENV)/ready
+	$(SLOW) -m long $$(grep -l mark.long tests/test_*.py)
 
 $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(PYTHON) -m venv $(VENV_ENGINES)

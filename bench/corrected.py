@@ -1,5 +1,6 @@
 """What examples/countdown learns from as many responses, by how old the weights may be that drew them, with a loss that
-corrects for that (the ratio to the log-probabilities as they were drawn, clipped) and with one that does not.
+corrects for that, by the ratio to the log-probabilities as they were drawn, and with one that takes all for fresh: its
+ratio is to those that the weights give as the update begins.
 
 All runs are `deterministic`, so that each generation has the oldest weights that it may have, whoever is slow. The last
 line is JSON: by way and seed the held-out reward after so many iterations.
@@ -11,22 +12,30 @@ import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 
 from asynchrony import PARTIAL, Way, told_by
 from rich.console import Console
 from rich.table import Table
 
 SAME = ("seed = 0 }", "seed = 0, deterministic = true }")
-UNCORRECTED = ("clip(0.2, old_logp = gen_logp)", f'"{Path(__file__).with_name("uncorrected.py")}:uncorrected"')
+UNCORRECTED = (
+    ("columns {", "columns {\n    old_logp  : f32[response]"),
+    ("  node host.advantage", "  node actor.infer(prompt, response) -> old_logp\n  node host.advantage"),
+    ("response, gen_logp, advantage) {", "response, gen_logp, old_logp, advantage) {"),
+    ("old_logp = gen_logp", "old_logp = old_logp"),
+    (
+        "  host.reward -> host.advantage",
+        "  actor.generate -> actor.infer -> actor.update\n  host.reward -> host.advantage",
+    ),
+)
 WAYS = {
     "in step": Way(),
     "staleness 1": Way(1),
-    "staleness 1, uncorrected": Way(1, (UNCORRECTED,)),
+    "staleness 1, uncorrected": Way(1, UNCORRECTED),
     "staleness 4": Way(4),
-    "staleness 4, uncorrected": Way(4, (UNCORRECTED,)),
+    "staleness 4, uncorrected": Way(4, UNCORRECTED),
     "partial": Way(changes=PARTIAL),
-    "partial, uncorrected": Way(changes=(*PARTIAL, UNCORRECTED)),
+    "partial, uncorrected": Way(changes=(*PARTIAL, *UNCORRECTED)),
 }
 
 

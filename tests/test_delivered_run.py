@@ -3,7 +3,7 @@ happens, with what is wrong, and no restart goes over it."""
 
 import pytest
 from patched import patched
-from place import SMALL, metrics, ran
+from place import SMALL, metrics
 from test_stale import APART, stale
 
 pytestmark = pytest.mark.slow
@@ -79,10 +79,3 @@ def test_a_run_ends_at_a_drift_that_is_too_large(place):
     told += f"log-probabilities of trainer and generator differ by {line['logp_drift']:.3g} nats a token, over 1e-12: "
     assert err.splitlines()[-1].startswith(f"{told}docs/metrics.md#when-a-run-goes-wrong"), err
     place.assert_clean()
-
-
-def test_each_delivery_is_proven_and_the_run_says_how_long_that_took(place):
-    place.write(evaluated=False)
-    ran(place, *SMALL, "--iterations", "2", "--out", "out")
-    for line in metrics(place.folder / "out"):
-        assert 0 < line["phases"]["proof"] < line["seconds"]

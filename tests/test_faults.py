@@ -181,6 +181,7 @@ def test_a_run_that_is_asked_to_end_saves(place):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_asked_twice_ends_at_once(place):
     place.function("time.sleep(0.3)\n    return 0.0")  # an iteration of ten seconds
     program(place, MINE, evaluated=False, iterations=300)

@@ -9,6 +9,7 @@ from place import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_shuffled_arrival_computes_what_one_rank_does():
     names = ["shuffled arrival"]

@@ -195,7 +195,14 @@ def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkey
 
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
-@pytest.mark.parametrize("when", ["probed", "ranks start", "ranks start, and it is back", "checkpoint"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("probed", "ranks start, and it is back")),
+        "ranks start",
+        "checkpoint",
+    ],
+)
 def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
     """A host is killed while it is asked what it has, or its link is cut later: it is missed long before Ray misses it,
     and the program, which states no layout, is planned anew for one host. One that is killed and has Ray again at once

@@ -56,6 +56,7 @@ def test_what_it_saves_is_read_by_transformers(alone):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_latent_attention_trains_alike_and_its_corrections_stay(tmp_path):
     """And what is saved is read by transformers."""
     from transformers import AutoModelForCausalLM

@@ -29,6 +29,7 @@ def test_the_rows_that_it_packs_differ_in_length(wanted):
     assert len(lengths) > 2
 
 
+@pytest.mark.long
 def test_a_replay_of_a_mixture_with_divided_experts_does_too(tmp_path):
     wanted = recorded(tmp_path / "one", "mixture")
     hold("ep 2", How("dp = 2, ep = 2", **TWO), wanted, tmp_path, "mixture")

@@ -348,6 +348,7 @@ def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_three_generations_is_recorded_and_replayed_elsewhere(place):
     generations.program(place.folder)
     ran(place, "--out", "one", "--record")

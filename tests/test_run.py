@@ -42,6 +42,8 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
         events = json.loads((folder / "trace.json").read_text())["traceEvents"]
         assert {"actor.generate", "actor.update", "reshard", "host.reward"} <= {e["name"] for e in events}
         assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
+        # Each delivery of weights is proven, and the run says how long that took.
+        assert all(0 < x["phases"]["proof"] < x["seconds"] for x in metrics(folder) if "iteration" in x)
     assert {p.name for p in two.iterdir()} <= {*MADE}
     (place.folder / "new").touch()
     assert {p.stat().st_mode for p in two.rglob("*") if p.is_file()} == {
@@ -86,6 +88,7 @@ def test_generation_on_devices_of_its_own_trains_alike(place, reference):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_divided_sequences_train_alike(place, reference):
     place.write(("layout actor.update   { dp = 2, zero = 3 }", "layout actor.update { cp = 2 }"), *TRAINED)
     code, _, err = place.run("p.rlg", *THRICE, "--out", "cp")
