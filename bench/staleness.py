@@ -1,8 +1,9 @@
 """Ages of rows in simulated iterations: random programs with staleness, refills, evaluations and checkpoints, with rows
 of lognormal lengths, slow devices and slow functions.
 
-Of each program so many iterations are simulated. Status 1 where a row is older than its program allows, where the
-versions of a run's iterations fall, or where the rows by age are not all rows. The last line is JSON.
+Of each program so many iterations are simulated. Status 1 where a row is older than its program allows or of a version
+that is not sent, where the versions of a run's iterations fall, or where the rows by age are not all rows. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main() -> None:
     for _ in range(options.programs):
         some = stale(draw)
         plan = compile("a.rlg", text=some.text)
-        found = ages(simulate(plan, iterations=options.iterations, **some.options), some.staleness)
+        found = ages(simulate(plan, iterations=options.iterations, **some.options), some)
         counted += found
         rows += options.iterations * plan.graph.rows[-1]
         oldest, allowed = max(oldest, *found), max(allowed, some.staleness)

@@ -4,8 +4,9 @@ the estimate says how often an iteration ends in the long run."""
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from msrl_graph.emit.text import plan_text
 from msrl_graph.emit.why import why_text
 from msrl_graph.emit.words import duration
 from msrl_graph.hardware.cluster import Figure, Overheads
-from msrl_graph.ir.ahead import fetched
+from msrl_graph.ir.ahead import Sends, fetched
+from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.pace import critical, pace
 from msrl_graph.simulation.lanes import Span
@@ -46,7 +48,7 @@ algorithm a {{
   source(4) -> prompt, answer
   source -> actor.generate, reward.infer, actor.update
   {nodes}
-  actor.update => actor.generate {{ staleness = {staleness} }}
+  actor.update => actor.generate {{ staleness = {staleness}, every = {every} }}
 }}
 cluster c {{ device = "cpu", devices_per_node = 3 }}
 deploy a on c {{
@@ -77,10 +79,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan(
-    folder: Path, staleness: int, apart: str = THREE, evaluate: str = "", run: str = "", nodes: str = NODES
+    folder: Path,
+    staleness: int,
+    apart: str = THREE,
+    evaluate: str = "",
+    run: str = "",
+    nodes: str = NODES,
+    every: int = 1,
 ) -> Plan:
     """Whose runtime takes no time, since that of a run without processes does not."""
-    text = PROGRAM.format(nodes=nodes, staleness=staleness, apart=apart, evaluate=evaluate, run=run)
+    text = PROGRAM.format(nodes=nodes, staleness=staleness, every=every, apart=apart, evaluate=evaluate, run=run)
     made, found = compiled(text, "a.rlg", folder)
     assert made is not None and made.plan is not None, found
     device = replace(made.plan.cluster.device, overheads=Overheads(NONE, NONE, NONE, NONE, NONE))
@@ -106,6 +114,12 @@ def done(spans: tuple[Span, ...], name: str, number: int) -> tuple[float, float]
         (3, {"run": ", deterministic = true", "evaluate": EVALUATE}),
         (2, {"apart": ""}),
         (2, {"nodes": REFILLS}),
+        (1, {"every": 2}),
+        (2, {"every": 3, "apart": ""}),
+        (3, {"every": 2, "run": ", deterministic = true"}),
+        (3, {"every": 4, "evaluate": EVALUATE}),
+        (2, {"every": 2, "run": ", save = 5, deterministic = true", "evaluate": EVALUATE}),
+        (2, {"every": 3, "nodes": REFILLS}),
     ],
 )
 def test_a_run_begins_and_ends_all_when_the_simulation_does(
@@ -149,13 +163,61 @@ def test_a_run_begins_and_ends_all_when_the_simulation_does(
         assert behind == [i.most_stale for i in found.iterations] and max(behind) > 0
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("every", "options", "sent"),
+    [
+        (1, {}, range(12)),
+        (2, {}, range(0, 12, 2)),
+        (4, {}, (0, 4, 8)),
+        (4, {"evaluate": EVALUATE}, (0, 3, 4, 6, 8, 9, 12)),
+        (4, {"run": ", save = 5, deterministic = true"}, (0, 4, 5, 8, 10)),
+    ],
+)
+def test_so_many_versions_are_copied_and_each_is_fetched_once(
+    folder: Path, every: int, options: dict[str, Any], sent: Sequence[int], seed: int
+) -> None:
+    """Between two a generation keeps its weights; an evaluation after the last iteration takes those."""
+    made = plan(folder, 4, every=every, **options)
+    kept = [s.pool for s in made.schedule if Instruction("RELEASE", "actor.generate") not in s.instructions]
+    assert (made.placement("actor.generate").pool in kept) == (every > 1)
+    world = dry.Dry(made, seed, 1.0)
+    world.run(7)
+    (versions,) = world.versions.values()
+    assert versions.copied == {*sent} and {*versions.told} <= {*sent}
+    assert every == 1 or len(versions.told) == len({*versions.told})
+    assert {versions.taken[f"train/{number}"] for number in range(12)} <= {*sent}
+
+
+def test_a_run_that_is_gone_on_with_begins_with_its_first_version(folder: Path) -> None:
+    """Which is that of the checkpoint; from there on it takes what the first would have taken."""
+    made = plan(folder, 3, every=4, run=", save = 6, deterministic = true")
+    (edge,), pool = fetched(made), made.placement("actor.generate").pool
+    whole, later = Sends(made), Sends(made, 6)
+    assert [v for v in range(13) if whole.sends(edge, v)] == [0, 4, 6, 8, 12]
+    assert [v for v in range(6, 13) if later.sends(edge, v)] == [6, 8, 12]
+    assert [whole.after(pool, n) for n in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 6, 6, 8, 8, 12]
+    assert [later.after(pool, n) for n in range(6, 13)] == [whole.after(pool, n) for n in range(6, 13)]
+    odd = Sends(made, 5)  # of a run that somebody ended after five
+    assert odd.sends(edge, 5) and odd.newest(edge, 5) == 5 == odd.after(pool, 5)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2))
+def test_the_share_of_the_versions_that_are_sent(every: int, between: list[int]) -> None:
+    sends = object.__new__(Sends)
+    sends.multiples = {("a", "b"): (every, *filter(None, between))}
+    period = math.lcm(*sends.multiples["a", "b"])
+    sent = sum(any(v % n == 0 for n in sends.multiples["a", "b"]) for v in range(period))
+    assert sends.share(("a", "b")) == pytest.approx(sent / period)
+
+
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
 @pytest.mark.parametrize("seed", range(8))
 def test_no_row_of_random_programs_is_older_than_it_may_be(seed: int) -> None:
     """`bench/staleness.py` does the same 10,000 iterations long."""
     some = stale_programs.stale(random.Random(seed))
     found = compile("a.rlg", text=some.text)
-    counted = stale_programs.ages(simulate(found, iterations=40, **some.options), some.staleness)
+    counted = stale_programs.ages(simulate(found, iterations=40, **some.options), some)
     assert sum(counted.values()) == 40 * found.graph.rows[-1] and max(counted) > 0
 
 
@@ -169,7 +231,7 @@ algorithm a extends grpo {{
   node actor.update(prompt, response, gen_logp, old_logp, ref_logp, advantage) {{
     loss = truncated() * clip(0.2) + kl_coef * kl(), optimizer = adamw(lr = 1e-6)
   }}
-  actor.update => actor.generate {{ staleness = {staleness} }}
+  actor.update => actor.generate {{ staleness = {staleness}, every = {every} }}
 }}
 cluster some {{ device = "{device}", nodes = 7, devices_per_node = 2, network = 25 GB/s }}
 deploy a on some {{
@@ -192,8 +254,9 @@ PLACES = {
 }
 
 
-def far(places: str, staleness: int, device: str = "ascend-910c", model: str = "qwen2.5-7b") -> Plan:
-    return compile("a.rlg", text=ASYNC.format(places=places, staleness=staleness, device=device, model=model))
+def far(places: str, staleness: int, device: str = "ascend-910c", model: str = "qwen2.5-7b", every: int = 1) -> Plan:
+    said = {"staleness": staleness, "every": every, "device": device, "model": model}
+    return compile("a.rlg", text=ASYNC.format(places=places, **said))
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
@@ -218,7 +281,35 @@ def test_the_estimate_is_the_simulation_in_the_long_run(places: str, staleness: 
     assert made.estimate.iteration_seconds.value < behind.in_step_seconds.value
 
 
-ENDS = {name: far(places, 2) for name, places in PLACES.items()}
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize(("staleness", "every"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 4)])
+@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
+def test_the_estimate_is_the_simulation_where_not_every_version_is_sent(
+    places: str, staleness: int, every: int
+) -> None:
+    """But for the turns at which weights come, of which the estimate has an even part in each."""
+    made = far(places, staleness, every=every)
+    assert made.estimate is not None and made.estimate.behind is not None
+    found = simulate(made, iterations=24 * every * (1 + staleness))
+    last = found.iterations[-12 * every * (1 + staleness) :]
+    took = (last[-1].end - last[0].begin) / len(last)
+    (fetch,) = (p.seconds.value for p in made.estimate.phases if p.name == "reshard")
+    assert took == pytest.approx(made.estimate.iteration_seconds.value, abs=fetch)
+    behind = made.estimate.behind
+    assert behind.most == max(i.most_stale for i in last) <= staleness
+    assert behind.mean.value == pytest.approx(sum(i.staleness for i in last) / len(last), abs=0.1)
+    full = far(places, staleness).estimate
+    assert full is not None
+    assert fetch == pytest.approx(next(p.seconds.value for p in full.phases if p.name == "reshard") / every)
+    # Weights that come late are waited for, and weights that do not come take no time.
+    less = fetch * (every - 1) * 2
+    assert full.iteration_seconds.value - less <= made.estimate.iteration_seconds.value
+    assert made.estimate.iteration_seconds.value <= behind.in_step_seconds.value
+
+
+ENDS = {name: far(places, 2) for name, places in PLACES.items()} | {
+    f"{name}, and a version of three is sent": far(places, 2, every=3) for name, places in PLACES.items()
+}
 
 
 @pytest.mark.parametrize("name", ENDS)

@@ -88,8 +88,7 @@ def test_each_attribute_is_read_by_somebody(said):
     handed = {f.name for f in dataclasses.fields(Node)} if said is Call else set()
     if said is LayoutOptions:  # handed on whole
         handed = {f.name for f in dataclasses.fields(Layout)}
-    planned_for_only = {"every"} if said is ReshardingEdge else set()  # of unready.py
-    assert {*said.declared()} - found - handed - planned_for_only == set()
+    assert {*said.declared()} - found - handed == set()
 
 
 def test_attributes_are_looked_up_by_name_for_messages_only():

@@ -54,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     temperature.greedy,
     temperature.equal,
     scope.own_metric,
+    staleness.missing,
     staleness.uncorrected,
     states.unread,
     states.unset,

@@ -1,4 +1,5 @@
-"""Rows that older weights generated than those that they update: staleness and partial rollout.
+"""Rows that older weights generated than those that they update: staleness, versions that are not sent, and partial
+rollout.
 
 Invariant: what can be seen of the graph alone is told of the graph; who shares devices, of a plan whose nodes are
 placed.
@@ -7,7 +8,7 @@ placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.ahead import hindered
+from ..ir.ahead import fetched, hindered
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, idle_staleness
@@ -66,25 +67,48 @@ def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     return None
 
 
-def check(plan: Plan) -> list[Diagnostic]:
-    """Staleness that gains nothing: between nodes that take turns on the same devices, one of which never runs while
-    the other does, and of a pool that has to be in step. Where the planner has them take turns, a note says why."""
+def missing(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Versions that are not sent, where the rows of the iterations between would be too old."""
     found = []
-    idle = idle_staleness(plan.graph, lambda node: plan.placement(node).pool)
-    for edge in idle if idle and not open_to_staleness(plan) else ():
+    for edge in graph.reshards():
+        said = ReshardingEdge.of(edge)
+        if said.staleness >= said.every - 1:
+            continue
+        least = said.every - 1
+        behind = f"{least} version{'s' * (least > 1)} behind"
         message = (
-            f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it is never behind: "
-            "`staleness` gains nothing"
+            f"with `every = {said.every}` rows of `{edge.dst}` are of weights up to {behind}, and `staleness` allows "
+            f"{said.staleness}"
         )
-        help = f"leave it out, or give each its own devices: `apart {edge.dst}, {edge.src}`"
-        found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help))
-    held = hindered(plan)
+        help = f"state `staleness = {least}` beside it, or leave `every` out"
+        found.append(Diagnostic("missing-staleness", message, edge.at("every"), help))
+    return found
+
+
+def check(plan: Plan) -> list[Diagnostic]:
+    """Staleness that gains nothing, and versions that are sent all the same: between nodes that take turns on the same
+    devices, one of which never runs while the other does, and of a pool that has to be in step. Where the planner has
+    them take turns, a note says why."""
+    found = []
+    idle, held = idle_staleness(plan.graph, lambda node: plan.placement(node).pool), hindered(plan)
     for edge in plan.graph.reshards():
-        pool = plan.placement(edge.dst).pool
-        if ReshardingEdge.of(edge).staleness and edge not in idle and pool in held:
-            message = f"`{edge.dst}` is never behind, since its pool {held[pool]}: `staleness` gains nothing"
-            help = "leave it out, or `place` what hinders it on other devices"
-            if "`deterministic`" in held[pool]:
-                help = "leave it out, or `deterministic`"
-            found.append(Diagnostic("shared-staleness", message, edge.at("staleness"), help, "warning"))
+        said, pool = ReshardingEdge.of(edge), plan.placement(edge.dst).pool
+        if not said.staleness or (edge.src, edge.dst) in fetched(plan):
+            continue
+        seldom = said.every > 1
+        key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
+        gains = "`every` leaves none out" if seldom else "`staleness` gains nothing"
+        is_so = "gets every version" if seldom else "is never behind"
+        if edge in idle:
+            if not seldom and open_to_staleness(plan):
+                continue
+            message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it {is_so}: {gains}"
+            help = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
+            found.append(Diagnostic("shared-staleness", message, edge.at(key), help))
+            continue
+        message = f"`{edge.dst}` {is_so}, since its pool {held[pool]}: {gains}"
+        help = f"{leave}, or `place` what hinders it on other devices"
+        if "`deterministic`" in held[pool]:
+            help = f"{leave}, or `deterministic`"
+        found.append(Diagnostic("shared-staleness", message, edge.at(key), help, "error" if seldom else "warning"))
     return found

@@ -13,14 +13,12 @@ from .. import algorithms
 from ..backends import ENGINES, RUNS, UNTRIED, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
-from ..ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Source, Update
+from ..ir.attributes import Call, Generate, SampleEdge, Source, Update
 from ..ir.options import STATEMENTS
 from ..ir.plan import Note, Placement, Plan
 from ..model.architecture import Model
 from ..sharding.layout import AXES
 
-# Attributes of edges that the runtime does not know, and what to do meanwhile.
-EDGES = {"every": "leave it out: every version is sent"}
 NAMED = 6  # things that a note names
 
 
@@ -132,9 +130,6 @@ def _refused(plan: Plan) -> list[_Refusal]:
             )
     for what, span in _beside_partial(plan):
         tell(f"{what} beside `partial`", span, "leave one of the two out")
-    for edge in plan.graph.reshards():
-        for key in ReshardingEdge.of(edge).changed(EDGES):
-            tell(f"`{key}` of `{edge.src} => {edge.dst}`", edge.at(key), EDGES[key])
     return found
 
 

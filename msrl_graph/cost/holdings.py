@@ -15,7 +15,7 @@ from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import Cluster, Figure
 from ..ir import stepping
-from ..ir.ahead import fetched
+from ..ir.ahead import fetched, sparse
 from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
@@ -33,6 +33,7 @@ RESERVE = 1 - EngineOptions.memory
 # A probe, by which trainer and generator are compared as weights arrive (runtime/rank/proof.py): so many prompts of so
 # many tokens, or of a whole block of the generator's cache and these.
 PROBES, TOKENS = 4, 8
+KEPT = ", kept"  # ends the name of what a generation keeps for the next iteration
 
 
 def capacity(cluster: Cluster) -> Figure:
@@ -284,7 +285,7 @@ def offloads(plan: Plan, node: str, what: str) -> bool:
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
     """By item, what lies on a device of a pool while the node `busy` computes ("": none does), beside what computing
-    takes: weights and optimizer states.
+    takes: weights and optimizer states, and what other generations keep for the next iteration.
 
     What is offloaded lies in host memory meanwhile; of it the busy node has its own weights here. What an update brings
     of its optimizer's states is there in its step alone: `fullest` has it.
@@ -298,6 +299,10 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         if plan.placement(src).pool == pool:
             item = f"{plan.graph.node(src).worker} weights to fetch"
             items[item] = items.get(item, 0) + weights(plan, engines, src)
+    for dst in (dst for _, dst in sparse(plan) if dst != busy and plan.placement(dst).pool == pool):
+        items[f"{dst} weights{KEPT}"] = weights(plan, engines, dst)
+        if building := spec(plan, engines, dst).building:  # what it gives back with the weights alone
+            items[f"{dst} cache{KEPT}"] = sum(building(work(plan, engines, dst)).values())
     return items
 
 

@@ -5,13 +5,15 @@ Invariant: as of all text of a plan, every figure stands beside its source.
 
 from __future__ import annotations
 
-from ..ir.plan import Plan, Way
+from ..ir.ahead import Sends
+from ..ir.plan import Plan, Reshard, Way
 from .page import Sheet
 from .words import duration, laid, many, size
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:
     """Each resharding edge: what it moves, step by step."""
+    sent = Sends(plan)
     for r in plan.reshards:
         page.heading(
             f"Reshard {r.name}", f"{laid(plan.placement(r.src).layout)} to {laid(plan.placement(r.dst).layout)}"
@@ -46,6 +48,8 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
             cells = copy.name, size(copy.bytes), duration(copy.seconds.value), copy.seconds.source
             steps.insert(0, ("", *cells, how))
         page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
+        if (r.src, r.dst) in sent.sparse:
+            _write_share(page, r, sent)
         if sends:
             page.line(
                 f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are "
@@ -60,6 +64,16 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
         page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak(r.order)} (derived)")
         devices = many(plan.cluster.devices, "device")
         page.line(f"naive resharding would leave {size(r.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)")
+
+
+def _write_share(page: Sheet, r: Reshard, sent: Sends) -> None:
+    """How often weights come that are not sent each time."""
+    share, multiples = sent.share((r.src, r.dst)), sorted({*sent.multiples[r.src, r.dst]})
+    page.line(
+        f"fetched in {100 * share:.3g} % of the iterations, on average {size(share * r.received_bytes_per_device)} a "
+        f"device each (derived): sent are versions that are multiples of {' or '.join(map(str, multiples))}, and "
+        f"{r.dst} keeps its weights meanwhile"
+    )
 
 
 def _way(way: Way, ways: int) -> str:

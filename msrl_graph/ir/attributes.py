@@ -333,7 +333,12 @@ class ReshardingEdge(OfEdge):
             "version that made it."
         ),
     )
-    every: int = attr(COUNT, 1, "Sends every so many-th version.")
+    every: int = attr(
+        COUNT,
+        1,
+        "Sends every so many-th version, and those that checkpoints are made of and that evaluations take: B generates "
+        "with what it has until the next comes. Of `n` the rows between need `staleness = n - 1` at least.",
+    )
 
 
 # The attributes that name what is called, in the order in which one that fails is looked for.

@@ -252,6 +252,11 @@ class Reshard:
         """As the program writes the edge; ranks count its bytes under this name."""
         return f"{self.src} => {self.dst}"
 
+    @property
+    def received_bytes_per_device(self) -> int:
+        """Each time that weights come."""
+        return next((s.bytes for s in self.steps if s.name.endswith("by bucket")), 0)
+
     def way(self, tensor: Tensor) -> Way:
         """How a tensor comes: embeddings go as all other weights do, where they have no way of their own."""
         kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
 from ..sharding.stretch import meet, runs
+from .ahead import sparse
 from .graph import KINDS, Expr, Graph, Node
 from .instruction import Instruction, Stream, Walk, Walker, nodes_run
 from .plan import FUNCTIONS, Plan
@@ -225,6 +226,7 @@ class _Streams(Walker):
         self.left = {n: 2 if n in self.repeated else 1 for n in nodes_run(streams, task)}  # times to run
         self.edges = {r.dst: r for r in plan.reshards}
         self.there = set[str]()  # generations whose weights are on the devices
+        self.stay = {dst for _, dst in sparse(plan)}  # those where they stay for the next task
         self.away = set[str]()  # workers whose weights have left the devices
         self.returning = set[str]()  # updates whose weights are on their way back
         self.wrong: list[str] = []
@@ -233,7 +235,7 @@ class _Streams(Walker):
         ended = Walk({s.pool: s.instructions for s in self.streams}).finish(self)
         if not self.wrong and not ended:
             self.wrong.append("wait for each other")
-        if not self.wrong and (self.there or self.away or any(self.left.values())):
+        if not self.wrong and (self.there - self.stay or self.away or any(self.left.values())):
             self.wrong.append("leave a node that has not run, or weights where the next task does not expect them")
         return self.wrong
 
@@ -254,7 +256,7 @@ class _Streams(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         if {self.plan.placement(n).pool for n in (src, dst)} != {*pools}:
             self.wrong.append(f"have `{src} => {dst}` in one of its two pools")
-        if dst in self.there:
+        if dst in self.there - self.stay:
             self.wrong.append(f"reshard into `{dst}` where its weights are there")
         self.there.add(dst)
         if self.edges[dst].mode == "swap":
@@ -265,6 +267,8 @@ class _Streams(Walker):
     def release(self, pool: str, node: str) -> None:
         if node not in self.there:
             self.wrong.append(f"release the weights of `{node}` where they are not there")
+        if node in self.stay:
+            self.wrong.append(f"release the weights of `{node}`, which the next iteration may generate with")
         self.there.discard(node)
 
     def swap_in(self, pool: str, node: str) -> None:

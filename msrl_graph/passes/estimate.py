@@ -17,7 +17,7 @@ from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
-from ..ir.ahead import leads
+from ..ir.ahead import Sends, leads
 from ..ir.attributes import Update
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Behind, Estimate, Note, Phase, Plan
@@ -45,12 +45,16 @@ class EstimateTime(Pass):
         seconds: dict[tuple[str, str], Figure] = {}  # by instruction
         used: dict[tuple[str, str], set[str]] = {}  # the pools whose ranks take part
         phases: list[Phase] = []
+        sends = Sends(plan)
         for r in plan.reshards:
             src, dst = plan.placement(r.src).pool, plan.placement(r.dst).pool
             alone = r.copied is not None  # from a copy, whose making is the update's
-            seconds["RESHARD", r.dst], used["RESHARD", r.dst] = costs.reshard(plan, r), {dst} if alone else {src, dst}
+            # Of weights that are not sent each time, so much of it on average.
+            share = sends.share((r.src, r.dst)) if alone else 1.0
+            seconds["RESHARD", r.dst] = _on_average(costs.reshard(plan, r), share)
+            used["RESHARD", r.dst] = {dst} if alone else {src, dst}
             if alone:
-                seconds["PUBLISH", r.dst], used["PUBLISH", r.dst] = costs.publish(plan, r), {src}
+                seconds["PUBLISH", r.dst], used["PUBLISH", r.dst] = _on_average(costs.publish(plan, r), share), {src}
             if r.swap_in.bytes:
                 seconds["SWAP_IN", r.src], used["SWAP_IN", r.src] = costs.swap_in(r), {src}
         # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
@@ -167,6 +171,13 @@ class EstimateTime(Pass):
         host = plan.cluster.device.overheads.row
         total += holdings.group_rows(plan, name) * samples * host.value
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
+
+
+def _on_average(each: Figure, share: float) -> Figure:
+    """Of what takes so many seconds, and comes in a share of the iterations."""
+    if share == 1:
+        return each
+    return replace(each, value=each.value * share, basis=f"in {100 * share:.3g} % of the iterations, {each.basis}")
 
 
 def unfiltered(graph: Graph) -> str:

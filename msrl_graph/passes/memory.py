@@ -68,8 +68,9 @@ class CountMemory(Pass):
 
     def _load(self, plan: Plan, pool: str) -> Memory:
         # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come
-        # with the first step.
-        items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(" optimizer")}
+        # with the first step, and what generations keep when it is fetched.
+        later = (" optimizer", holdings.KEPT)
+        items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(later)}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
         largest = max((plan.model(n).largest_read * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
@@ -106,7 +107,7 @@ class CountMemory(Pass):
             source, target = plan.placement(r.src).pool, plan.placement(r.dst).pool
             if pool not in (source, target):
                 continue
-            items = holdings.resident(plan, self.engines, pool)
+            items = holdings.resident(plan, self.engines, pool, r.dst)
             worker = plan.graph.node(r.src).worker
             if r.order == "staged":
                 # Either the update weights are there, or what takes their place.

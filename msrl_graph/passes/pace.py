@@ -4,19 +4,20 @@ while rows come by the edges.
 Invariant: only composition, and never less where a piece takes more. In step an iteration is as long as its critical
 path. Where pools may be ahead it is as long as they need in the long run: the pools go round, each as often as the
 others, and no circle of what waits for what can be gone round quicker than its seconds over the iterations that it
-leads through (a maximum cycle mean; Baccelli et al., Synchronization and Linearity, 1992). The first iterations, which
-fill the pipeline, count for nothing.
+leads through (a maximum cycle mean; Baccelli et al., Synchronization and Linearity, 1992). Where not every version is
+sent, iterations differ by where they stand between two that are: each such place is a point of its own on a way round.
+The first iterations, which fill the pipeline, count for nothing, nor do checkpoints and evaluations.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..cost import between as costs
-from ..ir.ahead import awaits, fetched, leads, oldest
+from ..ir.ahead import Sends, awaits, leads
 from ..ir.instruction import Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 
@@ -29,43 +30,44 @@ ROUNDS = 50  # iterations, by how many may be under way, after which the stalene
 @dataclass(frozen=True)
 class _Arc:
     """What `dst` begins an iteration so many seconds after at the earliest: `src` having begun the one that many
-    `iterations` before."""
+    `iterations` before. It is of the iterations that stand at a `place` between two versions that are sent."""
 
     src: str
     dst: str
     iterations: int
     seconds: float
     path: str
+    place: int = 0
 
 
 @dataclass(frozen=True)
 class Pace:
-    """`seconds` between the ends of two iterations, and `why`. `arcs`: what waits for what, where pools may be
-    ahead."""
+    """`seconds` between the ends of two iterations, and `why`. `arcs`: what waits for what, where pools may be ahead,
+    of so many `places` between two versions that are sent."""
 
     seconds: float
     why: str
     arcs: tuple[_Arc, ...] = ()
+    places: int = 1
 
     def versions(self, plan: Plan) -> tuple[float, int]:
         """How old the weights are in the long run, on average over the edges over which they are fetched, and at
         most."""
-        ahead, run = leads(plan), plan.deploy.run
-        into = [plan.placement(dst).pool for _, dst in fetched(plan)]
-        many = ROUNDS * (1 + max(ahead.values(), default=0))
+        sends, run = Sends(plan), plan.deploy.run
+        ahead, many = sends.leads, ROUNDS * self.places * (1 + max(sends.leads.values(), default=0))
         begins: dict[str, list[float]] = {name: [] for name in (*ahead, UPDATES)}
         behind: list[int] = []
         for number in range(many):
             for name in (UPDATES, *ahead):
-                some = [a for a in self.arcs if a.dst == name and number >= a.iterations]
-                after = [begins[a.src][number - a.iterations] + a.seconds for a in some]
+                some = [a for a in self.arcs if (a.dst, a.place) == (name, number % self.places)]
+                after = [begins[a.src][number - a.iterations] + a.seconds for a in some if number >= a.iterations]
                 if name != UPDATES:
-                    after.append(begins[UPDATES][max(0, number - ahead[name])])
+                    after.append(begins[UPDATES][sends.after(name, number)])
                 begins[name].append(max(after, default=0.0))
-            for pool in into if number >= many // 2 else ():
-                newest = bisect_right(begins[UPDATES], begins[pool][number]) - 1
-                version = oldest(run, ahead[pool], number) if run.deterministic else newest
-                behind.append(number - version)
+            for pool, edges in sends.into.items() if number >= many // 2 else ():
+                now = bisect_right(begins[UPDATES], begins[pool][number]) - 1
+                now = sends.after(pool, number) if run.deterministic else now
+                behind += [number - sends.newest(edge, now) for edge in edges]
         return (sum(behind) / len(behind), max(behind)) if behind else (0.0, 0)
 
 
@@ -77,52 +79,81 @@ def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
 
 def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
     """`around` is what begins and ends an iteration, for whoever goes on by itself."""
-    if not (ahead := leads(plan)):
+    if not leads(plan):
         length, path = critical(plan, seconds)
         return Pace(length + around, f"critical path: {path}")
-    arcs = _arcs(plan, seconds, around, ahead)
-    circle = max(_circles(arcs), key=lambda c: sum(a.seconds for a in c) / sum(a.iterations for a in c))
+    deploy = replace(plan.deploy, run=replace(plan.deploy.run, save=0), evaluations=())
+    sends = Sends(replace(plan, deploy=deploy))
+    places = math.lcm(*(sends.sparse.values()))
+    arcs = _arcs(plan, seconds, around, sends, places)
+    circle = _slowest(arcs, places)
     whole, iterations = sum(a.seconds for a in circle), sum(a.iterations for a in circle)
     chain = " > ".join(dict.fromkeys(a.path for a in circle))
     why = f"{iterations} iterations at a time: {chain}"
-    if len(circle) == iterations == 1:
+    if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
         why = f"the slowest, {circle[0].src}: {chain}"
-    return Pace(whole / iterations, f"in the long run {why}", tuple(arcs))
+    return Pace(whole / iterations, f"in the long run {why}", tuple(arcs), places)
 
 
-def _arcs(plan: Plan, seconds: Seconds, around: float, ahead: Mapping[str, int]) -> list[_Arc]:
+def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
     iteration before has ended."""
-    edges = frozenset(fetched(plan))
+    edges, ahead = frozenset(sends.behind), sends.leads
     in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
     alone = _Clock(plan, seconds, in_step, edges, opened=-math.inf)
-    found = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path())]
+    found = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
     waits = awaits(plan, ahead)
     for pool, lead in ahead.items():
         opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
         # By its own devices, or by the weights that are as old as they may be.
-        for src, iterations, copies in ((pool, 1, {}), (UPDATES, lead + 1, alone.copied)):
+        for src, copies in ((pool, {}), (UPDATES, alone.copied)):
             own = _Clock(plan, seconds, {pool: 0.0}, edges, copies, opened)
             ends = {p: (own.clock[p] + own.taken, own.path(p)) for p in ahead} | {UPDATES: (own.length, own.path())}
-            found += [
-                _Arc(src, dst, iterations, end + around, path) for dst, (end, path) in ends.items() if end > -math.inf
-            ]
+            for place in range(places):
+                # Of an iteration that stands there, long after the first.
+                number = places * (1 + lead) + place
+                iterations = 1 if src == pool else number + 1 - sends.after(pool, number)
+                found += [
+                    _Arc(src, dst, iterations, end + around, path, (place + 1) % places)
+                    for dst, (end, path) in ends.items()
+                    if end > -math.inf
+                ]
     return found
 
 
-def _circles(arcs: Sequence[_Arc]) -> Iterator[list[_Arc]]:
-    """Every way round that meets nobody twice; each once, from the first in the order of names."""
+def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
+    """The circle that takes the most seconds an iteration: while another takes more than the best so far, that one."""
+    best = [arcs[0]] * places  # the updates, one after the other
+    while True:
+        rate = sum(a.seconds for a in best) / sum(a.iterations for a in best)
+        if (better := _above(arcs, places, rate)) is None:
+            return best
+        best = better
 
-    def onward(way: list[_Arc]) -> Iterator[list[_Arc]]:
-        begin, at = way[0].src, way[-1].dst
-        if at == begin:
-            yield way
-        elif at > begin and at not in {a.src for a in way}:
-            for arc in (a for a in arcs if a.src == at):
-                yield from onward([*way, arc])
 
-    for arc in arcs:
-        yield from onward([arc])
+def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
+    """A circle that takes more seconds an iteration than `rate`, if there is one: of the longest ways, as Bellman and
+    Ford find them, only those round such a circle grow for ever."""
+    rounding = 1e-12 * max(a.seconds for a in arcs)
+    ends = {a: ((a.src, (a.place - a.iterations) % places), (a.dst, a.place)) for a in arcs}
+    longest = {dst: 0.0 for _, dst in ends.values()}
+    last: dict[tuple[str, int], _Arc] = {}  # of the longest way to a place
+    at: tuple[str, int] | None = None
+    for _ in longest:
+        at = None
+        for arc, (src, dst) in ends.items():
+            length = longest[src] + arc.seconds - rate * arc.iterations
+            if length > longest[dst] + rounding:
+                longest[dst], last[dst], at = length, arc, dst
+        if at is None:
+            return None
+    assert at is not None
+    for _ in longest:  # back until it is on the circle
+        at = ends[last[at]][0]
+    circle = [last[at]]
+    while (before := ends[circle[0]][0]) != at:
+        circle.insert(0, last[before])
+    return circle
 
 
 class _Clock(Walker):

@@ -2,8 +2,9 @@
 
 Invariant: every node of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the
 whole graph, so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's
-turn); update weights are on the device whenever a node uses them: RESHARD takes them away, WAIT ends their return. The
-nodes up to a filter that refills come first, and AGAIN after them repeats them while it asks for more prompts.
+turn); update weights are on the device whenever a node uses them: RESHARD takes them away, WAIT ends their return. A
+generation's weights leave after its turn, unless the next iteration may generate with them (`every`). The nodes up to a
+filter that refills come first, and AGAIN after them repeats them while it asks for more prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..cost.holdings import update_of
 from ..ir import verify
+from ..ir.ahead import sparse
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, Stream
 from ..ir.plan import FUNCTIONS, Plan
@@ -86,8 +88,8 @@ def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Col
     if first is None:
         return None
     last = max((*runs, *weights))
-    if stream[last].node in anew:
-        last += 1  # RELEASE: what stays would not be looked for again
+    if stream[last].node in anew and stream[last + 1 : last + 2] == (Instruction("RELEASE", stream[last].node),):
+        last += 1  # what stays would not be looked for again
     return slice(first, last + 1)
 
 
@@ -106,6 +108,7 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
         if n.name in swapped
         and next((m.name for m in order[i + 1 :] if owner[m.name] == owner[n.name]), "") not in swapped
     }
+    stay = {dst for _, dst in sparse(plan)}
     out: list[Instruction] = []
     returning: dict[str, str] = {}  # by worker, the update that its weights left as
     for node in order:
@@ -117,7 +120,7 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
             out.append(Instruction("WAIT", returning.pop(node.worker)))
         out.append(Instruction("RUN", node.name))
         if node.name in source:
-            out.append(Instruction("RELEASE", node.name))
+            out += [Instruction("RELEASE", node.name)] * (node.name not in stay)
             if node.name in back:
                 out.append(Instruction("SWAP_IN", source[node.name]))
                 returning[owner[node.name]] = source[node.name]

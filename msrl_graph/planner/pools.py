@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
+from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Node
 from ..ir.plan import DEVICES, Plan, Pool, idle_staleness
 from ..sharding.stretch import device_range, meet, runs
@@ -51,8 +52,12 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 
 
 def divisions(plan: Plan) -> list[Division]:
-    """The division that the deploy states, or all nodes together, and what else it leaves open. Never empty."""
-    return list(_every(plan))
+    """The division that the deploy states, or all nodes together, and what else it leaves open; where the program says
+    that not every version of some weights is sent, only such as have their ends apart, if any do. Never empty."""
+    found = list(_every(plan))
+    seldom = [e for e in plan.graph.reshards() if ReshardingEdge.of(e).every > 1]
+    apart = [d for d in found if all(d.pool_of(e.src) != d.pool_of(e.dst) for e in seldom)]
+    return apart or found
 
 
 def open_to_staleness(plan: Plan) -> bool:

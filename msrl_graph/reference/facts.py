@@ -16,7 +16,6 @@ from typing import get_args
 
 from .. import algorithms
 from ..backends import ENGINES, runs
-from ..compiler import unready
 from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
@@ -91,10 +90,7 @@ def table(rows: list[Row]) -> str:
 
 
 def _note(of: str, name: str) -> str:
-    if of == "cluster" and name in SHARES:
-        return f"*{_nature(name, SHARES[name])}*"
-    refused = unready.EDGES if of == "resharding edge" else {}
-    return "*Planned and simulated; a run refuses it in this version.*" if name in refused else ""
+    return f"*{_nature(name, SHARES[name])}*" if of == "cluster" and name in SHARES else ""
 
 
 def _nature(name: str, share: Figure) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..cost import between as costs
-from ..ir.ahead import Leading, fetched, lanes
-from ..ir.instruction import Instruction, Walk, Walker
+from ..ir.ahead import Leading, evaluations, lanes
+from ..ir.instruction import Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.rowsets import looping
 from .lanes import Lanes
@@ -28,7 +28,7 @@ IN_STEP = "in step"
 class Published:
     """The weights of an edge over which they are fetched: when the copy of each version was there, when each fetch had
     ended, and how many generations were told to fetch; after how many iterations each evaluation comes that has the
-    copy made before an iteration begins."""
+    copy made, and fetches it, before an iteration begins."""
 
     evaluations: list[int]
     copied: dict[int, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Driver(Leading):
         self.plan, self.iterations, self.pools, self.opened, self.steps = plan, iterations, pools, opened, steps
         self.streams = {s.pool: s.instructions for s in plan.schedule if s.task == "train"}
         self.lanes = lanes(plan)
-        self.published = {edge: Published(self._evaluations(edge)) for edge in fetched(plan)}
+        self.published = {edge: Published([e.every for e in evaluations(plan, edge)]) for edge in self.behind}
         self.turns: dict[int, Turn] = {}
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
         self.heard = dict.fromkeys(self.leads, 0.0)  # by pool, when the driver has heard that it ended all it began
@@ -78,11 +78,6 @@ class Driver(Leading):
         self.around = costs.around(plan).value + costs.taken(plan, functions).value
         self.refills = bool(looping(plan.graph)[0])
         self.knowing = [p for p in self.leads if any(x.op == "AGAIN" for x in self.streams.get(p, ()))]
-
-    def _evaluations(self, edge: Edge) -> list[int]:
-        fetch = Instruction("RESHARD", *edge)
-        some = {s.task for s in self.plan.schedule if fetch in s.instructions}
-        return [e.every for e in self.plan.deploy.evaluations if e.data in some]
 
     def busy(self, pool: str) -> bool:
         return self.heard[pool] > self.time
@@ -122,11 +117,13 @@ class Driver(Leading):
         walk = Walk({pool: self.streams.get(pool, ()) for pool in pools})
         self.jobs[who].append(_Job(turn, walk, self.steps(turn), self.time))
 
-    def _begin(self, pool: str, number: int, version: int) -> None:
+    def _begin(self, pool: str, number: int, now: int) -> None:
         turn = self._turn(number)
-        for edge, found in self.published.items():
-            if self.plan.placement(edge[1]).pool == pool:
-                turn.version[edge] = version
+        for edge in self.into[pool]:
+            found, version = self.published[edge], self.newest(edge, now)
+            turn.version[edge] = version
+            if self.takes(edge, version) and not (edge in self.sparse and found.made(version)):
+                turn.fetches.add(edge)
                 found.told += 1
         self.begun[pool], self.heard[pool] = number, math.inf
         self._ask((pool, 0), turn, [pool])

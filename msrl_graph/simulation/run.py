@@ -46,11 +46,12 @@ class _Steps(Walker):
 
     def given(self, pool: str, src: str, dst: str) -> bool:
         """A copy is given up for the next when whoever was told to fetch it has it."""
-        turn, found = self.turn, self.simulator.driver.published.get((src, dst))
+        turn, found, edge = self.turn, self.simulator.driver.published.get((src, dst)), (src, dst)
         if found is None:
             return True
-        fetches = pool == self.simulator.plan.placement(dst).pool
-        return turn.version[src, dst] in found.copied if fetches else len(found.fetched) >= turn.told[src, dst]
+        if pool == self.simulator.plan.placement(dst).pool:
+            return edge not in turn.fetches or turn.version[edge] in found.copied
+        return not self.simulator.driver.sends(edge, turn.number) or len(found.fetched) >= turn.told[edge]
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """All devices of both pools take part, when the last is free; where one may be ahead, the update's make a copy,
@@ -63,10 +64,11 @@ class _Steps(Walker):
             simulator._spend(pools, begin, begin + costs.reshard(plan, edge).value, turn)
         elif pools[0] == plan.placement(dst).pool:
             turn.held[dst] = turn.version[src, dst]
-            begin = max(begin, found.copied[turn.held[dst]])
-            found.fetched.append(begin + costs.reshard(plan, edge).value)
-            simulator._spend(pools, begin, found.fetched[-1], turn)
-        else:
+            if (src, dst) in turn.fetches:
+                begin = max(begin, found.copied[turn.held[dst]])
+                found.fetched.append(begin + costs.reshard(plan, edge).value)
+                simulator._spend(pools, begin, found.fetched[-1], turn)
+        elif simulator.driver.sends((src, dst), turn.number):
             if told := turn.told[src, dst]:
                 begin = max(begin, found.fetched[told - 1])
             found.copied[turn.number] = begin + costs.publish(plan, edge).value * (not found.made(turn.number))

@@ -17,7 +17,8 @@ from .nodes import Ran
 class Turn:
     """`base` is when it was opened, `hosts` are the processes of its functions; `ends` by pool when that was done with
     it. By resharding edge with staleness: `told`, how many fetches there were before the updates began it, and the
-    `version` that its generation takes. `held`: by generation the version that it had."""
+    `version` that its generation takes; `fetches` are those where it does not have that already. `held`: by generation
+    the version that it had."""
 
     number: int
     lengths: dict[str, list[int]]
@@ -27,6 +28,7 @@ class Turn:
     ends: dict[str, float] = field(default_factory=dict)
     told: dict[tuple[str, str], int] = field(default_factory=dict)
     version: dict[tuple[str, str], int] = field(default_factory=dict)
+    fetches: set[tuple[str, str]] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)  # of each prompt's responses, the oldest that wrote some of them
 

@@ -163,11 +163,12 @@ class Computed:
 class Versions:
     """A resharding edge with staleness, as published.py has it: of each of the update's ranks the version of its copy,
     and how many it has sent; of each of the generation's how many it has asked for, and has. `taken`: by task, the
-    version that it generates with."""
+    version that it generates with; `told`: the versions in the order in which they are fetched."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed, self.told = allowed, list[int]()
         self.taken: dict[str, int] = {}
+        self.copied = set[int]()  # versions that a copy was made of
         self.asked: Counter[int] = Counter()
         self.copy: dict[int, int] = {}
         self.sent: Counter[int] = Counter()
@@ -191,7 +192,7 @@ class Weightless(Doing):
             rank.dry.work(f"reshard {dst}", self.task)
             return
         name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
-        versions, number = rank.dry.versions[src, dst], self.task.number
+        versions, number, many = rank.dry.versions[src, dst], self.task.number, rank.sparse.get((src, dst), 1)
         sends, fetches = (rank._here(pool) for pool in ends)
         fetch = self.task.fetches.get(name)
 
@@ -202,15 +203,22 @@ class Weightless(Doing):
         if rank in fetches:
             assert number - versions.allowed <= fetch.version <= number, (self.task.key, fetch.version)
             versions.taken[self.task.key] = fetch.version
-            count = versions.asked[rank.rank] = versions.asked[rank.rank] + 1
+            count = fetch.told
+            if count == versions.asked[rank.rank]:  # it has that version: it stays from one task to the next
+                assert many > 1 and versions.told[count - 1] == fetch.version
+                return
+            versions.asked[rank.rank] += 1
+            assert versions.asked[rank.rank] == count
             if len(versions.told) < count:
                 versions.told.append(fetch.version)
             assert versions.told[count - 1] == fetch.version
+            assert many == 1 or fetch.version not in versions.told[: count - 1], "fetched twice"
             rank.dry.world.block(lambda: all(versions.copy.get(r.rank) == fetch.version for r in sends))
             rank.dry.work(f"fetch {dst}", self.task)
             versions.fetched[rank.rank] = count
             rank.dry.world.block(lambda: sent(count, sends))
-        elif versions.copy.get(rank.rank) != number:
+        elif name in self.task.sends and versions.copy.get(rank.rank) != number:
+            versions.copied.add(number)
             told = fetch.told if fetch else 0
             rank.dry.world.block(lambda: sent(told, [rank]))
             rank.dry.work(f"copy {src}", self.task)

@@ -320,9 +320,15 @@ class Program:
         if updates := self.verbs.get("actor.update"):
             generations = self.verbs.get("actor.generate", [])
             self.stale = generations[:1] + updates[:1] if generations and self.often(30) else []
-            behind = [f" {{ staleness = {self.one((1, 1, 2, 3))} }}" if g in self.stale else "" for g in generations]
+            behind = [self.behind() if g in self.stale else "" for g in generations]
             lines += [f"  {updates[0]} => {g}{b}" for g, b in zip(generations, behind, strict=True)]
         return "\n".join([*lines, "}", *self.deployed()]) + "\n"
+
+    def behind(self) -> str:
+        """How old a generation's weights may be, and which of them are sent: as seldom as that allows."""
+        versions = self.one((1, 1, 2, 3))
+        every = f", every = {self.one(range(2, versions + 2))}" if self.often(50) else ""
+        return f" {{ staleness = {versions}{every} }}"
 
     def workers(self) -> list[str]:
         known = {

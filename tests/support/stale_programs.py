@@ -38,7 +38,7 @@ PROGRAM = """algorithm a {{
   actor.generate -> judge.infer, host.reward -> host.advantage -> actor.update
   judge.infer -> actor.update
   {filter}
-  actor.update => actor.generate {{ staleness = {staleness} }}
+  actor.update => actor.generate {{ staleness = {staleness}, every = {every} }}
 }}
 cluster c {{ device = "cpu", devices_per_node = 3 }}
 deploy a on c {{
@@ -57,42 +57,49 @@ REFILL = """node host.keep(reward) { keep = reward > 0, per = prompt, refill = 4
 
 @dataclass(frozen=True)
 class Stale:
-    """A program, how old its weights may be, and what to simulate it with."""
+    """A program, how old its weights may be, which of them are sent, and what to simulate it with."""
 
     text: str
     staleness: int
+    sent: tuple[int, ...]  # multiples of these
     options: dict[str, Any]
 
 
 def stale(draw: random.Random) -> Stale:
     staleness, prompts, samples = draw.randint(1, 4), draw.choice([4, 8]), draw.choice([2, 4])
     deterministic = draw.random() < 0.2
+    every = draw.choice([1, draw.randint(1, staleness + 1)])
+    evaluate, save = draw.choice([0, draw.randint(1, 7)]), draw.choice([0, 0, 5])
     text = PROGRAM.format(
         prompts=prompts,
         samples=samples,
         mini_batch=prompts * samples // draw.choice([1, 2]),
         filter=REFILL if not deterministic and draw.random() < 0.4 else "",
         staleness=staleness,
+        every=every,
         judge=draw.choice(["", ", judge.infer"]),
-        evaluate=draw.choice(["", f"evaluate test {{ every = {draw.randint(1, 7)}, samples = 1, report = [score] }}"]),
-        save=draw.choice(["", "", ", save = 5"]),
+        evaluate=f"evaluate test {{ every = {evaluate}, samples = 1, report = [score] }}" if evaluate else "",
+        save=f", save = {save}" if save else "",
         deterministic=str(deterministic).lower(),
     )
     lengths = f"lognormal({draw.choice([10, 100, 300])}, {draw.choice([0.5, 1, 1.5])})"
     slow = {"host.reward": f"lognormal({draw.choice([0.0001, 0.01, 0.3])}, 1)"}
     options = {"lengths": lengths, "function_seconds": slow, "seed": draw.randrange(1000)}
-    return Stale(text, staleness, options | {"stragglers": draw.choice(["", "30% x3", "60% x10"])})
+    sent = tuple(n for n in (every, evaluate, save) if n)
+    return Stale(text, staleness, sent, options | {"stragglers": draw.choice(["", "30% x3", "60% x10"])})
 
 
-def ages(found: Simulation, staleness: int) -> Counter[int]:
-    """How many rows of a simulation are how many versions old; fails where one is older than it may be, or of an older
-    version than those before it, or of one that is yet to come."""
+def ages(found: Simulation, program: Stale) -> Counter[int]:
+    """How many rows of a simulation are how many versions old; fails where one is older than it may be, or of a version
+    that is not sent, older than that of those before it, or yet to come."""
     counted: Counter[int] = Counter()
     last = 0
     for number, iteration in enumerate(found.iterations):
         version = number - iteration.most_stale
         assert iteration.staleness == iteration.most_stale, "all rows of an iteration are of one version"
-        assert max(0, number - staleness) <= version <= number and version >= last, (number, version, last)
+        least = max(0, number - program.staleness)
+        assert least <= version <= number and version >= last, (number, version, last)
+        assert any(version % many == 0 for many in program.sent), (version, program.sent)
         counted[iteration.most_stale] += found.plan.graph.rows[-1]
         last = version
     return counted

@@ -1,8 +1,9 @@
 """Pools that are ahead of the updates, where `staleness` lets them be.
 
-Invariant: a pool begins what `Leading` says is due, with the weights that the updates have begun with at that moment.
-So no row is older than it may be, whoever is slow, and a generation that is slower than the updates is behind by one
-version only. With `deterministic` what an iteration generates follows from the program.
+Invariant: a pool begins what `Leading` says is due, with the newest weights that are sent of those that the updates
+have begun with at that moment. So no row is older than it may be, whoever is slow, and where every version is sent, a
+generation that is slower than the updates is behind by one only. With `deterministic` what an iteration generates
+follows from the program.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.ahead import Leading, fetched
+from ...ir.ahead import Leading
 from ...ir.plan import Plan
 from ..process.report import Report
 from ..process.task import Fetch, Task
@@ -27,11 +28,10 @@ class Ahead(Leading):
         self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
         away = {device for devices in found.values() for device in devices}
         self.in_step = [rank for device, rank in enumerate(ranks) if device not in away]
-        names = {(r.src, r.dst): r.name for r in plan.reshards}
-        behind = fetched(plan)
+        self.names = {(r.src, r.dst): r.name for r in plan.reshards if (r.src, r.dst) in self.behind}
         # By pool and task the edges whose weights it fetches.
         self.edges = {
-            (s.pool, s.task): [names[x.node, x.other] for x in s.instructions if (x.node, x.other) in behind]
+            (s.pool, s.task): [(x.node, x.other) for x in s.instructions if (x.node, x.other) in self.behind]
             for s in plan.schedule
             if s.pool in self.leads
         }
@@ -43,24 +43,33 @@ class Ahead(Leading):
     def busy(self, pool: str) -> bool:
         return bool(self.at_work[pool])
 
-    def begin(self, pool: str, task: Task, version: int, measure: bool) -> None:
-        """Has a pool begin a task with weights of this version, when it has ended what it is at."""
+    def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
+        """Has a pool begin a task when it has ended what it is at, while the updates are in the iteration `now`, or
+        about to begin it."""
         for edge in self.edges[pool, task.name]:
-            self.fetches[edge] = Fetch(version, 1 + (self.fetches[edge].told if edge in self.fetches else 0))
+            name, version = self.names[edge], self.newest(edge, now) if task.trains else now
+            before = self.fetches[name].told if name in self.fetches else 0
+            self.fetches[name] = Fetch(version, before + self.takes(edge, version))
             if task.trains:
-                self.drawn[edge, task.number] = version
+                self.drawn[name, task.number] = version
         asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
         self.at_work[pool] |= dict.fromkeys(asked, task)
         self.reports.setdefault(task.key, []).extend(asked)
 
-    def told(self, task: Task) -> dict[str, Fetch]:
-        """What the pools in step hear of the fetches so far as they begin a task: how many there were, and the version
+    def told(self, task: Task) -> Task:
+        """A task as the pools in step begin it: what they send, how many fetches there were so far, and the version
         that its own rows are drawn with, which is the newest where that is yet to be fetched."""
-        self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= task.number}
-        newest = task.number
-        return {e: Fetch(self.drawn.get((e, newest), newest), fetch.told) for e, fetch in self.fetches.items()}
+        number = task.number
+        self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
+        sent = [edge for edge in self.names if not task.trains or self.sends(edge, number)]
+        fetches = {
+            name: Fetch(self.drawn.get((name, number), self.newest(edge, number)), self.fetches[name].told)
+            for edge, name in self.names.items()
+            if name in self.fetches
+        }
+        return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent))
 
     def under_way(self) -> list[Any]:
         """References to what is not known to have ended."""

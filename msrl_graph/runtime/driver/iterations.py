@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,7 +202,7 @@ class Driver:
         """Starts the streams of all pools for one task, but for those that were ahead."""
         start = time.perf_counter()
         self._prepare(task)
-        told = replace(task, fetches=self.ahead.told(task))
+        told = self.ahead.told(task)
         ranks = [r.run.remote(told, measure) for r in self.ahead.in_step]
         if task.trains:
             self._go_ahead(task.number)

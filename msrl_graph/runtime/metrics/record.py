@@ -12,6 +12,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from ...ir.ahead import Sends
 from ...ir.plan import Plan
 from ..process.report import Report
 from .predicted import estimate
@@ -200,19 +201,23 @@ class Recorder:
         """Predicted against measured, line by line: (what, unit, predicted, measured, source).
 
         Measured are medians over the iterations, without the first where there are several; of staleness the mean and
-        the most. Seconds are predicted for rows as long as they were, bytes for rows at their bounds.
+        the most, and of weights that are not sent each time the mean. Seconds are predicted for rows as long as they
+        were, bytes for rows at their bounds.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
         rows: list[tuple[str, str, float, float, str]] = []
         if plan.estimate is None or not lines:
             return rows
-        found = estimate(plan, lines) or plan.estimate
+        found, sends = estimate(plan, lines) or plan.estimate, Sends(plan)
         for phase in found.phases:
             measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
             known = [m for m in measured if m is not None]
             if known:
-                rows.append((phase.name, "s", phase.seconds.value, statistics.median(known), phase.seconds.source))
+                took = statistics.median(known)
+                if sends.sparse and phase.name == "reshard":
+                    took = sum(known) / len(lines)
+                rows.append((phase.name, "s", phase.seconds.value, took, phase.seconds.source))
         whole = found.iteration_seconds
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
         if (behind := found.behind) is not None:
@@ -223,10 +228,14 @@ class Recorder:
                 got = [v for line in lines for k, v in line.items() if k.rpartition("/")[2] == name]
                 rows.append((what, "versions", old, of(got), whole.source))
         for edge in plan.reshards:
-            gathered = next((s.bytes for s in edge.steps if s.name.endswith("by bucket")), 0)
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
-            received = statistics.median(x[key] for x in lines)
-            rows.append((f"{edge.name}, received a device", "B", gathered, received, "derived"))
+            received, ends, share = [x[key] for x in lines], (edge.src, edge.dst), 1.0
+            typical = statistics.median(received)
+            if ends in sends.sparse:
+                share, typical = sends.share(ends), statistics.fmean(received)
+            rows.append(
+                (f"{edge.name}, received a device", "B", edge.received_bytes_per_device * share, typical, "derived")
+            )
         predicted: dict[str, float] = {}
         for t in plan.traffic:
             predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes

@@ -42,6 +42,7 @@ class Task:
     - `states`: the values of the run's states with which the iteration begins.
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
       generation was told to fetch so far, this one perhaps among them.
+    - `sends`: of these edges those over which the updates send the version that they begin it with.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Task:
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
+    sends: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
 
     @property

@@ -25,7 +25,7 @@ from ...backends.away import Away
 from ...backends.devices import Device, Devices
 from ...backends.spec import EngineSpec, Generator, Trainer, Weights
 from ...cost import holdings
-from ...ir.ahead import fetched
+from ...ir.ahead import fetched, sparse
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
@@ -59,6 +59,7 @@ class Engines:
         self.store: Any = None  # where the ranks meet
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], Proof] = {}  # of the same edges
+        self.sparse = sparse(plan)
         self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 

@@ -81,6 +81,8 @@ class Doing(Walker):
         rank, number = self.rank, self.task.number
         edge, proof, worker = rank.resharders[src, dst], rank.proofs[src, dst], rank.plan.graph.node(src).worker
         generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
+        if isinstance(edge, Published) and not self._due(edge, generator is not None):
+            return
         shards: list[Shard] = []
 
         def allocate() -> list[Shard]:
@@ -101,6 +103,8 @@ class Doing(Walker):
                     edge.run(allocate)
                 elif generator:
                     number = self.task.fetches[edge.name].version
+                    if (src, dst) in rank.sparse and edge.fetched:  # what was fetched before is still there
+                        generator.release()
                     edge.fetch(number, allocate)
                 else:
                     last = self.task.fetches.get(edge.name)
@@ -116,6 +120,10 @@ class Doing(Walker):
         for step, seconds in taken.items():
             self.report.more(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved
+
+    def _due(self, edge: Published, fetches: bool) -> bool:
+        """Whether this version is sent, and of whoever fetches, whether it does not have it already."""
+        return self.task.fetches[edge.name].told > edge.fetched if fetches else edge.name in self.task.sends
 
     def release(self, pool: str, node: str) -> None:
         self.rank.generators[node].release()
