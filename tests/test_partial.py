@@ -95,6 +95,27 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
     assert recorded(place, "first") == recorded(place, "second")
 
 
+@pytest.mark.slow
+def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
+    """The prompts that the recorded run took, and those that it cut in the same order."""
+    written(place, "on one pool, two groups")
+    ran(place, *OPTIONS, "--out", "first")
+    lines, replay = metrics(place.folder / "first"), ["--record", "--replay", "first"]
+    written(place, "on one pool, one group")
+    ran(place, *SMALL, "--iterations", "3", *replay, "--out", "second")
+    ran(place, *SMALL, "--iterations", "6", *replay, "--resume", "second")
+    for one, other in zip(recorded(place, "first"), recorded(place, "second"), strict=True):
+        for name in ("row", "prompt", "response", "gen_logp", "made", "actor_generate_times"):
+            assert [row[name] for row in one] == [row[name] for row in other], name
+    for one, other in zip(lines, metrics(place.folder / "second"), strict=True):
+        assert [other[key] for key in ("cut", "reward", "staleness_max")] == [4, one["reward"], one["staleness_max"]]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
+    written(place, "on one pool, one group", (", gen_logp, made {", ", gen_logp {"), ("    made : i32[response]\n", ""))
+    ran(place, *SMALL, "--iterations", "2", "--replay", "first", "--out", "third")
+    for one, other in zip(lines[:2], metrics(place.folder / "third"), strict=True):
+        assert other["reward"] == one["reward"] and "staleness_max" not in other
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

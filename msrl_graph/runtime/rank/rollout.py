@@ -7,14 +7,17 @@ groups have grown by as many tokens when all ranks look, and all hear of all pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...backends.spec import Generator, Response, Sampling
 from ...ir.attributes import Generate
+from ...ir.graph import Node
 from ..data.columns import Array
+from ..data.recording import SAME, Recording
+from ..process.report import RunError
 from ..process.task import Cut, Task
 
 # What a prompt is to all ranks: of another group, not whole, not whole and waited for, whole.
@@ -73,6 +76,24 @@ class Rollout:
                 return [row for row in self.rows if row in taken]
             for _ in range(sum(not g.ended for grown in self.grown.values() for g in grown)):
                 next(drawn)
+
+    def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
+        """As `run`, with what a recorded run drew and took: `columns` name its tokens, their log-probabilities, and
+        their versions where it has them. Of what it cut nothing is there: it goes on as prompts alone."""
+        fan, of = self.sampling.samples, (node, columns, self.task.number)
+        there = recording.prompts(*of, fan)
+        if len(there) != self.takes:
+            what = f"iteration {self.task.number} of {recording.folder} has responses to {len(there)} prompts"
+            raise RunError(f"{what}, and `{node.name}` ({node.span.place}) takes {self.takes}: {SAME}")
+        places = np.flatnonzero(np.isin(self.rows, there))
+        taken = [self.rows[place] for place in places]
+        rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
+        found = recording.responses(*of, [self.context[place] for place in places], rows, fan)
+        grown = [Grown(*known) for known in zip(*found, strict=True)]
+        for response in grown:
+            response.ended = True
+        self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken)}
+        return taken
 
     def cut(self, taken: list[int]) -> list[Cut]:
         """What is not taken, as the next iteration goes on with it."""
