@@ -82,8 +82,8 @@ def test_the_same_prompts_are_taken_whoever_draws_them(place):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
-    written(place, "on one pool, two groups")
+def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_overdue(place):
+    written(place, "on one pool, two groups", ("cuts = 2", "cuts = 1, overdue = drop_group"))
     ran(place, *OPTIONS, "--out", "first")
     process = place.start("p.rlg", *OPTIONS, "--out", "second")
     for lines in (2, 4):
@@ -93,6 +93,8 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 2, err
     assert recorded(place, "first") == recorded(place, "second")
+    told = [[(line["cut"], line["overdue"]) for line in metrics(place.folder / out)] for out in ("first", "second")]
+    assert told[0] == told[1] and sum(overdue for _, overdue in told[0]) > 0
 
 
 @pytest.mark.slow

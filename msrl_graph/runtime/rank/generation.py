@@ -143,13 +143,13 @@ class Generation(Conversing):
         head: str,
     ) -> dict[str, Piece]:
         """Partial rollout: what the node writes of the prompts that the iteration takes, and which these are."""
-        fan, sieve = sampling.samples, rowsets(self.plan.graph).sieves[node.name]
+        fan, sieve, said = sampling.samples, rowsets(self.plan.graph).sieves[node.name], Generate.of(node)
         rollout = Rollout(
             task,
             batch.rows,
             context,
             sampling,
-            Generate.of(node),
+            said,
             self.plan.graph.rows[0],
             self._version(node, task),
             lambda of: self._summed(node, of),
@@ -163,6 +163,8 @@ class Generation(Conversing):
         if self._first(node):
             report.cut = rollout.cut(taken)
             report.count(f"{head}cut", float(len(report.cut)), 0)
+            if not said.waits:
+                report.count(f"{head}overdue", float(len(batch.rows) - len(taken) - len(report.cut)), 0)
         some = [g for row in taken for g in rollout.grown[row]]
         rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
         every = (batch.rows[:, None] * fan + np.arange(fan)).reshape(-1)

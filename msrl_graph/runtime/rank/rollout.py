@@ -56,7 +56,7 @@ class Rollout:
         told: Callable[[Array], Array],
     ) -> None:
         self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
-        self.takes, self.most_cuts, self.version, self.told = takes, said.cuts, version, told
+        self.takes, self.said, self.version, self.told = takes, said, version, told
         self.longest = int(sampling.max_tokens)
         self.stretch = said.stretch(self.longest)
         self.grown: dict[int, list[Grown]] = {}
@@ -96,9 +96,11 @@ class Rollout:
         return taken
 
     def cut(self, taken: list[int]) -> list[Cut]:
-        """What is not taken, as the next iteration goes on with it."""
+        """What is not taken, as the next iteration goes on with it; what is overdue goes, unless it is waited for."""
         found = []
         for row in sorted({*self.rows} - {*taken}):
+            if self._overdue(row) and not self.said.waits:
+                continue
             old = row < len(self.task.cut)
             position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
             responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
@@ -108,9 +110,13 @@ class Rollout:
     def _state(self) -> Array:
         of = np.full(self.task.prompts, ELSEWHERE, np.int64)
         for row in self.rows:
-            awaited = row < len(self.task.cut) and self.task.cut[row].cuts >= self.most_cuts
+            awaited = self._overdue(row) and self.said.waits
             of[row] = WHOLE if all(g.ended for g in self.grown[row]) else AWAITED if awaited else GROWS
         return of
+
+    def _overdue(self, row: int) -> bool:
+        """Whether a prompt was cut as often as it may be."""
+        return row < len(self.task.cut) and self.task.cut[row].cuts >= self.said.cuts
 
     def _drawn(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
         """Stretch by stretch the parts of those responses, by prompt and number; each is added as it comes."""
@@ -118,8 +124,8 @@ class Rollout:
         grown = [self.grown[self.rows[place]][i] for place, i in live]
         prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
         rows = np.array([self.rows[place] * fan + i for place, i in live])
-        sampling = self.sampling.of(np.array([place * fan + i for place, i in live]))
         begun = np.array([len(g.tokens) for g in grown])
+        sampling = self.sampling.of(np.array([place * fan + i for place, i in live]))
         for part in generator.generate(prompts, rows, sampling, begun, self.stretch):
             grown[part.place].more(part, self.version)
             yield
