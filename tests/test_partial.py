@@ -121,7 +121,6 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (("partial = 0.5", 'partial = 0.5, stop = "7"'), "`stop` of `actor.generate` beside `partial`"),
         (
             ("source -> actor.generate\n", "source -> actor.generate { stream = 2 }\n"),
             "`stream` of `source -> actor.generate` beside `partial`",

@@ -47,6 +47,7 @@ class Engine:
         if stretch:
             yield from in_stretches(self.generate, prompts, rows, said, begun, stretch)
             return
+        assert np.array_equal(said.joined, begun)  # so that stop strings are looked for across a cut
         for i, (prompt, row, before, most) in enumerate(zip(prompts, rows, begun, said.max_tokens, strict=True)):
             assert len(prompt) == 1 + before and {*prompt[1:]} <= {100 + prompt[0]}
             whole = self.lengths[prompt[0]][row % FAN]

@@ -8,7 +8,7 @@ groups have grown by as many tokens when all ranks look, and all hear of all pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -125,7 +125,8 @@ class Rollout:
         prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
         rows = np.array([self.rows[place] * fan + i for place, i in live])
         begun = np.array([len(g.tokens) for g in grown])
-        sampling = self.sampling.of(np.array([place * fan + i for place, i in live]))
+        # A stop string may lie across a cut.
+        sampling = replace(self.sampling.of(np.array([place * fan + i for place, i in live])), joined=begun)
         for part in generator.generate(prompts, rows, sampling, begun, self.stretch):
             grown[part.place].more(part, self.version)
             yield
