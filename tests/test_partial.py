@@ -83,9 +83,12 @@ def test_the_same_prompts_are_taken_whoever_draws_them(place):
 
 @pytest.mark.slow
 def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_overdue(place):
-    written(place, "on one pool, two groups", ("cuts = 2", "cuts = 1, overdue = drop_group"))
-    ran(place, *OPTIONS, "--out", "first")
-    process = place.start("p.rlg", *OPTIONS, "--out", "second")
+    written(
+        place, "on one pool, two groups", ("partial = 0.5, cuts = 2", "partial = 1, cuts = 1, overdue = drop_group")
+    )
+    options = [*OPTIONS, "--set", "group=2"]  # few, so that prompts differ in how long they take
+    ran(place, *options, "--out", "first")
+    process = place.start("p.rlg", *options, "--out", "second")
     for lines in (2, 4):
         place.wait_for_lines("second", lines)
         victims = [p for p in place.processes() if named(p).startswith("ray::RankHost")]
