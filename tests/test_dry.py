@@ -56,18 +56,20 @@ class Outcome(NamedTuple):
 
 
 def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
-    """Of a partial rollout: each iteration has as many prompts as the source begins, each prompt of the data comes once
-    and in time."""
-    said, takes = Generate.of(plan.graph.node(node)), plan.graph.rows[0]
-    seen = Counter[int]()
+    """Of a partial rollout: each iteration has as many prompts as the source begins, and each prompt of the data comes
+    once and in time, or leaves where it is overdue."""
+    said, takes, end = Generate.of(plan.graph.node(node)), plan.graph.rows[0], 0
     for i in range(plan.deploy.run.iterations):
         rows, task = found.taken[i], found.begun[i]
-        assert len(set(rows)) == len(rows) == takes
-        assert all(c.cuts <= said.cuts for c in task.cut) and len(task.cut) == (said.under_way(takes) - takes) * (i > 0)
-        count = len(task.cut)
-        seen.update(task.cut[r].position if r < count else task.position + r - count for r in rows)
-        assert all(task.cut[r].cuts < said.cuts for r in range(count) if r not in rows)
-    assert max(seen.values(), default=1) == 1
+        assert len(set(rows)) == len(rows) == takes and task.position == end
+        end += task.prompts - len(task.cut)
+        overdue = {c.position for c in task.cut if c.cuts >= said.cuts}
+        under_way = [*(c.position for c in task.cut), *range(task.position, end)]
+        taken = {under_way[row] for row in rows}
+        assert overdue <= taken or not said.waits
+        if (following := found.begun.get(i + 1)) is not None:
+            cut = {c.position: c.cuts for c in following.cut}
+            assert cut.keys() == {*under_way} - taken - overdue and max(cut.values(), default=0) <= said.cuts
 
 
 def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
@@ -292,6 +294,14 @@ def test_rounds_of_prompts_go_ahead_where_their_filter_waits_for_nobody_else(fol
     program = GENERATE.replace("update => actor.generate", "update => actor.generate { staleness = 1 }") + algorithm
     deploy = "apart actor.generate, actor.update"
     assert run(folder, program, deploy, kindness=0.6, iterations=4) == "to its end, 1 versions behind"
+
+
+@pytest.mark.parametrize("overdue", ["wait", "drop_group"])
+@pytest.mark.parametrize("deploy", ["layout actor.generate { dp = 2 }", "apart actor.generate, actor.update"])
+def test_what_is_overdue_is_waited_for_or_leaves(folder: Path, overdue: str, deploy: str) -> None:
+    partial = f"samples = 3, partial = 0.6, cuts = 1, overdue = {overdue}"
+    program = GENERATE.replace("samples = 3", partial)
+    assert run(folder, program, deploy, iterations=5) == "to its end, what was not whole in the next iteration"
 
 
 @pytest.mark.parametrize("seed", range(10))

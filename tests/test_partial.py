@@ -82,10 +82,13 @@ def test_the_same_prompts_are_taken_whoever_draws_them(place):
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
-    written(place, "on one pool, two groups")
-    ran(place, *OPTIONS, "--out", "first")
-    process = place.start("p.rlg", *OPTIONS, "--out", "second")
+def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_overdue(place):
+    written(
+        place, "on one pool, two groups", ("partial = 0.5, cuts = 2", "partial = 1, cuts = 1, overdue = drop_group")
+    )
+    options = [*OPTIONS, "--set", "group=2"]  # few, so that prompts differ in how long they take
+    ran(place, *options, "--out", "first")
+    process = place.start("p.rlg", *options, "--out", "second")
     for lines in (2, 4):
         place.wait_for_lines("second", lines)
         victims = [p for p in place.processes() if named(p).startswith("ray::RankHost")]
@@ -93,12 +96,34 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut(place):
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 2, err
     assert recorded(place, "first") == recorded(place, "second")
+    told = [[(line["cut"], line["overdue"]) for line in metrics(place.folder / out)] for out in ("first", "second")]
+    assert told[0] == told[1] and sum(overdue for _, overdue in told[0]) > 0
+
+
+@pytest.mark.slow
+def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
+    """The prompts that the recorded run took, and those that it cut in the same order."""
+    written(place, "on one pool, two groups")
+    ran(place, *OPTIONS, "--out", "first")
+    lines, replay = metrics(place.folder / "first"), ["--record", "--replay", "first"]
+    written(place, "on one pool, one group")
+    ran(place, *SMALL, "--iterations", "3", *replay, "--out", "second")
+    ran(place, *SMALL, "--iterations", "6", *replay, "--resume", "second")
+    for one, other in zip(recorded(place, "first"), recorded(place, "second"), strict=True):
+        for name in ("row", "prompt", "response", "gen_logp", "made", "actor_generate_times"):
+            assert [row[name] for row in one] == [row[name] for row in other], name
+    for one, other in zip(lines, metrics(place.folder / "second"), strict=True):
+        assert [other[key] for key in ("cut", "reward", "staleness_max")] == [4, one["reward"], one["staleness_max"]]
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
+    written(place, "on one pool, one group", (", gen_logp, made {", ", gen_logp {"), ("    made : i32[response]\n", ""))
+    ran(place, *SMALL, "--iterations", "2", "--replay", "first", "--out", "third")
+    for one, other in zip(lines[:2], metrics(place.folder / "third"), strict=True):
+        assert other["reward"] == one["reward"] and "staleness_max" not in other
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (("partial = 0.5", 'partial = 0.5, stop = "7"'), "`stop` of `actor.generate` beside `partial`"),
         (
             ("source -> actor.generate\n", "source -> actor.generate { stream = 2 }\n"),
             "`stream` of `source -> actor.generate` beside `partial`",

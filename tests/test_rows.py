@@ -6,19 +6,23 @@ from pathlib import Path
 
 import generations
 import numpy as np
+import pyarrow as pa
 import pytest
 from place import SMALL, TRAINED, metrics, ran, rows_of
-from pyarrow import parquet
+from pyarrow import compute, parquet
 from stage import EXAMPLE, PROMPTS, Stage, one_rank
+from test_engines import sampling
 from tokenizers import Tokenizer
 
 from msrl_graph import compile
 from msrl_graph.cli import run_main
+from msrl_graph.ir.attributes import Generate
 from msrl_graph.runtime.data import recording as rows
 from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
 from msrl_graph.runtime.driver.folder import MADE
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.rollout import Rollout
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]
@@ -260,6 +264,41 @@ def test_what_a_recording_does_not_hold(tmp_path):
     path.write_text("PAR1, it says")
     with pytest.raises(RunError, match=r"000000.parquet cannot be read"):
         replayed(tmp_path, [0, 1])
+
+
+PARTIAL = ("temperature = 1.0", "temperature = 1.0, partial = 0.5")
+
+
+def rolled(folder, takes, groups=2):
+    """What each group of a partial rollout takes of a recorded iteration, and goes on with."""
+    plan = one_rank(PARTIAL)
+    node, task = plan.graph.node("actor.generate"), Task("train", 0, 4, position=8)
+    said, found = sampling(samples=2, max_tokens=5), []
+    for mine in np.array_split(np.arange(4), groups):
+        context = [PROMPTS[i] for i in mine]
+        rollout = Rollout(task, mine, context, said, Generate.of(node), takes, 0, lambda of: of)
+        taken = rollout.replay(rows.Recording(plan, folder), node, ("response", "response.logp"))
+        tokens = {row: [g.tokens.tolist() for g in rollout.grown[row]] for row in taken}
+        found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut(taken)]))
+    return found
+
+
+def test_of_a_recorded_partial_rollout_what_it_took_is_taken(tmp_path):
+    """Whichever group has it; a row without a response is not in the recording."""
+    path = written(tmp_path, changes=[PARTIAL])
+    table = parquet.read_table(path)
+    there = pa.array([r // 2 != 1 for r in range(8)])
+    for name in ("response", "response_logp"):
+        column = compute.if_else(there, table[name], pa.scalar(None, table[name].type))
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    parquet.write_table(table, path)
+    whole = {p: [RESPONSES[2 * p + i].tolist() for i in (0, 1)] for p in (0, 2, 3)}
+    assert rolled(tmp_path, 3) == [({0: whole[0]}, [(9, 1, 2)]), ({p: whole[p] for p in (2, 3)}, [])]
+    assert rolled(tmp_path, 3, groups=1) == [(whole, [(9, 1, 2)])]
+    with pytest.raises(RunError, match=r"iteration 0 of .* has responses to 3 prompts, and .* takes 2: a recording is"):
+        rolled(tmp_path, 2)
+    with pytest.raises(RunError, match=r"000000.parquet holds no row 2, which"):  # nor an empty response
+        replayed(tmp_path, [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(

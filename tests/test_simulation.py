@@ -348,7 +348,7 @@ def test_keys_are_those_of_a_run() -> None:
 def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
     tokens: list[list[int]], most: int, more: int, cuts: int
 ) -> None:
-    rollout = Rollout(3, 3 + more, 2, most, cuts, lambda prompt: (5, tokens[prompt]))
+    rollout = Rollout(3, 3 + more, 2, most, cuts, True, lambda prompt: (5, tokens[prompt]))
     written, taken = Counter[tuple[int, int]](), list[int]()
     for version in range(6):
         working = rollout.begin(version)

@@ -1,11 +1,14 @@
 """Stop strings: a response ends with the token that completes one, as a loop over the whole text says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import engines
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_engines import PROMPTS, model, sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -70,7 +73,7 @@ def looked(stops, rows):
     for n in range(1, max(map(len, rows)) + 1):
         going = [i for i, row in enumerate(rows) if found[i] is None and len(row) >= n]
         if going:
-            for i, hit in zip(going, stops(np.array([rows[i][:n] for i in going], np.int32)), strict=True):
+            for i, hit in zip(going, stops([np.array(rows[i][:n]) for i in going]), strict=True):
                 found[i] = n if hit else None
     return found
 
@@ -120,3 +123,57 @@ def test_a_response_goes_on_as_if_it_had_not_been_left(generator):
         for i, n, row, logp in zip(some, begun, again, its, strict=True):
             assert np.array_equal(tokens[i][n:], row)
             assert np.allclose(logps[i][n:], logp, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    strings=st.sampled_from(
+        [("3", "11", "="), tuple(f"{a}{b}" for a in "1357" for b in range(10)), ("246", "1", "<unk>5")]
+    ),
+    stretch=st.integers(1, 5),
+    micro_batch=st.integers(0, 2),
+    cut=st.integers(0, 3),
+)
+def test_a_response_in_stretches_and_across_a_cut_ends_where_it_ends_at_once(
+    generator, strings, stretch, micro_batch, cut
+):
+    """Drawn in parts, and after so many of them by another call, which is handed what was drawn: a stop string may lie
+    on both sides."""
+    rows, said = np.arange(60), sampling(samples=20, max_tokens=8, temperature=3.0, stop=strings)
+    whole, logps = collected(generator.generate(PROMPTS, rows, said))
+    tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
+    free, _ = collected(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
+    assert [len(t) for t in whole] == [naive(tokenizer, t.tolist(), strings) or len(t) for t in free]
+    generator.micro_batch = micro_batch
+    parts, theirs = [[] for _ in rows], [[] for _ in rows]
+    live = set(range(len(rows)))
+
+    def draw(drawn, places, until):
+        while live and until > 0:
+            for r in [next(drawn) for _ in range(len(live))]:
+                parts[places[r.place]] += r.tokens.tolist()
+                theirs[places[r.place]] += r.logps.tolist()
+                live.difference_update([places[r.place]] if r.ended else [])
+            until -= 1
+
+    draw(generator.generate(PROMPTS, rows, said, stretch=stretch), [*rows], cut)
+    if live:
+        left = sorted(live)
+        before = [np.concatenate([PROMPTS[i // 20], np.array(parts[i], np.int32)]) for i in left]
+        begun = np.array([len(parts[i]) for i in left])
+        draw(generator.generate(before, rows[left], replace(said, joined=begun), begun, stretch), left, 9)
+    generator.micro_batch = 0
+    assert parts == [t.tolist() for t in whole]
+    assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
+
+
+def test_what_is_not_joined_is_of_another_answer(generator):
+    """As in an environment's turns: the string that ended the last one ends no other."""
+    before = [np.concatenate([PROMPTS[0], np.array([5, 6], np.int32)])]  # "23"
+    text = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json")).decode([5, 6])
+    said = sampling(max_tokens=8, stop=(text,), ends=())
+    lengths = [
+        len(next(generator.generate(before, np.arange(1), replace(said, joined=joined), np.array([2]))).tokens)
+        for joined in (0, 2)
+    ]
+    assert lengths[0] > lengths[1] == 1

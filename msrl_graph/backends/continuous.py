@@ -6,10 +6,11 @@ drawn alike so far; prompts are padded at the left, so that all places end at on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .spec import Response, Sampling
+from .stops import joined
+from .stretches import Stops
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 # The next sequences begin when so many of the places are free, or the last ones fit: to take some in, the whole cache
 # is copied.
 FREE = 1 / 4
-
-Stops = Callable[["NDArray[np.int32]"], "NDArray[np.bool_]"]
 
 
 class Network(Protocol):
@@ -60,6 +59,7 @@ class Batch:
 
         self.network, self.prompts, self.rows, self.begun = network, prompts, rows, begun
         self.each, self.room = len(rows) // len(prompts), sampling.max_tokens - begun
+        self.joined = np.broadcast_to(sampling.joined, len(rows))
         self.sampling, self.slots, self.stops = sampling, max(slots, self.each), stops
         self.tokens = np.zeros((len(rows), self.room.max()), np.int32)
         self.logps = np.zeros((len(rows), self.room.max()), np.float32)
@@ -148,9 +148,7 @@ class Batch:
         self.lengths[running] += 1
         going = ~np.isin(token, self.sampling.ends) & (self.lengths[running] < self.room[running])
         if self.stops is not None:
-            for length in np.unique(self.lengths[running[going]]):
-                some = np.flatnonzero(going & (self.lengths[running] == length))
-                going[some] = ~self.stops(self.tokens[running[some], :length])
+            going[going] = ~self.stops([self._text(i) for i in running[going]])
         ended: NDArray[np.int64] = running[~going]
         self.running, at, token = running[going], self.at[going], token[going]
         if not len(self.running):
@@ -171,6 +169,10 @@ class Batch:
         position = self.mask.sum(1, keepdim=True) - 1
         self.logits = self.network.logits(self._here(fed)[:, None], self.mask, position, self.cache)
         return ended
+
+    def _text(self, row: int) -> NDArray[np.int32]:
+        """The tokens that stop strings of a row are looked for in."""
+        return joined(self.prompts[row // self.each], self.joined[row], self.tokens[row, : self.lengths[row]])
 
     @property
     def _slides(self) -> bool:

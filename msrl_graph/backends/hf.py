@@ -104,7 +104,7 @@ class Engine:
         stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
         slots = self.micro_batch * sampling.samples or len(rows)
         if stretch and slots < len(rows):  # who has drawn a stretch leaves its place to the next
-            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch)
+            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
             return
         batch = Batch(self, prompts, rows, begun, sampling, slots, stops)
         while batch.left:

@@ -236,7 +236,8 @@ class Outputs(NamedTuple):
 class Sampling:
     """How a generator draws: `seed` and `iteration` key the noise; `max_tokens` and `temperature`, one for all or one a
     response; greedy where the latter is 0. A response ends with a token of `ends`, or when its text holds a string of
-    `stop`; both stay part of it."""
+    `stop`; both stay part of it. Its text is that of what is drawn, and of so many of the tokens before as are
+    `joined` to it."""
 
     samples: int
     max_tokens: int | NDArray[np.int64]
@@ -247,10 +248,11 @@ class Sampling:
     iteration: int
     ends: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    joined: int | NDArray[np.int64] = 0
 
     def of(self, responses: Any) -> Sampling:
         """How some of the responses are drawn, by their places."""
-        each = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        each = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
         some = {name: value[responses] for name, value in each.items() if not isinstance(value, float | int)}
         return replace(self, **some) if some else self
 
@@ -341,5 +343,5 @@ class Generator(Protocol):
         order, and what is not asked for any more is not drawn. `rows` numbers them (it keys the noise). The end token
         is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row that
         ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
-        looked for in what is drawn alone. With a `stretch` each response comes in parts of so many tokens: when all
-        that have not ended have given one, the next is drawn if it is asked for."""
+        looked for in those that `sampling` has `joined`. With a `stretch` each response comes in parts of so many
+        tokens: when all that have not ended have given one, the next is drawn if it is asked for."""

@@ -6,6 +6,7 @@ on tokens. Each new token costs the decoding of a tail as long as the longest st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 # Characters at the beginning of a tail that may not be those of the whole text: a character whose first bytes are cut
 # off (at most three pieces), a blank that decoders take off the first token.
 BLURRED = 4
+
+
+def joined(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
+    """What is looked at of a response: what is drawn, after so many tokens at the end of its prompt."""
+    import numpy as np
+
+    return np.concatenate([prompt[len(prompt) - count :], drawn]) if count else drawn
 
 
 @lru_cache(maxsize=64)
@@ -37,21 +45,18 @@ class Stops:
             len(s.encode()) for s in strings
         )  # in bytes: a token has at least one, most special ones aside
 
-    def __call__(self, rows: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Of rows of tokens [rows, tokens], which hold none before their last token: which hold one now."""
+    def __call__(self, rows: Sequence[NDArray[np.int32]]) -> NDArray[np.bool_]:
+        """Of rows of tokens, which hold none before their last token: which hold one now."""
         import numpy as np
 
         found = np.zeros(len(rows), bool)
-        open, width = np.arange(len(rows)), self.longest + BLURRED
-        while len(open):
-            texts = self._texts(rows[open, -width:])
-            hit = np.array([any(s in t for s in self.strings) for t in texts])
-            found[open[hit]] = True
-            short = np.array([len(t) < self.longest + BLURRED for t in texts])
-            open = open[~hit & short] if width < rows.shape[1] else open[:0]  # tokens without a text of their own
+        open, width = [*range(len(rows))], self.longest + BLURRED
+        while open:
+            tails = [rows[i][-width:].tolist() for i in open]
+            texts: list[str] = self.tokenizer.decode_batch(tails, skip_special_tokens=False)
+            found[open] = [any(s in t for s in self.strings) for t in texts]
+            short = [i for i, t in zip(open, texts, strict=True) if len(t) < self.longest + BLURRED]
+            # Tokens without a text of their own.
+            open = [i for i in short if not found[i] and len(rows[i]) > width]
             width *= 2
         return found
-
-    def _texts(self, rows: NDArray[np.int32]) -> list[str]:
-        texts: list[str] = self.tokenizer.decode_batch(rows.tolist(), skip_special_tokens=False)
-        return texts

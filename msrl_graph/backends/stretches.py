@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+Stops = Callable[["list[NDArray[np.int32]]"], "NDArray[np.bool_]"]
 Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.int64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
 
 
@@ -25,25 +26,30 @@ def in_stretches(
     sampling: Sampling,
     begun: NDArray[np.int64],
     stretch: int,
+    stops: Stops | None = None,
 ) -> Iterator[Response]:
     """What `Generator.generate` gives with a `stretch`, by a `draw` that has none: what is under way is computed anew
-    in each."""
+    in each. `stops` looks for the strings that end a response."""
     import numpy as np
 
     each = len(rows) // len(prompts)
     contexts = [prompts[i // each] for i in range(len(rows))]
-    begun, live = begun.copy(), np.arange(len(rows))
+    begun, joined, live = begun.copy(), np.broadcast_to(sampling.joined, len(rows)).copy(), np.arange(len(rows))
     longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(rows))
     while len(live):
         bounds = np.minimum(begun[live] + stretch, longest[live])
-        some = replace(sampling.of(live), max_tokens=bounds)
+        some = replace(sampling.of(live), max_tokens=bounds, joined=joined[live])
         ended = np.zeros(len(rows), bool)
         for drawn in draw([contexts[i] for i in live], rows[live], some, begun[live]):
             place = int(live[drawn.place])
             contexts[place] = np.concatenate([contexts[place], drawn.tokens])
             begun[place] += len(drawn.tokens)
-            # What stops before its stretch has ended is over, by an end token or a stop string.
+            joined[place] += len(drawn.tokens)
+            # What stops before its stretch has ended is over, by an end token or a stop string; so may be what stops
+            # just there.
             whole = int(drawn.tokens[-1]) in sampling.ends or begun[place] == longest[place]
             ended[place] = whole or begun[place] < bounds[drawn.place]
+            if stops is not None and not ended[place]:
+                ended[place] = stops([contexts[place][-joined[place] :]])[0]
             yield Response(place, drawn.tokens, drawn.logps, bool(ended[place]))
         live = live[~ended[live]]

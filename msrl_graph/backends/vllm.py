@@ -20,7 +20,7 @@ from ..sharding.layout import shard
 from . import spread, transformer
 from .devices import content, release, take
 from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
-from .stops import looks_for
+from .stops import joined, looks_for
 from .stretches import in_stretches
 from .vllm_core import (
     BLOCK,
@@ -207,7 +207,8 @@ class Engine:
 
         if stretch:  # of what is under way the whole blocks of the cache are still there
             begun = np.zeros(len(rows), np.int64) if begun is None else begun
-            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch)
+            stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
+            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
             return
 
         if not self._open:
@@ -303,10 +304,10 @@ class Engine:
         tokens = drawn.tokens[rows, drawn.lengths[rows] - 1].astype(np.int64)
         going = drawn.going(rows, tokens, drawn.lengths[rows])
         if strings := drawn.sampling.stop:
-            stops = looks_for(self.model.path, strings)
-            for length in np.unique(drawn.lengths[rows[going]]):
-                some = np.flatnonzero(going & (drawn.lengths[rows] == length))
-                going[some] = ~stops(drawn.tokens[rows[some], :length])
+            texts = [
+                joined(self._prompts[i], drawn.joined[i], drawn.tokens[i, : drawn.lengths[i]]) for i in rows[going]
+            ]
+            going[going] = ~looks_for(self.model.path, strings)(texts)
         over: NDArray[np.int64] = rows[~going]
         rows, of, tokens = rows[going], of[going], tokens[going]
         order = np.lexsort((tokens, of))

@@ -89,6 +89,7 @@ class Drawn:
         import numpy as np
 
         self.rows, self.begun, self.room, self.sampling = rows, begun, room, sampling
+        self.joined = np.broadcast_to(sampling.joined, len(rows))
         most = int(room.max(initial=0))
         self.tokens = np.zeros((len(rows), most), np.int32)
         self.logps = np.zeros((len(rows), most), np.float32)

@@ -140,7 +140,7 @@ def _beside_partial(plan: Plan) -> Iterator[tuple[str, Span]]:
     if not growing:
         return
     node, *others = growing
-    for key in ("stop", "environment", "agent"):  # a stop string might lie across a cut; an episode's state is not kept
+    for key in ("environment", "agent"):  # an episode's state is not kept
         if node.stated(key) is not None and getattr(Generate.of(node), key):
             yield f"`{key}` of `{node.name}`", node.at(key)
     for other in others:

@@ -248,6 +248,10 @@ class _Algorithm(Declarations):
             self.problems.tell("bad-value", what, node.title, help)
         if statement == "generate":
             self._need_partner(node, given)
+            for key in ("cuts", "overdue"):
+                if key in given and "partial" not in given:
+                    what = f"`{key}` of `{node_name(node)}` is of partial rollout, and there is none"
+                    self.problems.tell("bad-value", what, node.title, "add `partial = 0.5`, or leave it out")
         for key, attribute in STATEMENTS[statement].declared().items():
             if attribute.must and key not in given:
                 message = f"`{node.worker.text}.{statement}` has no `{key}`"

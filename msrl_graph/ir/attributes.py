@@ -107,8 +107,15 @@ class Generate(OfNode):
     cuts: int = attr(
         COUNT,
         4,
-        "With `partial`: how often a prompt's responses may be cut. The iteration after the last cut waits for them, "
-        "so that no token is older than so many iterations.",
+        "With `partial`: how often a prompt's responses may be cut, so that no token is older than so many iterations.",
+    )
+    overdue: str = attr(
+        Words(("wait", "drop_group")),
+        "wait",
+        "With `partial`: what becomes of a prompt that was cut as often as it may be. `wait`: the iteration goes on "
+        "until its responses have all ended, however few they are that others wait for. `drop_group`: where they "
+        "have not when the iteration has enough, all of them leave: nothing is learnt from them, and the prompt is "
+        "not drawn again before its turn in the data comes. They are [counted](metrics.md).",
     )
     environment: Expr | None = attr(
         ENVIRONMENT,
@@ -160,6 +167,11 @@ class Generate(OfNode):
     def under_way(self, prompts: int) -> int:
         """How many prompts are under way at once, of so many that an iteration takes."""
         return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
+
+    @property
+    def waits(self) -> bool:
+        """Whether an iteration waits for prompts that were cut as often as they may be."""
+        return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
         """With `partial`: after so many more tokens of each response it is looked whether enough prompts are whole."""

@@ -61,6 +61,8 @@ METRICS = frozenset(
             "distinct_tokens",
             "distinct_rows",
             "skipped",
+            "cut",
+            "overdue",
             "logp_drift",
             "logp_drift_max",
         ),

@@ -46,13 +46,15 @@ class Group:
 @dataclass
 class Rollout:
     """`prompt` gives the tokens of a prompt and of its responses, by its number; an iteration takes `prompts` of those
-    `under_way`; a stretch adds `most` tokens a row; after `cuts` cuts a prompt is waited for."""
+    `under_way`; a stretch adds `most` tokens a row; after `cuts` cuts a prompt is overdue, and an iteration `waits`
+    for it, or it leaves where it is not whole in time."""
 
     prompts: int
     under_way: int
     samples: int
     most: int
     cuts: int
+    waits: bool
     prompt: Callable[[int], tuple[int, list[int]]]
     cut: list[Group] = field(default_factory=list)
     next: int = 0
@@ -67,7 +69,8 @@ class Rollout:
 
     def enough(self, working: list[Group]) -> bool:
         """Whether the iteration has what it takes."""
-        return sum(g.whole for g in working) >= self.prompts and all(g.whole for g in working if g.cuts >= self.cuts)
+        awaited = [g for g in working if self.waits and g.cuts >= self.cuts]
+        return sum(g.whole for g in working) >= self.prompts and all(g.whole for g in awaited)
 
     def grow(self, working: list[Group], times: list[float]) -> None:
         """Takes what a stretch has added; `times` are when their rows ended, 0 for one that was whole before."""
@@ -76,9 +79,9 @@ class Rollout:
             group.end = max(group.end, *times[place * self.samples : (place + 1) * self.samples])
 
     def take(self, working: list[Group]) -> list[Group]:
-        """The groups of an iteration; the others go on in the next one."""
+        """The groups of an iteration; the others go on in the next one, or are overdue and leave."""
         taken = [g for g in working if g.whole][: self.prompts]
-        self.cut = [g for g in working if g not in taken]
+        self.cut = [g for g in working if g not in taken and (self.waits or g.cuts < self.cuts)]
         for group in self.cut:
             group.cuts += 1
         self.cut.sort(key=lambda g: (-g.cuts, g.prompt))

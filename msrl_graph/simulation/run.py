@@ -221,7 +221,7 @@ class Simulator:
             context = sum(self._tokens(c, iteration)[row] for c in columns)
             return context, self._tokens(own.written, iteration)[row * samples : (row + 1) * samples]
 
-        return Rollout(prompts, said.under_way(prompts), samples, most, said.cuts, prompt)
+        return Rollout(prompts, said.under_way(prompts), samples, most, said.cuts, said.waits, prompt)
 
     def _taken(self, groups: list[Group]) -> dict[str, list[int]]:
         """The lengths of an iteration's rows, when some come from prompts of others."""

@@ -142,6 +142,7 @@ class Program:
         drops = False
         if not path and worker == "actor" and not self.growing and not self.looped and self.often(30):
             attributes += f", partial = {self.one((0.3, 1))}, cuts = {self.draw(st.integers(1, 2))}"
+            attributes += f", overdue = {self.one(('wait', 'drop_group'))}"
             self.growing.append(name)
             drops = True
         elif drops := self.often(30) and all(c.kind == "tokens" for c in reads):

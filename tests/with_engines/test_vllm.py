@@ -94,6 +94,23 @@ def test_a_response_goes_on_where_it_was_left(both):
     assert all(np.array_equal(rest[i], whole[i][begun[i] :]) for i in range(12))
 
 
+def test_a_stop_string_across_a_stretch_or_a_cut_ends_a_response(both):
+    """At the token at which it ends where all is drawn at once."""
+    strings = tuple(f"{a}{b}" for a in "1357" for b in range(10))
+    rows, said = np.arange(12), replace(PLAIN, temperature=3.0, stop=strings)
+    whole = compare(*both, PROMPTS, rows, said)
+    assert len({len(t) for t in whole}) > 2
+    parts = [[] for _ in rows]
+    for part in both[0].generate(PROMPTS, rows, said, stretch=2):
+        parts[part.place] += part.tokens.tolist()
+    assert parts == [t.tolist() for t in whole]
+    some = [i for i in rows if len(whole[i]) > 1]
+    begun = np.array([len(whole[i]) - 1 for i in some])  # before the token that ends it
+    after = [np.concatenate([PROMPTS[i // 4], whole[i][:-1]]).astype(np.int32) for i in some]
+    rest = compare(*both, after, rows[some], replace(said, joined=begun), begun)
+    assert [t.tolist() for t in rest] == [whole[i][-1:].tolist() for i in some]
+
+
 def test_after_new_weights_nothing_of_the_old_ones_is_left(both):
     """A cache of the prompts would be of the old weights."""
     before = compare(*both, PROMPTS, np.arange(12), PLAIN)

@@ -2,11 +2,13 @@
 
 Invariant: a file holds one iteration of one table, in the order of the rows' numbers, and is there whole or not at all.
 Every value stands at the row that it belongs to, and at those below it. A recorded response is taken for the prompt
-that it was drawn for, and for no other.
+that it was drawn for, and for no other; of a partial rollout there are those that the iteration took, and not what it
+cut.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
+SAME = "a recording is replayed with the seed, the data and the sizes that it was made with"
 ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of all others their own
 
 
@@ -229,17 +232,18 @@ class Recording:
         self.tables = {t.column: t for t in tables(plan.graph)}
         self._read: dict[str, tuple[Path, dict[str, Column]]] = {}  # by node
 
+    def prompts(self, node: Node, columns: Sequence[str], iteration: int, fan: int) -> Array:
+        """Those that a recorded iteration has responses to."""
+        found: Array = np.unique(self._iteration(node, columns, iteration)[1]["row"].values // fan)
+        return found
+
     def responses(
-        self, node: Node, columns: tuple[str, str], iteration: int, prompts: list[Array], rows: Array, fan: int
-    ) -> tuple[list[Array], list[Array]]:
-        """What a generator would draw for these rows, `fan` of which belong to each prompt: tokens, and their
-        log-probabilities as drawn; `columns` name the two."""
-        path = self.tables[columns[0]].file(self.folder, iteration)
+        self, node: Node, columns: Sequence[str], iteration: int, prompts: list[Array], rows: Array, fan: int
+    ) -> list[list[Array]]:
+        """What a generator would draw for these rows, `fan` of which belong to each prompt, by what `columns` name:
+        tokens, their log-probabilities as drawn, and more that is known of each."""
+        path, found = self._iteration(node, columns, iteration)
         context = sequences(self.plan.graph, node).context
-        names = ("row", *context, *(_shown(self.plan.graph, c) for c in columns))
-        if node.name not in self._read or self._read[node.name][0] != path:
-            self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
-        found = self._read[node.name][1]
         number = found["row"].values
         place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
         if len(missing := rows[number[place] != rows]):
@@ -249,15 +253,21 @@ class Recording:
         for i, row in enumerate(place):
             if not np.array_equal(np.concatenate([found[c][row] for c in context]), prompts[i // fan]):
                 what = f"row {rows[i]} of {path} is a response to another prompt than this run's"
-                raise RunError(
-                    f"{what}: a recording is replayed with the seed, the data and the sizes that it was made with"
-                )
-        tokens, logps = (found[name] for name in names[-2:])
-        return [tokens[row] for row in place], [logps[row] for row in place]
+                raise RunError(f"{what}: {SAME}")
+        return [[found[_shown(self.plan.graph, name)][row] for row in place] for name in columns]
+
+    def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, Column]]:
+        """The file of an iteration, and what is read of it."""
+        path = self.tables[columns[0]].file(self.folder, iteration)
+        context = sequences(self.plan.graph, node).context
+        if node.name not in self._read or self._read[node.name][0] != path:
+            names = ("row", *context, *(_shown(self.plan.graph, c) for c in columns))
+            self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
+        return self._read[node.name]
 
 
 def _load(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
-    """These columns of a file, by ascending number of the row."""
+    """These columns of the rows of a file that have all of them, by ascending number of the row."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -265,7 +275,7 @@ def _load(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
         with parquet.ParquetFile(path) as source:
             if missing := [n for n in names if n not in source.schema_arrow.names]:
                 raise RunError(f"{path} has no column `{missing[0]}`: it is the recording of another program")
-            table = source.read(columns=list(names)).sort_by("row").combine_chunks()
+            table = source.read(columns=list(names)).drop_null().sort_by("row").combine_chunks()
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
     if not table.num_rows:

@@ -143,28 +143,36 @@ class Generation(Conversing):
         head: str,
     ) -> dict[str, Piece]:
         """Partial rollout: what the node writes of the prompts that the iteration takes, and which these are."""
-        fan, sieve = sampling.samples, rowsets(self.plan.graph).sieves[node.name]
+        fan, sieve, said = sampling.samples, rowsets(self.plan.graph).sieves[node.name], Generate.of(node)
         rollout = Rollout(
             task,
             batch.rows,
             context,
             sampling,
-            Generate.of(node),
+            said,
             self.plan.graph.rows[0],
             self._version(node, task),
             lambda of: self._summed(node, of),
         )
-        taken = rollout.run(self.generators[node.name])
+        known = of_response(self.plan.graph, node, "i32")
+        if self.recording is None:
+            taken = rollout.run(self.generators[node.name])
+        else:
+            columns = (*wrong.drawn(self.plan.graph, node), *([known] if known else []))
+            taken = rollout.replay(self.recording, node, columns)
         if self._first(node):
             report.cut = rollout.cut(taken)
             report.count(f"{head}cut", float(len(report.cut)), 0)
+            if not said.waits:
+                report.count(f"{head}overdue", float(len(batch.rows) - len(taken) - len(report.cut)), 0)
         some = [g for row in taken for g in rollout.grown[row]]
         rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
         every = (batch.rows[:, None] * fan + np.arange(fan)).reshape(-1)
         versions = [g.versions for g in some]
-        behind = task.number - np.array([v.min(initial=task.number) for v in versions])
-        report.count(f"{head}staleness", float(behind.sum()), len(rows))
-        report.peak(f"{head}staleness_max", float(behind.max(initial=0)))
+        if self.recording is None or known:  # else nobody knows
+            behind = task.number - np.array([v.min(initial=task.number) for v in versions])
+            report.count(f"{head}staleness", float(behind.sum()), len(rows))
+            report.peak(f"{head}staleness_max", float(behind.max(initial=0)))
         written = self._written(node, task, rows, [g.tokens for g in some], [g.logps for g in some], report, versions)
         return {sieve.column: Verdicts(every, Column(np.isin(every, rows).astype(np.int32)))} | written
 

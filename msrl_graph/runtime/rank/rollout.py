@@ -7,14 +7,17 @@ groups have grown by as many tokens when all ranks look, and all hear of all pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ...backends.spec import Generator, Response, Sampling
 from ...ir.attributes import Generate
+from ...ir.graph import Node
 from ..data.columns import Array
+from ..data.recording import SAME, Recording
+from ..process.report import RunError
 from ..process.task import Cut, Task
 
 # What a prompt is to all ranks: of another group, not whole, not whole and waited for, whole.
@@ -53,7 +56,7 @@ class Rollout:
         told: Callable[[Array], Array],
     ) -> None:
         self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
-        self.takes, self.most_cuts, self.version, self.told = takes, said.cuts, version, told
+        self.takes, self.said, self.version, self.told = takes, said, version, told
         self.longest = int(sampling.max_tokens)
         self.stretch = said.stretch(self.longest)
         self.grown: dict[int, list[Grown]] = {}
@@ -74,10 +77,30 @@ class Rollout:
             for _ in range(sum(not g.ended for grown in self.grown.values() for g in grown)):
                 next(drawn)
 
+    def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
+        """As `run`, with what a recorded run drew and took: `columns` name its tokens, their log-probabilities, and
+        their versions where it has them. Of what it cut nothing is there: it goes on as prompts alone."""
+        fan, of = self.sampling.samples, (node, columns, self.task.number)
+        there = recording.prompts(*of, fan)
+        if len(there) != self.takes:
+            what = f"iteration {self.task.number} of {recording.folder} has responses to {len(there)} prompts"
+            raise RunError(f"{what}, and `{node.name}` ({node.span.place}) takes {self.takes}: {SAME}")
+        places = np.flatnonzero(np.isin(self.rows, there))
+        taken = [self.rows[place] for place in places]
+        rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
+        found = recording.responses(*of, [self.context[place] for place in places], rows, fan)
+        grown = [Grown(*known) for known in zip(*found, strict=True)]
+        for response in grown:
+            response.ended = True
+        self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken)}
+        return taken
+
     def cut(self, taken: list[int]) -> list[Cut]:
-        """What is not taken, as the next iteration goes on with it."""
+        """What is not taken, as the next iteration goes on with it; what is overdue goes, unless it is waited for."""
         found = []
         for row in sorted({*self.rows} - {*taken}):
+            if self._overdue(row) and not self.said.waits:
+                continue
             old = row < len(self.task.cut)
             position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
             responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
@@ -87,9 +110,13 @@ class Rollout:
     def _state(self) -> Array:
         of = np.full(self.task.prompts, ELSEWHERE, np.int64)
         for row in self.rows:
-            awaited = row < len(self.task.cut) and self.task.cut[row].cuts >= self.most_cuts
+            awaited = self._overdue(row) and self.said.waits
             of[row] = WHOLE if all(g.ended for g in self.grown[row]) else AWAITED if awaited else GROWS
         return of
+
+    def _overdue(self, row: int) -> bool:
+        """Whether a prompt was cut as often as it may be."""
+        return row < len(self.task.cut) and self.task.cut[row].cuts >= self.said.cuts
 
     def _drawn(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
         """Stretch by stretch the parts of those responses, by prompt and number; each is added as it comes."""
@@ -97,8 +124,9 @@ class Rollout:
         grown = [self.grown[self.rows[place]][i] for place, i in live]
         prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
         rows = np.array([self.rows[place] * fan + i for place, i in live])
-        sampling = self.sampling.of(np.array([place * fan + i for place, i in live]))
         begun = np.array([len(g.tokens) for g in grown])
+        # A stop string may lie across a cut.
+        sampling = replace(self.sampling.of(np.array([place * fan + i for place, i in live])), joined=begun)
         for part in generator.generate(prompts, rows, sampling, begun, self.stretch):
             grown[part.place].more(part, self.version)
             yield
