@@ -29,8 +29,9 @@ APART = [
 ]
 
 
-def stale(versions):
-    return ("actor.update => actor.generate", f"actor.update => actor.generate {{ staleness = {versions} }}")
+def stale(versions, every=1):
+    edge = "actor.update => actor.generate"
+    return (edge, f"{edge} {{ staleness = {versions}, every = {every} }}")
 
 
 def saved(place, out, version):
@@ -83,9 +84,10 @@ def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is
 
 @pytest.mark.slow
 def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_killed(place):
-    """Once as it comes; once with a reward that takes its time, so that generation is far ahead, and killed twice."""
+    """Once as it comes; once with a reward that takes its time, so that generation is far ahead, and killed twice.
+    Every other version is sent, and that of each checkpoint; what is there already is not fetched again."""
     place.function("return float(len(response) % 2)")
-    program = [*APART, stale(2), MINE, ("seed = 0", "seed = 0, save = 3, keep = 9, deterministic = true")]
+    program = [*APART, stale(2, every=2), MINE, ("seed = 0", "seed = 0, save = 5, keep = 9, deterministic = true")]
     place.write(*program, evaluated=False)
     ran(place, *SMALL, "--iterations", "10", "--record", "--out", "first")
     place.function("time.sleep(0.02)\n    return float(len(response) % 2)")
@@ -97,7 +99,8 @@ def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_k
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 2, err
     first, second = (metrics(place.folder / out) for out in ("first", "second"))
-    assert [line["staleness"] for line in first] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert [line["iteration"] - line["staleness"] for line in first] == [0, 0, 0, 2, 2, 5, 5, 5, 6, 8]
+    assert [line["reshard_bytes"] > 0 for line in first] == [True, *(number in (3, 5, 8, 9) for number in range(1, 10))]
     for key in ("staleness", "rows", "reward", "response_tokens", "loss"):
         assert [line[key] for line in first] == [line[key] for line in second]
     for number in range(10):
