@@ -191,7 +191,8 @@ def stated(said, *, leave=()):
 
 SAID = {"generate": Generate, "update": Update, "sample_edge": SampleEdge, "resharding_edge": ReshardingEdge}
 SAID |= {"dock": DockOptions, "reshard": ReshardOptions, "run": Run}
-LEAVE = {"generate": ("turns", "timeout", "on_failure", "memory"), "dock": ("mode",)}  # which need another attribute
+NEED = ("turns", "timeout", "on_failure", "memory", "cuts", "overdue")  # another attribute
+LEAVE = {"generate": NEED, "dock": ("mode",)}
 
 
 @settings(max_examples=40, deadline=None)
