@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found: dict[str, list[Run]] = defaultdict(list)
     probed = compile("grpo", model="tiny", sets={"prompts": "64", "prompt_len": "16", "response_len": "16"})
     with tempfile.TemporaryDirectory() as folder:
