@@ -29,8 +29,9 @@ APART = [
 ]
 
 
-def stale(versions):
-    return ("actor.update => actor.generate", f"actor.update => actor.generate {{ staleness = {versions} }}")
+def stale(versions, every=1):
+    said = f"{{ staleness = {versions}, every = {every} }}"
+    return ("actor.update => actor.generate", f"actor.update => actor.generate {said}")
 
 
 def saved(place, out, version):
@@ -82,10 +83,20 @@ def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is
 
 
 @pytest.mark.slow
-def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_killed(place):
-    """Once as it comes; once with a reward that takes its time, so that generation is far ahead, and killed twice."""
+@pytest.mark.parametrize(
+    ("allowed", "save", "behind", "fetches"),
+    [
+        (stale(2), 3, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0], range(10)),
+        (stale(3, every=4), 5, [0, 1, 2, 3, 0, 0, 1, 2, 3, 1], (0, 4, 5, 9)),
+    ],
+)
+def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_killed(
+    place, allowed, save, behind, fetches
+):
+    """Once as it comes; once with a reward that takes its time, so that generation is far ahead, and killed twice. Of
+    four versions one is sent, and that of the checkpoint."""
     place.function("return float(len(response) % 2)")
-    program = [*APART, stale(2), MINE, ("seed = 0", "seed = 0, save = 3, keep = 9, deterministic = true")]
+    program = [*APART, allowed, MINE, ("seed = 0", f"seed = 0, save = {save}, keep = 9, deterministic = true")]
     place.write(*program, evaluated=False)
     ran(place, *SMALL, "--iterations", "10", "--record", "--out", "first")
     place.function("time.sleep(0.02)\n    return float(len(response) % 2)")
@@ -97,8 +108,9 @@ def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_k
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 2, err
     first, second = (metrics(place.folder / out) for out in ("first", "second"))
-    assert [line["staleness"] for line in first] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-    for key in ("staleness", "rows", "reward", "response_tokens", "loss"):
+    assert [line["staleness"] for line in first] == behind
+    assert [number for number in range(10) if first[number]["reshard_bytes"]] == [*fetches]
+    for key in ("staleness", "rows", "reward", "response_tokens", "loss", "reshard_bytes"):
         assert [line[key] for line in first] == [line[key] for line in second]
     for number in range(10):
         assert rows_of(place.folder / "first", number).equals(rows_of(place.folder / "second", number))
