@@ -24,7 +24,7 @@ from msrl_graph.cost import between as costs
 from msrl_graph.emit import json as emit_json
 from msrl_graph.emit.text import plan_text
 from msrl_graph.emit.why import why_text
-from msrl_graph.emit.words import duration
+from msrl_graph.emit.words import duration, size
 from msrl_graph.hardware.cluster import Figure, Overheads
 from msrl_graph.ir.ahead import Sends, fetched
 from msrl_graph.ir.instruction import Instruction
@@ -330,6 +330,29 @@ def test_no_iteration_ends_sooner_because_something_takes_longer(name: str, draw
     assert pace(made, more, 0.01).seconds >= found - 1e-9
 
 
+TOGETHER = "place actor.generate, reference on nodes 0..5\nplace actor.update on nodes 6"
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_what_a_generation_keeps_counts_while_others_compute_on_its_devices(engine: str) -> None:
+    """Its weights, and the cache that it gives back with them."""
+    places = f"{TOGETHER}\n  engine actor.generate = {engine}"
+    each, seldom = far(places, 1, "cpu", "tiny"), far(places, 1, "cpu", "tiny", every=2)
+    assert seldom.placement("actor.generate").pool == seldom.placement("reference.infer").pool
+
+    def kept(made: Plan, phase: str) -> dict[str, int]:
+        return {k: v for m in made.memory if m.phase == phase for k, v in m.items.items() if k.endswith(", kept")}
+
+    own = {k: v for m in seldom.memory if m.phase == "generate" for k, v in m.items.items()}
+    found = kept(seldom, "infer")
+    assert found.pop("actor.generate weights, kept") == own["generation weights"]
+    assert found.keys() == ({"actor.generate cache, kept"} if engine == "vllm" else set())
+    assert all(size >= own["KV cache"] > 0 for size in found.values())
+    assert not any(kept(seldom, phase) for phase in ("load", "reshard", "generate", "update"))
+    assert not any(kept(each, m.phase) for m in each.memory)
+
+
 # What is shown, and advised.
 
 COUNTDOWN = Path(__file__).parent.parent / "examples" / "countdown" / "countdown.rlg"
@@ -342,6 +365,21 @@ def parts(text: str, *headings: str) -> str:
 
 def test_the_text_of_a_plan_with_pools_ahead(golden: Callable[[str, str], None]) -> None:
     golden("countdown.stale.txt", parts(plan_text(compile(COUNTDOWN)), "Reshard", "Estimate", "Notes"))
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+def test_the_text_of_a_plan_in_which_not_every_version_is_sent() -> None:
+    saves = "place actor.generate on nodes 0\nplace actor.update, reference on nodes 1..6\nrun { save = 3 }"
+    made = far(saves, 1, every=2)
+    (edge,) = made.reshards
+    text = " ".join(parts(plan_text(made), "Reshard").split())
+    moved = size(4 / 6 * edge.received_bytes_per_device)
+    assert f"fetched in 66.7 % of the iterations, on average {moved} a device each (derived): sent are versions" in text
+    assert "multiples of 2 or 3, and actor.generate keeps its weights meanwhile" in text
+    assert made.estimate is not None
+    (fetch,) = (p.seconds for p in made.estimate.phases if p.name == "reshard")
+    assert fetch.basis.startswith("in 66.7 % of the iterations, ")
+    assert fetch.value == pytest.approx(4 / 6 * costs.reshard(made, edge).value)
 
 
 def test_the_json_of_a_plan_with_pools_ahead() -> None:

@@ -10,6 +10,7 @@ from stage import Stage, one_rank
 
 from msrl_graph import compile
 from msrl_graph.cost import between as costs
+from msrl_graph.ir.ahead import Sends
 from msrl_graph.ir.plan import METRICS
 from msrl_graph.runtime.metrics.display import comparison
 from msrl_graph.runtime.metrics.record import Recorder, imbalances
@@ -74,6 +75,24 @@ def test_staleness_and_seconds_with_pools_ahead_stand_beside_those_that_were_for
     Console(width=120, file=shown).print(comparison(recorder.table()))
     (line,) = (line.split() for line in shown.getvalue().splitlines() if line.startswith("staleness  "))
     assert line == ["staleness", "1.00", "0.75", "1.33", "assumed"]
+
+
+def test_weights_that_are_not_sent_each_time_are_compared_on_average(tmp_path):
+    plan = compile(COUNTDOWN, text=COUNTDOWN.read_text().replace("staleness = behind", "staleness = behind, every = 2"))
+    recorder, (edge,) = Recorder(tmp_path, plan, 0), plan.reshards
+    for number in range(5):
+        report = Report("rank 1")
+        report.count("staleness", 512.0 * (number % 2), 512)
+        report.peak("staleness_max", number % 2)
+        if number % 2 == 0:
+            report.more("reshard", 4.0)
+            report.bytes[edge.name] = 300
+        recorder.training(number, 20.0, [report], {}, 0)
+    table = {what: (predicted, measured) for what, _, predicted, measured, _ in recorder.table()}
+    recorder.close()
+    share = Sends(plan).share((edge.src, edge.dst))
+    assert table["reshard"][1] == 2.0
+    assert table[f"{edge.name}, received a device"] == (share * edge.received_bytes_per_device, 150)
 
 
 @pytest.mark.usefixtures("alone")

@@ -101,7 +101,7 @@ def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_k
     first, second = (metrics(place.folder / out) for out in ("first", "second"))
     assert [line["iteration"] - line["staleness"] for line in first] == [0, 0, 0, 2, 2, 5, 5, 5, 6, 8]
     assert [line["reshard_bytes"] > 0 for line in first] == [True, *(number in (3, 5, 8, 9) for number in range(1, 10))]
-    for key in ("staleness", "rows", "reward", "response_tokens", "loss"):
+    for key in ("staleness", "rows", "reward", "response_tokens", "loss", "reshard_bytes"):
         assert [line[key] for line in first] == [line[key] for line in second]
     for number in range(10):
         assert rows_of(place.folder / "first", number).equals(rows_of(place.folder / "second", number))

@@ -22,6 +22,7 @@ from msrl_graph.compiler.loading import load
 from msrl_graph.compiler.pipeline import CHECKS, LAST, PASSES
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir import verify
+from msrl_graph.ir.ahead import sparse
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.dock import Dock
@@ -200,6 +201,27 @@ def test_weights_and_rows_are_there_when_they_are_needed(program: str, pool: int
     before = stream(program, pool)
     why = refused(changed(program, pool, *order(before)))
     assert why.startswith("the streams of `train` ") and told in why
+
+
+def test_weights_stay_where_the_next_iteration_may_generate_with_them() -> None:
+    path = ROOT / "tests" / "programs" / "stale.rlg"
+    plan = compile(path, text=path.read_text().replace("{ staleness = staleness }", "{ staleness = 3, every = 2 }"))
+    assert not [*verify.schedule(plan)]
+    leaves = {x.node for s in plan.schedule for x in s.instructions if x.op == "RELEASE"}
+    ((edge, _),) = sparse(plan).items()
+    assert edge[1] not in leaves
+    run = Instruction("RUN", edge[1])
+    streams = tuple(
+        replace(
+            s,
+            instructions=tuple(
+                y for x in s.instructions for y in ([x, Instruction("RELEASE", edge[1])] if x == run else [x])
+            ),
+        )
+        for s in plan.schedule
+    )
+    wrong = [*verify.schedule(replace(plan, schedule=streams))]
+    assert wrong and all("which the next iteration may generate with" in w for w in wrong)
 
 
 def test_a_round_is_repeated_by_all_that_have_a_part_in_it() -> None:
