@@ -75,7 +75,9 @@ class Delivering(Rank):
         fetches = {self.mover.name: Fetch(version, told)}
         self.report = Report("rank")
         try:
-            Doing(self, Task("train", version, 4, 2, fetches=fetches), self.report).reshard((), *EDGE)
+            Doing(self, Task("train", version, 4, 2, fetches=fetches, sends=(self.mover.name,)), self.report).reshard(
+                (), *EDGE
+            )
             if self.proof.unprobed:
                 self.proof.probe()
                 self.report.count("probed", 1, 0)
