@@ -71,7 +71,9 @@ class Rollout:
         while True:
             of = self.told(self._state())
             whole = np.flatnonzero(of == WHOLE)
-            if len(whole) >= self.takes and not (of == AWAITED).any():
+            # Fewer where prompts have left before, so that no more can be whole.
+            enough = len(whole) >= self.takes or not (of == GROWS).any()
+            if enough and not (of == AWAITED).any():
                 taken = set(whole[: self.takes].tolist())
                 return [row for row in self.rows if row in taken]
             for _ in range(sum(not g.ended for grown in self.grown.values() for g in grown)):
