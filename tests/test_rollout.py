@@ -58,9 +58,9 @@ class Engine:
             yield Response(i, tokens, np.zeros(count, np.float32))
 
 
-def rolled(plan, task, lengths, groups):
+def rolled(plan, task, lengths, groups, left=()):
     """An iteration that so many groups draw, each in a thread of its own: the responses that they take, by position,
-    what they report, and the positions under way."""
+    what they report, and the positions under way, of which some have `left` before."""
     said, told = Generate.of(plan.graph.node("actor.generate")), []
     positions = [*(c.position for c in task.cut), *range(task.position, task.position + task.prompts - len(task.cut))]
     here, summed = Barrier(groups, timeout=20), Barrier(groups, told.clear, timeout=20)
@@ -73,7 +73,7 @@ def rolled(plan, task, lengths, groups):
         return found
 
     def group(number):
-        rows = np.arange(len(positions))[number::groups]
+        rows = np.array([row for row in range(len(positions))[number::groups] if positions[row] not in left], np.int64)
         context = [np.array([positions[row]], np.int32) for row in rows]
         how = sampling(samples=FAN, max_tokens=LONGEST, ends=(END,))
         rollout = Rollout(task, rows, context, how, said, TAKES, task.number, together)
@@ -134,3 +134,12 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
         assert not {*taken} & (entered | left) and not gone & entered
         entered, left, begun = entered | {*taken}, left | gone, begun | {*positions}
         assert begun == entered | left | going_on == {*range(len(begun))} and not going_on & (entered | left)
+
+
+@pytest.mark.parametrize("overdue", ["wait", "drop_group"])
+def test_of_prompts_that_have_left_before_none_is_waited_for(overdue):
+    plan = planned(0.6, 1, overdue)
+    carried = Carried(plan, 100)
+    carried.groups = 2
+    taken, reports, positions = rolled(plan, carried.task(0), [[5] * FAN] * 40, 2, left={0, 1, 3})
+    assert len(positions) == 5 and taken.keys() == {2, 4} and not any(report.cut for report in reports)
