@@ -142,9 +142,9 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
         ("", "cpu", []),
         ("", "h100", ["nothing has run on devices of kind cuda yet"]),
         (
-            'node actor.generate { partial = 0.5, stop = ["END"] }',
+            "node actor.generate { partial = 0.5 }\n source -> actor.generate { stream = 2 }",
             "cpu",
-            ["this version plans for and does not run: `stop` of `actor.generate` beside `partial`"],
+            ["this version plans for and does not run: `stream` of `source -> actor.generate` beside `partial`"],
         ),
     ],
 )
