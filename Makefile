@@ -55,8 +55,8 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Tests that start runs are three at a time on two cores: each waits for its processes now and then.
-SLOW = $(BIN)/pytest -n 3 --dist loadgroup
+# Tests that start runs are two at a time: each waits for its processes now and then.
+SLOW = $(BIN)/pytest -n 2 --dist loadgroup
 test: lint
 	$(BIN)/pytest -n auto -m "not slow"
 	$(SLOW) -m "slow and not long" $$(grep -l mark.slow tests/test_*.py)
