@@ -39,6 +39,7 @@ CHANGES = {
     ],
     "dapo": [("devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
     "pf_ppo": [("devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
+    "countdown": [("nodes = 1, devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
 }
 # Who is replaced while the run goes on; first, since it takes less time.
 IN_PLACE = ("functions", "dock")

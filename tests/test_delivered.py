@@ -229,3 +229,15 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
         for w in words:
             assert "it holds version 1 of the weights, and computes something else than `actor.update`" in w, w
             assert "off by" in w or "none of the trainer's 8 likeliest" in w
+
+
+@pytest.mark.parametrize(
+    ("spent", "probing", "since", "probed"), [(0.7, 0.2, 1, True), (0.9, 0.2, 1, False), (9, 9, 31, True)]
+)
+def test_a_delivery_is_probed_where_the_proof_stays_within_its_share_with_that_and_at_least_now_and_then(
+    monkeypatch, spent, probing, since, probed
+):
+    monkeypatch.setattr(proof.time, "perf_counter", lambda: 101.0)
+    one = object.__new__(proof.Proof)
+    one.began, one.spent, one.probing, one.since = 1.0, spent, probing, since
+    assert one._affords() == probed

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .spec import Response, Sampling
-from .stops import joined
-from .stretches import Stops
+from .stops import Stops, joined
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-Stops = Callable[["list[NDArray[np.int32]]"], "NDArray[np.bool_]"]
+    from .stops import Stops
+
 Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.int64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
 
 

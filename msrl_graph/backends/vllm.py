@@ -205,8 +205,8 @@ class Engine:
     ) -> Iterator[Response]:
         import numpy as np
 
+        begun = np.zeros(len(rows), np.int64) if begun is None else begun
         if stretch:  # of what is under way the whole blocks of the cache are still there
-            begun = np.zeros(len(rows), np.int64) if begun is None else begun
             stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
             yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
             return
@@ -216,7 +216,6 @@ class Engine:
                 take(cache, self._sizes[id(cache)])
                 content(cache.untyped_storage()).zero_()  # what kernels read beyond a sequence's end must be numbers
             self._open = True
-        begun = np.zeros(len(rows), np.int64) if begun is None else begun
         each, room = len(rows) // len(prompts), sampling.max_tokens - begun
         drawn = self.drawing.call = Drawn(rows, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(rows))]

@@ -91,9 +91,10 @@ def check(plan: Plan) -> list[Diagnostic]:
     them take turns, a note says why."""
     found = []
     idle, held = idle_staleness(plan.graph, lambda node: plan.placement(node).pool), hindered(plan)
+    behind = fetched(plan)
     for edge in plan.graph.reshards():
         said, pool = ReshardingEdge.of(edge), plan.placement(edge.dst).pool
-        if not said.staleness or (edge.src, edge.dst) in fetched(plan):
+        if not said.staleness or (edge.src, edge.dst) in behind:
             continue
         seldom = said.every > 1
         key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
