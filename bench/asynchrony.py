@@ -48,7 +48,7 @@ class Way:
 STREAMED = (
     ("  actor.generate -> host.reward, ", "  actor.generate -> host.reward { stream = 32 }\n  actor.generate -> "),
 )
-PARTIAL = (("temperature = 1.0 }", "temperature = 1.0, partial = 0.5, cuts = 4 }"),)
+PARTIAL = (("temperature = 1.0 }", "temperature = 1.0, partial = 0.125, cuts = 4 }"),)
 WAYS = {
     "in step": Way(),
     "streamed": Way(changes=STREAMED),

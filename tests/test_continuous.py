@@ -126,3 +126,24 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
             theirs[left[r.place]] += r.logps.tolist()
     assert parts == [t.tolist() for t in whole]
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
+
+
+def test_what_goes_on_is_not_beside_what_begins(generator, monkeypatch):
+    """One batch would pad all contexts to the longest; each part still says which of the responses it is of."""
+    widths = []
+    logits = type(generator).logits
+
+    def seen(self, ids, mask, position, cache):
+        widths.append(tuple(mask.shape))
+        return logits(self, ids, mask, position, cache)
+
+    said, begun = sampling(samples=1, max_tokens=40, temperature=9.0), np.array([30, 0, 31, 0, 0])
+    prompts = [np.arange(i, 3 + i + b, dtype=np.int32) % 12 + 3 for i, b in enumerate(begun)]
+    generator.micro_batch = 0
+    whole, _ = collected(generator.generate(prompts, np.arange(5), said, begun))
+    monkeypatch.setattr(type(generator), "logits", seen)
+    parts = [[] for _ in begun]
+    for r in generator.generate(prompts, np.arange(5), said, begun, stretch=4):
+        parts[r.place] += r.tokens.tolist()
+    assert parts == [w.tolist() for w in whole]
+    assert {(2, 34), (3, 3)} <= {*widths}

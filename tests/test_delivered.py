@@ -168,12 +168,12 @@ def reshard(stage, number=0):
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 33, 65]), (1e9, [*range(70)])])
+@pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 101]), (1e9, [*range(110)])])
 def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, probed, monkeypatch):
     monkeypatch.setattr(proof, "SHARE", share)
     stage, found = Stage(one_rank()), []
     (one,) = stage.proofs.values()
-    for number in range(70):
+    for number in range(110):
         assert reshard(stage, number).seconds["proof"] > 0
         if one.unprobed:
             found.append(number)
@@ -232,7 +232,7 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spent", "probing", "since", "probed"), [(0.7, 0.2, 1, True), (0.9, 0.2, 1, False), (9, 9, 31, True)]
+    ("spent", "probing", "since", "probed"), [(0.7, 0.2, 1, True), (0.9, 0.2, 1, False), (9, 9, 99, True)]
 )
 def test_a_delivery_is_probed_where_the_proof_stays_within_its_share_with_that_and_at_least_now_and_then(
     monkeypatch, spent, probing, since, probed

@@ -64,7 +64,6 @@ class Batch:
         self.logps = np.zeros((len(rows), self.room.max()), np.float32)
         self.lengths = np.zeros(len(rows), np.int64)
         self.given = np.zeros(len(rows), np.int64)  # of each, the tokens that were told
-        self.steps = 0
         self.taken = 0  # prompts that have begun
         self.running = np.zeros(0, np.int64)  # rows
         self.at = np.zeros(0, np.int64)  # of each running row its place in the batch, which these are of:
@@ -75,7 +74,6 @@ class Batch:
     def step(self) -> list[Response]:
         """One more token for all rows under way, after those that can have begun: the responses that end with it."""
         self._take_in()
-        self.steps += 1
         return self._told(self._draw(), True)
 
     def parts(self) -> list[Response]:

@@ -7,6 +7,7 @@ The weights have memory only between `allocate` and `release`; their boxes are t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
@@ -106,13 +107,24 @@ class Engine:
         if stretch and slots < len(rows):  # who has drawn a stretch leaves its place to the next
             yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
             return
-        batch = Batch(self, prompts, rows, begun, sampling, slots, stops)
-        while batch.left:
-            with torch.inference_mode():  # not while others compute between two steps
-                ended = batch.step()
-            yield from ended
-            if stretch and batch.steps % stretch == 0:
-                yield from batch.parts()
+        each, apart = len(rows) // len(prompts), [np.arange(len(rows))]
+        if stretch and each == 1:
+            # What goes on has a longer context than what begins: in one batch all would be as wide as the longest.
+            apart = [some for some in map(np.flatnonzero, (begun > 0, begun == 0)) if len(some)]
+        batches = []
+        for some in apart:
+            of = [prompts[i] for i in some[::each] // each]
+            batches.append((some, Batch(self, of, rows[some], begun[some], sampling.of(some), slots, stops)))
+        for step in count(1):
+            for some, batch in batches:
+                with torch.inference_mode():  # not while others compute between two steps
+                    parts = batch.step()
+                if stretch and step % stretch == 0:
+                    parts += batch.parts()
+                yield from (part._replace(place=int(some[part.place])) for part in parts)
+            batches = [(some, batch) for some, batch in batches if batch.left]
+            if not batches:
+                return
 
     def cache(self) -> Any:
         from transformers.cache_utils import DynamicCache

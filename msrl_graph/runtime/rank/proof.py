@@ -38,7 +38,7 @@ from ..weights.digest import WIDTH, Digest
 from .micro_batches import MicroBatches, pack
 
 SHARE = 0.01  # of the time that a run takes: as far as the proof takes less, deliveries are probed too
-OFTEN = 32  # and of so many in a row one is, whatever it takes
+OFTEN = 100  # and of so many in a row one is, whatever it takes
 BEST = 8  # likeliest tokens that the trainer tells of each prompt
 # Elements that are summed at once: on a host what its caches hold, on a device enough for its kernels, and never more
 # than the bucket has that is not there at the time.
@@ -80,6 +80,7 @@ class Proof:
         self.held: dict[str, int] = {}
         self.unprobed = False  # whether the word has a probe that the generator has not answered
         self.said = True  # whether the word is that of all ranks
+        self.summed: dist.Work | None = None  # what brings together what they say
         self.since = 0  # deliveries since the last probe
         self.began = self.spent = 0.0  # of the time that counts, without what only first passes take
         self.probing = 0.0  # of what is spent, the last probe
@@ -89,7 +90,7 @@ class Proof:
 
     def send(self, version: int, again: bool = True) -> None:
         """Has this rank of the update say what it knows of its weights, which are of this version; not `again` where it
-        has."""
+        has. All of them call it."""
         if self.trainer is None or (version == self.version and not again):
             return
         with self._counted():
@@ -105,15 +106,17 @@ class Proof:
             facts = self._facts()
             facts[VERSION] = version
             facts[NEXT] = int(self._affords())
+        if self.team is not None:  # while the weights go
+            self.summed = dist.all_reduce(self.word, group=self.team, async_op=True)
         self.said = False
 
     def settle(self) -> None:
-        """Brings together what the ranks of the update have said; a call of all of them."""
+        """Waits until the word is what all ranks of the update have said."""
         if self.trainer is None or self.said:
             return
         with self._counted():
-            if self.team is not None:
-                dist.all_reduce(self.word, group=self.team)
+            if self.summed is not None:
+                self.summed.wait()
         self.said = True
         self.due = bool(self._facts()[NEXT])
         if not self.began:

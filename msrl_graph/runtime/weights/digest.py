@@ -63,8 +63,8 @@ class Digest:
                 total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
             return total
         found = room[: first.numel() * len(values)].view(len(values), *first.shape)
-        for place, one in zip(found, values, strict=True):
-            place.copy_(one.to(self.dtype).view(self._bits))
+        for place, one in zip(found.unbind(), values, strict=True):
+            place.copy_((one if one.dtype == self.dtype else one.to(self.dtype)).view(self._bits))
         for weights in reversed(at):  # of integers only a host's cores have a product, which takes less
             found = found @ weights if found.is_cpu else found.mul_(weights).sum(-1)
         return found
