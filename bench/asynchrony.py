@@ -48,11 +48,19 @@ class Way:
 STREAMED = (
     ("  actor.generate -> host.reward, ", "  actor.generate -> host.reward { stream = 32 }\n  actor.generate -> "),
 )
-PARTIAL = (("temperature = 1.0 }", "temperature = 1.0, partial = 0.125, cuts = 4 }"),)
+CUTS = 4
+
+
+def partial(share: float) -> Way:
+    """With so many more prompts under way than an iteration takes."""
+    said = f"temperature = 1.0, partial = {share}, cuts = {CUTS} }}"
+    return Way(changes=(("temperature = 1.0 }", said),), oldest=CUTS)
+
+
 WAYS = {
     "in step": Way(),
     "streamed": Way(changes=STREAMED),
-    "partial": Way(changes=PARTIAL, oldest=4),
+    "partial": partial(0.125),  # about as many as have a long response
     "staleness 1": Way(1, oldest=1),
     "staleness 2": Way(2, oldest=2),
 }

@@ -14,7 +14,7 @@ import signal
 import statistics
 import sys
 
-from asynchrony import PARTIAL, Way, told_by
+from asynchrony import Way, partial, told_by
 from rich.console import Console
 from rich.table import Table
 
@@ -35,8 +35,8 @@ WAYS = {
     "staleness 1, uncorrected": Way(1, UNCORRECTED),
     "staleness 4": Way(4),
     "staleness 4, uncorrected": Way(4, UNCORRECTED),
-    "partial": Way(changes=PARTIAL),
-    "partial, uncorrected": Way(changes=(*PARTIAL, *UNCORRECTED)),
+    "partial": partial(0.5),
+    "partial, uncorrected": Way(changes=(*partial(0.5).changes, *UNCORRECTED)),
 }
 
 
