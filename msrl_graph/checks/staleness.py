@@ -8,10 +8,10 @@ placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.ahead import fetched, hindered
+from ..ir.ahead import aged, hindered, in_turns
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Graph, Node
-from ..ir.plan import Plan, idle_staleness
+from ..ir.plan import Plan, shared_staleness
 from ..ir.sequences import of_response
 from ..planner.pools import open_to_staleness
 from .columns import Library
@@ -86,12 +86,12 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """Staleness that gains nothing, and versions that are sent all the same: between nodes that take turns on the same
-    devices, one of which never runs while the other does, and of a pool that has to be in step. Where the planner has
-    them take turns, a note says why."""
+    """Staleness that gains nothing, and versions that are sent all the same: between nodes on the same devices, which
+    cannot be ahead of themselves, and of a pool that has to be in step. Where the planner has them take turns, a note
+    says why."""
     found = []
-    idle, held = idle_staleness(plan.graph, lambda node: plan.placement(node).pool), hindered(plan)
-    behind = fetched(plan)
+    shared = shared_staleness(plan.graph, lambda node: plan.placement(node).pool)
+    held, turns, behind = hindered(plan), in_turns(plan), aged(plan)
     for edge in plan.graph.reshards():
         said, pool = ReshardingEdge.of(edge), plan.placement(edge.dst).pool
         if not said.staleness or (edge.src, edge.dst) in behind:
@@ -100,10 +100,10 @@ def check(plan: Plan) -> list[Diagnostic]:
         key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
         gains = "`every` leaves none out" if seldom else "`staleness` gains nothing"
         is_so = "gets every version" if seldom else "is never behind"
-        if edge in idle:
+        if edge in shared:
             if not seldom and open_to_staleness(plan):
                 continue
-            message = f"`{edge.dst}` takes turns with `{edge.src}` on the same devices, so it {is_so}: {gains}"
+            message = f"`{edge.dst}` shares its devices with `{edge.src}`, and {turns[pool]}: it {is_so}, so {gains}"
             help = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
             found.append(Diagnostic("shared-staleness", message, edge.at(key), help))
             continue

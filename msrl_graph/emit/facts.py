@@ -14,6 +14,7 @@ from typing import Any
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan, Reshard
+from .words import doing
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ def _traffic(plan: Plan) -> Section:
 def _schedule(plan: Plan) -> Section:
     found: Section = {}
     for s in plan.schedule:
-        found[f"{s.task}, {s.pool}"] = {"": Fact(", ".join(map(str, s.instructions)))}
+        found[f"{s.task}, {s.pool}"] = {"": Fact(doing(plan, s))}
     return found
 
 

@@ -15,7 +15,7 @@ from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
 from .placed import placed
 from .resharding import write_reshards
-from .words import aged, duration, laid, many, size, spread
+from .words import aged, doing, duration, laid, many, size, spread
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
@@ -287,7 +287,7 @@ def _traffic(page: Sheet, plan: Plan) -> None:
 
 def _schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
-    rows = [(s.task, s.pool, ", ".join(map(str, s.instructions)) or "-") for s in plan.schedule]
+    rows = [(s.task, s.pool, doing(plan, s) or "-") for s in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
 
 

@@ -5,6 +5,9 @@ Invariant: nothing here draws: who only checks a program loads it too.
 
 from __future__ import annotations
 
+from ..ir.ahead import leads, opening
+from ..ir.instruction import Stream
+from ..ir.plan import Plan
 from ..ir.searched import Rival, Searched
 from ..model.architecture import Experts
 from ..sharding.layout import Layout
@@ -32,6 +35,16 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def doing(plan: Plan, stream: Stream) -> str:
+    """What the processes of a pool do of an iteration, in order."""
+    steps, first = [*map(str, stream.instructions)], opening(plan, stream)
+    if not first:
+        return ", ".join(steps)
+    lead = leads(plan)[stream.pool]
+    of = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
+    return f"of {of} {', '.join(steps[:first])}; then of this one {', '.join(steps[first:])}"
+
+
 def aged(mean: float, most: int) -> str:
     """How old weights are that generate."""
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, at most {most}"
@@ -51,7 +64,7 @@ def spread(experts: Experts, layout: Layout) -> str:
 
 def versus(found: Searched, rival: Rival) -> str:
     """What staleness gains or would cost, where the file leaves open whether any pool is ahead."""
-    kind = "with pools apart that are ahead of the updates" if rival.ahead else "with all pools in step"
+    kind = "with pools that are ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:
         return f"{kind} nothing fits"
     best = f"{kind} the best that was found takes {duration(rival.seconds)}"

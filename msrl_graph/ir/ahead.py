@@ -5,17 +5,20 @@ Invariant: iteration j generates with weights of iteration j - staleness at the 
 iteration more than so many before its update does. A pool that is ahead waits within an iteration for none that is in
 step, nor for one that has not begun it: what comes between two iterations, as an evaluation does, may wait for it. A
 run and its simulation both go by `Leading`, and the estimate by the `Sends` that it is.
+
+A pool with both ends of an edge is ahead of itself, a `pipelined` one: it generates for the next iteration, and then
+computes the rest of this one, whose rows have come meanwhile. What it begins early is its `opening`.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, combinations, count
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, combinations, count, takewhile
 
 from .attributes import ReshardingEdge
-from .instruction import Instruction
+from .instruction import Instruction, Stream
 from .plan import FUNCTIONS, Evaluation, Plan
 from .rowsets import looping
 
@@ -23,24 +26,51 @@ Edge = tuple[str, str]  # of resharding, (src, dst)
 
 
 def leads(plan: Plan) -> dict[str, int]:
-    """By pool, how many iterations it may begin before the updates do; only pools that may."""
+    """By pool, how many iterations it may begin before the updates do; only pools that may. One that is pipelined
+    begins no more than the next, unless rows are to be as old as they may be: nobody waits for its weights."""
     behind = _staleness(plan)
     if not any(behind.values()):
         return {}
-    pool_of, held, found = _pools(plan), hindered(plan), dict[str, int]()
+    pool_of, held, turns, found = _pools(plan), hindered(plan), _openings(plan)[0], dict[str, int]()
     for pool in (p.name for p in plan.pools if p.name not in held):
-        into = [n for (_, dst), n in behind.items() if pool_of[dst] == pool]
+        into = [n for (_, dst), n in behind.items() if n and pool_of[dst] == pool]
         found[pool] = min(into, default=max(behind.values()))
+        if pool in turns and not plan.deploy.run.deterministic:
+            found[pool] = 1
+    return found
+
+
+def aged(plan: Plan) -> dict[Edge, int]:
+    """The resharding edges, as (src, dst), into pools that may be ahead, and how many versions their weights may be
+    behind; where others state `staleness`, these are the newest all the same."""
+    if not (ahead := leads(plan)):
+        return {}
+    pool_of, turns, found = _pools(plan), _openings(plan)[0], dict[Edge, int]()
+    for edge, behind in _staleness(plan).items():
+        if behind and (pool := pool_of[edge[1]]) in ahead:
+            found[edge] = ahead[pool] if pool in turns else behind
     return found
 
 
 def fetched(plan: Plan) -> dict[Edge, int]:
-    """The resharding edges, as (src, dst), over which weights are fetched by a pool that may be ahead, and how many
-    versions these may be behind; where others state `staleness`, the two pools meet all the same."""
-    if not (ahead := leads(plan)):
-        return {}
+    """Of these edges those over which weights are fetched, from another pool."""
     pool_of = _pools(plan)
-    return {edge: n for edge, n in _staleness(plan).items() if n and pool_of[edge[1]] in ahead}
+    return {(src, dst): n for (src, dst), n in aged(plan).items() if pool_of[src] != pool_of[dst]}
+
+
+def pipelined(plan: Plan) -> dict[str, frozenset[str]]:
+    """By pool that generates ahead of its own updates, the nodes of its opening."""
+    found, _ = _openings(plan)
+    held = hindered(plan) if found else {}
+    return {pool: nodes for pool, nodes in found.items() if pool not in held}
+
+
+def opening(plan: Plan, stream: Stream) -> int:
+    """How many instructions of a pool's stream in training are its opening; 0 if it has none."""
+    nodes = pipelined(plan).get(stream.pool, frozenset()) if stream.task == "train" else frozenset()
+    ran = [i for i, x in enumerate(stream.instructions) if x.op == "RUN" and x.node in nodes]
+    rest = stream.instructions[ran[-1] + 1 :] if ran else ()
+    return (1 + ran[-1] + len([*takewhile(lambda x: x.op in ("RELEASE", "SWAP_IN"), rest)])) if ran else 0
 
 
 def sparse(plan: Plan) -> dict[Edge, int]:
@@ -64,7 +94,7 @@ class Sends:
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
         self.run, self.first, self.leads = plan.deploy.run, first, leads(plan)
-        self.behind, self.sparse = fetched(plan), sparse(plan)
+        self.behind, self.sparse = aged(plan), sparse(plan)
         # By edge, of which numbers the versions that are sent are multiples.
         self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.behind, (1,))
         for edge, many in self.sparse.items():
@@ -115,15 +145,18 @@ class Leading(Sends, ABC):
     def busy(self, pool: str) -> bool:
         """Whether a pool has yet to end something that it has begun."""
 
-    def due(self, now: int, iterations: int, foreseen: Callable[[int], bool]) -> Iterator[tuple[str, int]]:
-        """Pools that may begin an iteration, and which, while the updates are in the iteration `now`: of those that can
-        be `foreseen`. Each is to be begun before the next is asked for."""
-        known = -1
-        while sum(self.begun.values()) > known or known < 0:
-            known = sum(self.begun.values())
-            for pool in self.leads:
+    def due(
+        self, now: int, iterations: int, foreseen: Callable[[int], bool], pools: Collection[str]
+    ) -> Iterator[tuple[str, int]]:
+        """Which of some pools may begin an iteration, and which, while the updates are in the iteration `now`: of those
+        that can be `foreseen`. Each is to be begun before the next is asked for."""
+        more = True
+        while more:
+            more = False
+            for pool in pools:
                 number = self.begun[pool] + 1
                 if number < iterations and foreseen(number) and self._may(pool, number, now):
+                    more = True
                     yield pool, number
 
     def _may(self, pool: str, number: int, now: int) -> bool:
@@ -151,10 +184,10 @@ def evaluations(plan: Plan, edge: Edge) -> list[Evaluation]:
 
 def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
     """By pool that may be ahead the others of these whose rows it waits for within an iteration."""
-    pool_of = _pools(plan)
+    pool_of, turns = _pools(plan), _openings(plan)[0]
     found: dict[str, set[str]] = {pool: set() for pool in ahead}
     for node, pool in pool_of.items():
-        if pool in found:
+        if pool in found and node in turns.get(pool, (node,)):
             found[pool] |= {pool_of[n] for n in plan.graph.flow.before(node) if n in pool_of} & found.keys()
     for through in ahead:  # and those that these wait for
         for some in found.values():
@@ -165,11 +198,12 @@ def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
 def hindered(plan: Plan) -> dict[str, str]:
     """By pool that has to be in step with the updates, why, as the end of a sentence that begins with the pool."""
     found, pool_of = dict[str, str](), _pools(plan)
+    turns, _ = _openings(plan)
     for (_, dst), behind in _staleness(plan).items():
-        if not behind:
+        if not behind and pool_of[dst] not in turns:
             found[pool_of[dst]] = f"gives `{dst}` the newest weights"
     for node in plan.graph.verb("update"):
-        if node.name in pool_of:
+        if node.name in pool_of and pool_of[node.name] not in turns:
             found[pool_of[node.name]] = f"runs `{node.name}`"
     filter, rounds = looping(plan.graph)
     if filter and plan.deploy.run.deterministic:
@@ -180,15 +214,70 @@ def hindered(plan: Plan) -> dict[str, str]:
     known = -1
     while len(found) > known:
         known = len(found)
-        for node_name in [n for n, pool in pool_of.items() if pool in found]:
+        rest = {n for n, pool in pool_of.items() if pool in turns and n not in turns[pool]}
+        for node_name in [n for n, pool in pool_of.items() if pool in found or n in rest]:
             after = plan.graph.flow.after(node_name)
             late = dict.fromkeys(after, "which")
             if filter in after:  # who makes rounds of prompts waits for it: it may ask for another one
                 late |= dict.fromkeys(rounds - after, f"as often as `{filter}` asks, which")
-            for other in (n for n in pool_of if n in late):
+            for other in (n for n in pool_of if n in late and n not in rest):
                 why = f"runs `{other}`, {late[other]} waits for rows of `{node_name}`, and that is in step"
                 found.setdefault(pool_of[other], why)
     return found
+
+
+def in_turns(plan: Plan) -> dict[str, str]:
+    """By pool with both ends of an edge with `staleness` that is not pipelined, why, as a sentence."""
+    turns, found = _openings(plan)
+    return found | {pool: f"its pool {why}" for pool, why in hindered(plan).items() if pool in turns}
+
+
+def _openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
+    """By pool with both ends of an edge with `staleness` the nodes of its opening; for those that cannot have one, why.
+
+    These are the generations, what they need, and frozen nodes that need no function's rows but these. So nothing in it
+    waits, and functions get their rows as early as can be."""
+    graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
+    found, why = dict[str, frozenset[str]](), dict[str, str]()
+    shared = [(src, dst) for (src, dst), n in behind.items() if n and pool_of[src] == pool_of[dst]]
+    updated = {n.worker for n in graph.verb("update")} if shared else set()
+    for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
+        of = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
+        needed = {dst for _, dst in of}.union(*(graph.flow.before(dst) for _, dst in of))
+        if because := _waits(plan, of, needed, pool):
+            why[pool] = because
+            continue
+        needed |= {n.name for n in graph.verb("source")}
+        for node in graph.nodes:
+            if pool_of.get(node.name) == pool and node.worker not in updated and graph.flow.before(node.name) <= needed:
+                needed.add(node.name)
+        found[pool] = frozenset(n for n in needed if n in pool_of)
+    return found, why
+
+
+def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
+    """Why a pool cannot begin its generations early, which need some nodes; "" if it can."""
+    graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
+    filter, rounds = looping(graph)
+    seldom = {(e.src, e.dst) for e in graph.reshards() if ReshardingEdge.of(e).every > 1}
+    for src, dst in edges:
+        if (src, dst) in seldom:
+            return "weights that these two swap are new each time"
+        if dst in rounds:
+            return f"`{filter}` asks for more of its rows before it goes on"
+        if graph.node(dst).cuts:
+            return f"what `{dst}` cuts is known when it has ended"
+    for node in (n for n in needed if n in pool_of):
+        if pool_of[node] != pool:
+            return f"it waits for rows of `{node}`, which has other devices"
+        if graph.node(node).verb == "update":
+            return f"it waits for rows of `{node}`"
+    for (src, dst), old in behind.items():
+        if dst in needed and not old:
+            return f"`{dst}` takes the newest weights"
+        if old and pool_of[dst] == pool != pool_of[src]:
+            return f"`{dst}` has its weights from other devices"
+    return ""
 
 
 def _pools(plan: Plan) -> dict[str, str]:

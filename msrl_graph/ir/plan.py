@@ -71,8 +71,8 @@ METRICS = frozenset(
 )
 
 
-def idle_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
-    """Edges whose `staleness` gains nothing: their ends take turns on the devices of one pool."""
+def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
+    """Edges with `staleness` whose ends take turns on the devices of one pool."""
     return [e for e in graph.reshards() if ReshardingEdge.of(e).staleness and pool_of(e.src) == pool_of(e.dst)]
 
 

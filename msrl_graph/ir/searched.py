@@ -27,8 +27,9 @@ class Candidate:
 @dataclass(frozen=True)
 class Rival:
     """Where a program allows staleness, and the file leaves open which pools there are, the best of the other kind:
-    with pools that may be `ahead`, or with all in step. `seconds` of an iteration, 0 where none fits. With those that
-    are ahead, be it the rival or what was chosen, weights are `mean` versions old, at `most` so many."""
+    with pools that may be `ahead`, or with all in step, though the program allows more. `seconds` of an iteration, 0
+    where none fits. With those that are ahead, be it the rival or what was chosen, weights are `mean` versions old, at
+    `most` so many."""
 
     ahead: bool
     seconds: float

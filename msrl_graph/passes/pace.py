@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import between as costs
-from ..ir.ahead import Sends, awaits, leads
-from ..ir.instruction import Walk, Walker
+from ..ir.ahead import Sends, awaits, fetched, leads, opening, pipelined
+from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
@@ -53,8 +53,11 @@ class Pace:
     def versions(self, plan: Plan) -> tuple[float, int]:
         """How old the weights are in the long run, on average over the edges over which they are fetched, and at
         most."""
-        sends, run = Sends(plan), plan.deploy.run
-        ahead, many = sends.leads, ROUNDS * self.places * (1 + max(sends.leads.values(), default=0))
+        sends, run, turns = Sends(plan), plan.deploy.run, pipelined(plan)
+        ahead, many = (
+            [p for p in sends.leads if p not in turns],
+            ROUNDS * self.places * (1 + max(sends.leads.values(), default=0)),
+        )
         begins: dict[str, list[float]] = {name: [] for name in (*ahead, UPDATES)}
         behind: list[int] = []
         for number in range(many):
@@ -65,6 +68,9 @@ class Pace:
                     after.append(begins[UPDATES][sends.after(name, number)])
                 begins[name].append(max(after, default=0.0))
             for pool, edges in sends.into.items() if number >= many // 2 else ():
+                if pool in turns:
+                    behind += [sends.leads[pool]] * len(edges)
+                    continue
                 now = bisect_right(begins[UPDATES], begins[pool][number]) - 1
                 now = sends.after(pool, number) if run.deterministic else now
                 behind += [number - sends.newest(edge, now) for edge in edges]
@@ -73,7 +79,7 @@ class Pace:
 
 def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
     """When the last of an iteration is done where all pools begin it at once, and the chain that leads there."""
-    found = _Clock(plan, seconds, {p.name: 0.0 for p in plan.pools})
+    found = _Clock(plan, seconds, {p.name: 0.0 for p in plan.pools}, streams=_streams(plan))
     return found.length, found.path()
 
 
@@ -98,11 +104,23 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
 def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
     iteration before has ended."""
-    edges, ahead = frozenset(sends.behind), sends.leads
+    edges, turns = frozenset(fetched(plan)), pipelined(plan)
+    ahead = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
     in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
-    alone = _Clock(plan, seconds, in_step, edges, opened=-math.inf)
-    found = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
-    waits = awaits(plan, ahead)
+    found, back = list[_Arc](), dict[str, float]()
+    for pool in turns:  # first the opening of a later iteration, then the rest of this one
+        own = _Clock(plan, seconds, {_opening(pool): 0.0}, edges)
+        in_step[pool], back = own.clock[_opening(pool)], back | own.back
+        ends = {p: (own.clock[p] + own.taken, own.path(p)) for p in ahead} | {UPDATES: (own.length, own.path())}
+        found += [
+            _Arc(UPDATES, dst, 1 + sends.leads[pool], end + around, path, place)
+            for dst, (end, path) in ends.items()
+            for place in range(places)
+        ]
+    alone = _Clock(plan, seconds, in_step, edges, opened=-math.inf, back=back)
+    once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
+    found = once + found
+    waits = awaits(plan, sends.leads)
     for pool, lead in ahead.items():
         opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
         # By its own devices, or by the weights that are as old as they may be.
@@ -156,6 +174,26 @@ def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
     return circle
 
 
+def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
+    """What pools do of an iteration, each all in one go."""
+    return {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
+
+
+def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
+    """The same, with the opening of a pipelined pool apart from the rest."""
+    found: dict[str, Sequence[Instruction]] = {}
+    for stream in plan.schedule:
+        if stream.task == "train" and stream.pool != FUNCTIONS:
+            first = opening(plan, stream)
+            found |= {_opening(stream.pool): stream.instructions[:first]} if first else {}
+            found[stream.pool] = stream.instructions[first:]
+    return found
+
+
+def _opening(pool: str) -> str:
+    return f"the opening of {pool}"
+
+
 class _Clock(Walker):
     """The time in each pool while an iteration goes by. A function starts when its rows are there; a node on devices
     has its turn in its stream. The ranks of a CPU cluster have all cores, so what functions take is taken from them."""
@@ -168,10 +206,13 @@ class _Clock(Walker):
         fetches: Collection[Edge] = (),
         copies: Mapping[Edge, float] | None = None,
         opened: float = 0.0,
+        streams: Mapping[str, Sequence[Instruction]] | None = None,
+        back: Mapping[str, float] | None = None,
     ) -> None:
-        """What follows of `begins`, when pools begin: of others nothing is waited for but their rows. The source has
-        its rows when the iteration is `opened`. Weights of the edges `fetches` are copied by the update, and fetched
-        when the `copies` are there; at others two pools meet."""
+        """What follows of `begins`, when pools begin: of others nothing is waited for but their rows. The opening of a
+        pipelined pool is as one of its own, unless `streams` are given; `back` is when weights are that it swaps in.
+        The source has its rows when the iteration is `opened`. Weights of the edges `fetches` are copied by the update,
+        and fetched when the `copies` are there; at others two pools meet."""
         self.plan, self.seconds, self.fetches, self.copies = plan, seconds, fetches, copies or {}
         self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
         shared = plan.cluster.device.kind.is_host
@@ -181,13 +222,14 @@ class _Clock(Walker):
         self.handover = costs.handover(plan).value
         # By node: of the nodes that its rows come from, how many are not done.
         self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
-        streams = {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
+        streams = _parts(plan) if streams is None else streams
         self.clock = dict.fromkeys(streams, -math.inf) | dict(begins)
         self.before = dict.fromkeys(streams, "")  # by pool: what it ran last
         self.opened = opened
         self.done: dict[str, float] = {}
         self.cause: dict[str, str] = {}
         self.back: dict[str, float] = {}
+        self.swapped = back or {}
         self.copied: dict[Edge, float] = {}  # when each copy was there
         for name in [n for n in self.functions if not self.waits[n]]:
             self._start(name)
@@ -251,7 +293,7 @@ class _Clock(Walker):
         """It takes no time."""
 
     def swap_in(self, pool: str, node: str) -> None:
-        self.back[node] = self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0)
+        self.back[node] = self.swapped.get(node, self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0))
 
     def wait(self, pool: str, node: str) -> None:
         self.clock[pool] = max(self.clock[pool], self.back.get(node, 0.0))

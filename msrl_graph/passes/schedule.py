@@ -12,10 +12,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from ..cost.holdings import update_of
 from ..ir import verify
-from ..ir.ahead import sparse
+from ..ir.ahead import pipelined, sparse
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, Stream
 from ..ir.plan import FUNCTIONS, Plan
@@ -134,12 +135,14 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
 
 
 def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
-    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats, then
-    functions, generations, frozen nodes, nodes with weights that come back, updates, each in the graph's order."""
+    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats or a
+    pool begins early, then functions, generations, frozen nodes, nodes with weights that come back, updates, each in
+    the graph's order."""
     graph = plan.graph
+    first = {*repeated, *chain.from_iterable(pipelined(plan).values())}
 
     def rank(node: Node) -> tuple[bool, int]:
-        once = node.name not in repeated
+        once = node.name not in first
         if plan.placement(node.name).pool == FUNCTIONS:
             return once, -1
         if node.verb == "generate":

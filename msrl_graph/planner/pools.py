@@ -12,7 +12,7 @@ from itertools import chain, combinations, product
 
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Node
-from ..ir.plan import DEVICES, Plan, Pool, idle_staleness
+from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
 from ..sharding.stretch import device_range, meet, runs
 
 # Of so many hosts (or devices of one) up to 4 may make a pool, or all but those; of more, some eighths.
@@ -62,7 +62,7 @@ def divisions(plan: Plan) -> list[Division]:
 
 def open_to_staleness(plan: Plan) -> bool:
     """Whether the deploy lets generations be apart from the updates that they may be behind."""
-    return any(not idle_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
+    return any(not shared_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
 
 
 def _every(plan: Plan) -> Iterator[Division]:

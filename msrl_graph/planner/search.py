@@ -21,8 +21,9 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.between import function
 from ..emit.words import laid, versus
-from ..ir.ahead import leads
+from ..ir.ahead import fetched, leads
 from ..ir.attributes import ReshardingEdge
+from ..ir.graph import Edge
 from ..ir.plan import FUNCTIONS, Note, Plan
 from ..ir.searched import NOTHING_FITS, Candidate, Rival, Searched
 from ..passes.estimate import EstimateTime
@@ -66,17 +67,19 @@ class Search(Placing):
 
     def _compared(self, run: _Run, plan: Plan) -> Plan:
         """A plan that was found with the best of the other kind, where the program allows staleness: pools that may be
-        ahead of the updates against all pools in step."""
+        ahead of the updates, or ahead of themselves, against the same program without staleness."""
         found, ahead = plan.search, bool(leads(plan))
         if found is None or not found.seconds or not any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards()):
             return plan
-        placed = ((d, run.place.apply(run.plan, Decision(d), numbered=False)) for d in run.some)
-        others = [d for d, other in placed if bool(leads(other)) != ahead]
+        placed = [(d, run.place.apply(run.plan, Decision(d), numbered=False)) for d in run.some]
+        whole, others = run.plan, [d for d, other in placed if leads(other)]
+        if ahead:  # of all, if some have generations take turns with their updates
+            edges = tuple(_in_step(e) for e in whole.graph.edges)
+            whole = replace(whole, graph=replace(whole.graph, edges=edges))
+            others = [*run.some] if any(not fetched(other) for _, other in placed) else []
         if not others:
             return plan
-        rival = _Run(
-            self, run.place, run.plan, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists
-        ).best()
+        rival = _Run(self, run.place, whole, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
         assert rival.search is not None
         estimate = run.passes.after("place").apply(plan if ahead else rival).estimate
         behind = estimate.behind if estimate is not None else None
@@ -96,6 +99,11 @@ class Search(Placing):
             for way in product(*([e.name for e in engines(plan, o, self.engines)] for o in found))
         ]
         return len(ways) > 1 and any(not self.refuses(place.apply(plan, Decision(division, engines=w))) for w in ways)
+
+
+def _in_step(edge: Edge) -> Edge:
+    """It with weights that are always the newest."""
+    return replace(edge, attributes={k: v for k, v in edge.attributes.items() if k not in ("staleness", "every")})
 
 
 @dataclass

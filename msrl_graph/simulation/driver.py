@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cost import between as costs
-from ..ir.ahead import Leading, evaluations, lanes
-from ..ir.instruction import Walk, Walker
+from ..ir.ahead import Leading, evaluations, fetched, lanes, opening, pipelined
+from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.rowsets import looping
 from .lanes import Lanes
@@ -48,6 +48,7 @@ class _Job:
     walk: Walk
     steps: Walker
     begin: float
+    ends: bool = True  # whether these pools are done with the iteration then
     begun: bool = False
 
 
@@ -64,12 +65,18 @@ class Driver(Leading):
     ) -> None:
         super().__init__(plan)
         self.plan, self.iterations, self.pools, self.opened, self.steps = plan, iterations, pools, opened, steps
-        self.streams = {s.pool: s.instructions for s in plan.schedule if s.task == "train"}
+        training = [s for s in plan.schedule if s.task == "train"]
+        first = {s.pool: opening(plan, s) for s in training}
+        # What a pipelined pool does of an iteration while the updates are in an earlier one; and the rest of all.
+        self.openings = {s.pool: s.instructions[: first[s.pool]] for s in training}
+        self.streams = {s.pool: s.instructions[first[s.pool] :] for s in training}
+        self.pipelined = [*pipelined(plan)]
+        self.others = [pool for pool in self.leads if pool not in self.pipelined]
         self.lanes = lanes(plan)
-        self.published = {edge: Published([e.every for e in evaluations(plan, edge)]) for edge in self.behind}
+        self.published = {edge: Published([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)}
         self.turns: dict[int, Turn] = {}
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
-        self.heard = dict.fromkeys(self.leads, 0.0)  # by pool, when the driver has heard that it ended all it began
+        self.heard = dict.fromkeys(self.others, 0.0)  # by pool, when the driver has heard that it ended all it began
         self.time = 0.0
         # What an iteration takes of the ranks beside their work: on a CPU cluster they have all cores.
         functions = [
@@ -77,19 +84,21 @@ class Driver(Leading):
         ]
         self.around = costs.around(plan).value + costs.taken(plan, functions).value
         self.refills = bool(looping(plan.graph)[0])
-        self.knowing = [p for p in self.leads if any(x.op == "AGAIN" for x in self.streams.get(p, ()))]
+        self.knowing = [p for p in self.others if any(x.op == "AGAIN" for x in self.streams.get(p, ()))]
 
     def busy(self, pool: str) -> bool:
-        return self.heard[pool] > self.time
+        return pool in self.heard and self.heard[pool] > self.time
 
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
         """Has the updates do an iteration from a moment on; what it was, and when all of it had ended."""
         self.time = begin
         turn = self._turn(number)
+        for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number), self.pipelined):
+            self._begin(pool, due, number)
         turn.told = {edge: found.told for edge, found in self.published.items()}
-        self._ask((IN_STEP, 0), turn, [p.name for p in self.plan.pools if p.name not in self.leads])
+        self._ask((IN_STEP, 0), turn, [p.name for p in self.plan.pools if p.name not in self.others])
         while True:
-            for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number)):
+            for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number), self.others):
                 self._begin(pool, due, number)
             while any(self._goes_on(queue) for queue in self.jobs.values() if queue):
                 pass
@@ -113,19 +122,31 @@ class Driver(Leading):
             self._ask((FUNCTIONS, number % self.lanes), turn, [FUNCTIONS])
         return self.turns[number]
 
-    def _ask(self, who: tuple[str, int], turn: Turn, pools: list[str]) -> None:
-        walk = Walk({pool: self.streams.get(pool, ()) for pool in pools})
-        self.jobs[who].append(_Job(turn, walk, self.steps(turn), self.time))
+    def _ask(
+        self,
+        who: tuple[str, int],
+        turn: Turn,
+        pools: list[str],
+        streams: Mapping[str, Sequence[Instruction]] | None = None,
+    ) -> None:
+        walk = Walk({pool: (self.streams if streams is None else streams).get(pool, ()) for pool in pools})
+        self.jobs[who].append(_Job(turn, walk, self.steps(turn), self.time, ends=streams is None))
 
     def _begin(self, pool: str, number: int, now: int) -> None:
         turn = self._turn(number)
         for edge in self.into[pool]:
-            found, version = self.published[edge], self.newest(edge, now)
-            turn.version[edge] = version
+            turn.version[edge] = version = self.newest(edge, now)
+            if pool in self.pipelined:
+                continue
+            found = self.published[edge]
             if self.takes(edge, version) and not (edge in self.sparse and found.made(version)):
                 turn.fetches.add(edge)
                 found.told += 1
-        self.begun[pool], self.heard[pool] = number, math.inf
+        self.begun[pool] = number
+        if pool in self.pipelined:
+            self._ask((IN_STEP, 0), turn, [pool], self.openings)
+            return
+        self.heard[pool] = math.inf
         self._ask((pool, 0), turn, [pool])
 
     def _foreseen(self, number: int, now: int) -> bool:
@@ -145,7 +166,7 @@ class Driver(Leading):
         if any(job.walk.step(pool) for pool in job.walk.streams):
             return moved
         queue.popleft()
-        for pool in job.walk.streams:
+        for pool in job.walk.streams if job.ends else ():
             job.turn.ends[pool] = self._lanes(job.turn, pool).last
             if pool in self.heard and not queue:
                 self.heard[pool] = job.turn.ends[pool] + self.around

@@ -60,7 +60,7 @@ class _Steps(Walker):
         edge, found = simulator.reshards[src, dst], simulator.driver.published.get((src, dst))
         begin = max(simulator.lanes[p].last for p in pools)
         if found is None:
-            turn.held[dst] = turn.number
+            turn.held[dst] = turn.version.get((src, dst), turn.number)
             simulator._spend(pools, begin, begin + costs.reshard(plan, edge).value, turn)
         elif pools[0] == plan.placement(dst).pool:
             turn.held[dst] = turn.version[src, dst]

@@ -23,7 +23,7 @@ from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph.backends.spec import Response, Sampling
-from msrl_graph.ir.ahead import fetched, lanes
+from msrl_graph.ir.ahead import aged, fetched, lanes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
@@ -187,11 +187,17 @@ class Weightless(Doing):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank: Any = self.rank
         ends = [rank.plan.placement(n).pool for n in (src, dst)]
+        name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
         if (src, dst) not in fetched(rank.plan):
+            if (src, dst) in rank.dry.versions:
+                found, said = rank.dry.versions[src, dst], self.task.fetches.get(name)
+                version = said.version if said else self.task.number
+                assert version == 1 + max(rank.updated, default=version - 1), "another version than it has"
+                assert self.task.number - found.allowed <= version <= self.task.number
+                found.taken[self.task.key] = version
             rank._meet((src, dst), rank._here(*ends))
             rank.dry.work(f"reshard {dst}", self.task)
             return
-        name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
         versions, number, many = rank.dry.versions[src, dst], self.task.number, rank.sparse.get((src, dst), 1)
         sends, fetches = (rank._here(pool) for pool in ends)
         fetch = self.task.fetches.get(name)
@@ -260,6 +266,7 @@ class DryRank(Rank):
         self.asked = {}
         self.times: Counter[Any] = Counter()
         self.lockstep = {c.node for c in plan.docks.controllers if c.lockstep}
+        self.updated: list[int] = []  # iterations
         self.generators = {n.name: Growing() for n in plan.graph.verb("generate")}  # type: ignore[dict-item,misc]
 
     def _meet(self, what: Any, members: list[DryRank]) -> None:
@@ -332,6 +339,7 @@ class DryRank(Rank):
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
 
     def _update(self, node: Node, task: Task, *_: Any) -> None:
+        self.updated.append(task.number)
         self.dry.work(node.name, task)
 
     def save(self, worker: str, folder: str) -> None:
@@ -378,7 +386,7 @@ class Dry:
         self.stored: Counter[str] = Counter()  # by task, bytes of rows that were written
         self.largest = 0  # of these rows
         self.away = 0  # how often rows found their place on another host
-        self.versions = {edge: Versions(n) for edge, n in fetched(plan).items()}
+        self.versions = {edge: Versions(n) for edge, n in aged(plan).items()}
         self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
         self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
         self.taken: dict[int, list[int]] = defaultdict(list)  # by iteration, the prompts that a partial rollout took

@@ -46,7 +46,7 @@ deploy a on c {{
   model judge  = "tiny"
   data source  = "tiny.jsonl" {{ prompt = "prompt", answer = "answer" }}
   data test    = "tiny.jsonl" {{ prompt = "prompt", answer = "answer" }}
-  apart actor.generate, actor.update{judge}
+  {places}
   {evaluate}
   run {{ iterations = 250{save}, deterministic = {deterministic} }}
 }}
@@ -69,15 +69,23 @@ def stale(draw: random.Random) -> Stale:
     staleness, prompts, samples = draw.randint(1, 4), draw.choice([4, 8]), draw.choice([2, 4])
     deterministic = draw.random() < 0.2
     every = draw.choice([1, draw.randint(1, staleness + 1)])
+    refills = not deterministic and draw.random() < 0.4
+    places = ["apart actor.generate, actor.update", "apart actor.generate, actor.update, judge.infer"]
+    if every == 1 and not refills:  # else nothing may be ahead of itself
+        together = "place actor.generate, actor.update together"
+        places += [
+            f"{together}\n  apart actor.update, judge.infer",
+            f"{together}\n  place actor.update, judge.infer together",
+        ]
     evaluate, save = draw.choice([0, draw.randint(1, 7)]), draw.choice([0, 0, 5])
     text = PROGRAM.format(
         prompts=prompts,
         samples=samples,
         mini_batch=prompts * samples // draw.choice([1, 2]),
-        filter=REFILL if not deterministic and draw.random() < 0.4 else "",
+        filter=REFILL if refills else "",
         staleness=staleness,
         every=every,
-        judge=draw.choice(["", ", judge.infer"]),
+        places=draw.choice(places),
         evaluate=f"evaluate test {{ every = {evaluate}, samples = 1, report = [score] }}" if evaluate else "",
         save=f", save = {save}" if save else "",
         deterministic=str(deterministic).lower(),

@@ -3,7 +3,8 @@
 Invariant: a pool begins what `Leading` says is due, with the newest weights that are sent of those that the updates
 have begun with at that moment. So no row is older than it may be, whoever is slow, and where every version is sent, a
 generation that is slower than the updates is behind by one only. With `deterministic` what an iteration generates
-follows from the program.
+follows from the program. A pipelined pool does as it is asked, one after the other: all that is due of it is asked for
+before the rest of an iteration is.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.ahead import Leading
+from ...ir.ahead import Leading, pipelined
 from ...ir.plan import Plan
 from ..process.report import Report
-from ..process.task import Fetch, Task
+from ..process.task import Fetch, Part, Task
 
 
 class Ahead(Leading):
@@ -26,7 +27,9 @@ class Ahead(Leading):
         each = plan.cluster.devices_per_node
         found = {p.name: [p.device(r, each) for r in range(p.devices)] for p in plan.pools if p.name in self.leads}
         self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
-        away = {device for devices in found.values() for device in devices}
+        self.pipelined = [*pipelined(plan)]
+        self.others = [pool for pool in self.leads if pool not in self.pipelined]  # with devices of their own
+        away = {device for pool in self.others for device in found[pool]}
         self.in_step = [rank for device, rank in enumerate(ranks) if device not in away]
         self.names = {(r.src, r.dst): r.name for r in plan.reshards if (r.src, r.dst) in self.behind}
         # By pool and task the edges whose weights it fetches.
@@ -41,7 +44,7 @@ class Ahead(Leading):
         self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that its rows are drawn with
 
     def busy(self, pool: str) -> bool:
-        return bool(self.at_work[pool])
+        return bool(self.at_work[pool]) and pool not in self.pipelined
 
     def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
         """Has a pool begin a task when it has ended what it is at, while the updates are in the iteration `now`, or
@@ -52,7 +55,8 @@ class Ahead(Leading):
             self.fetches[name] = Fetch(version, before + self.takes(edge, version))
             if task.trains:
                 self.drawn[name, task.number] = version
-        asked = [rank.run.remote(replace(task, fetches=dict(self.fetches)), measure) for rank in self.ranks[pool]]
+        told = replace(task, fetches=dict(self.fetches), part="opening" if pool in self.pipelined else "whole")
+        asked = [rank.run.remote(told, measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
         self.at_work[pool] |= dict.fromkeys(asked, task)
@@ -65,11 +69,15 @@ class Ahead(Leading):
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
         sent = [edge for edge in self.names if not task.trains or self.sends(edge, number)]
         fetches = {
-            name: Fetch(self.drawn.get((name, number), self.newest(edge, number)), self.fetches[name].told)
+            name: Fetch(
+                self.drawn.get((name, number if task.trains else -1), self.newest(edge, number)),
+                self.fetches[name].told,
+            )
             for edge, name in self.names.items()
             if name in self.fetches
         }
-        return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent))
+        part: Part = "rest" if task.trains and self.pipelined else "whole"
+        return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent), part=part)
 
     def under_way(self) -> list[Any]:
         """References to what is not known to have ended."""

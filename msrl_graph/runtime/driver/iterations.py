@@ -202,20 +202,22 @@ class Driver:
         """Starts the streams of all pools for one task, but for those that were ahead."""
         start = time.perf_counter()
         self._prepare(task)
+        if task.trains:
+            self._go_ahead(task.number, self.ahead.pipelined)
         told = self.ahead.told(task)
         ranks = [r.run.remote(told, measure) for r in self.ahead.in_step]
         if task.trains:
-            self._go_ahead(task.number)
+            self._go_ahead(task.number, self.ahead.others)
         else:
-            for pool in self.ahead.leads:
+            for pool in self.ahead.others:
                 self.ahead.begin(pool, task, task.number, measure)
         points.reach("driver", f"begun {task.key}")
         return _Running(task, start, [*ranks, *self.ahead.reports.pop(task.key, ()), *self.prepared.pop(task.key)])
 
-    def _go_ahead(self, now: int) -> None:
-        """Starts what is due of the pools that may be ahead, while the updates are in the iteration `now`."""
+    def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
+        """Starts what is due of some pools that may be ahead, while the updates are in the iteration `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
-        for pool, number in self.ahead.due(now, last, self.carried.foreseen):
+        for pool, number in self.ahead.due(now, last, self.carried.foreseen, pools):
             task = self.carried.task(number)
             if number > now:
                 self._prepare(task)
@@ -283,7 +285,7 @@ class Driver:
             if training >= 0:
                 for task, report in self.ahead.ended(self.ray, ended):
                     self.carried.heard(task, report)
-                self._go_ahead(training)
+                self._go_ahead(training, self.ahead.others)
             left = [x for x in left if x not in done]
             now = moves
             if self._look(not done):

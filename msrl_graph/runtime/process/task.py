@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...ir.rowsets import Numbers, Rowset, Sieve
+
+Part = Literal["whole", "opening", "rest"]
 
 
 class Fetch(NamedTuple):
@@ -43,6 +45,7 @@ class Task:
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
       generation was told to fetch so far, this one perhaps among them.
     - `sends`: of these edges those over which the updates send the version that they begin it with.
+    - `part`: what the ranks of a pipelined pool are to do of their stream (ir/ahead.py); others do the whole.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Task:
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
+    part: Part = "whole"
 
     @property
     def key(self) -> str:

@@ -20,11 +20,12 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ...backends.spec import Shard
+from ...ir.ahead import opening
 from ...ir.attributes import Update
 from ...ir.graph import Node
-from ...ir.instruction import Instruction, Walker
+from ...ir.instruction import Instruction, Stream, Walker
 from ...ir.located import here
-from ...ir.plan import from_json
+from ...ir.plan import Plan, from_json
 from ..data.columns import Column, Piece
 from ..dock.client import Client
 from ..dock.readers import readers
@@ -78,8 +79,11 @@ class Doing(Walker):
         rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        rank, number = self.rank, self.task.number
-        edge, proof, worker = rank.resharders[src, dst], rank.proofs[src, dst], rank.plan.graph.node(src).worker
+        rank, edge = self.rank, self.rank.resharders[src, dst]
+        number = self.task.number  # the version, unless the iteration is yet to come
+        if edge.name in self.task.fetches and not isinstance(edge, Published):
+            number = self.task.fetches[edge.name].version
+        proof, worker = rank.proofs[src, dst], rank.plan.graph.node(src).worker
         generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
         if isinstance(edge, Published) and not self._due(edge, generator is not None):
             return
@@ -184,16 +188,16 @@ class Rank(Training, Generation):
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
-        """Walks the stream of this pool for one task."""
+        """Walks the stream of this pool for one task, or the part of it that is asked for."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
         self.stepped = False
         here = self.pool.name if self.pool else ""
-        streams = [s.instructions for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
+        streams = [s for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
         instructions = [
             i
             for stream in streams
-            for i in stream
+            for i in part(self.plan, stream, task)
             if i.op != "RUN" or Update.of(self.plan.graph.node(i.node)).due(task.number)
         ]
         runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
@@ -258,6 +262,12 @@ class Rank(Training, Generation):
         if node.name not in self.asked:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
+
+
+def part(plan: Plan, stream: Stream, task: Task) -> Sequence[Instruction]:
+    """What is asked for of a pool's stream."""
+    first = opening(plan, stream) if task.part != "whole" else 0
+    return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]
 
 
 def _note(report: Report, when: str, held: dict[str, int]) -> None:
