@@ -18,7 +18,7 @@ NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -110,6 +110,10 @@ bench-environments: $(VENV)/ready
 # Generation that goes on while the update learns, against both in step; about 10 minutes.
 bench-async: $(VENV)/ready
 	$(BIN)/python bench/asynchrony.py
+
+# Generation ahead of the update on the same devices, with quick rewards and slow ones; about 12 minutes.
+bench-pipelined: $(VENV)/ready
+	$(BIN)/python bench/pipelined.py
 
 # What is learnt from responses of older weights, with the loss corrected for that and without; about 25 minutes.
 bench-corrected: $(VENV)/ready

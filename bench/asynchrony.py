@@ -33,6 +33,7 @@ from msrl_graph.runtime.calibrate.measure import measure
 from msrl_graph.runtime.metrics import predicted
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "countdown" / "countdown.rlg"
+REWARD = EXAMPLE.parent / "countdown.py"
 MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
 
 
@@ -43,6 +44,7 @@ class Way:
     behind: int = 0
     changes: tuple[tuple[str, str], ...] = ()
     oldest: int = 0  # versions that a token may be old
+    waits: float = 0.0  # seconds that a reward takes more, of each row
 
 
 STREAMED = (
@@ -163,9 +165,14 @@ def told_by(way: Way, *options: str) -> tuple[Plan, list[dict[str, Any]]]:
             assert old in text, old
             text = text.replace(old, new)
         for item in EXAMPLE.parent.iterdir():
-            if item != EXAMPLE:
+            if item != EXAMPLE and (item != REWARD or not way.waits):
                 (Path(folder) / item.name).symlink_to(item)
         (Path(folder) / EXAMPLE.name).write_text(text)
+        if way.waits:
+            said = REWARD.read_text().replace("import re", "import re\nimport time")
+            (Path(folder) / REWARD.name).write_text(
+                said.replace("    wanted =", f"    time.sleep({way.waits})\n    wanted =")
+            )
         command = [sys.executable, "-c", MAIN, f"{folder}/{EXAMPLE.name}", *options]
         command += ["--set", f"behind={way.behind}", "--out", f"{folder}/run"]
         subprocess.run(command, check=True, capture_output=True)

@@ -308,9 +308,8 @@ def test_what_nothing_fits_is_told(tmp_path: Path) -> None:
     assert memory_check.check(plan) and "nothing that fits was found" in why_text(plan)
 
 
-def test_staleness_where_nothing_is_parted_is_compared_with_all_states_in_turn() -> None:
-    """Here they are quicker, by the same model, and that is what the plan is without staleness, too. The other way
-    round, and what is told of both: tests/test_ahead.py."""
+def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -> None:
+    """Here all states together are the quickest, with it and without. The other way round: tests/test_ahead.py."""
     graph = page.graph()
     edges = tuple(
         replace(e, attributes={"staleness": Expr("number", 1)}) if e.kind == "reshard" else e for e in graph.edges
@@ -319,14 +318,12 @@ def test_staleness_where_nothing_is_parted_is_compared_with_all_states_in_turn()
     found, plain = passed(replace(start, graph=replace(graph, edges=edges))), passed(start)
     record = found.search
     assert record is not None and record.rival is not None and plain.search is not None
-    assert found.estimate is not None and found.estimate.behind is None and record.rival.ahead
-    assert record.seconds == plain.search.seconds < record.rival.seconds
+    assert found.estimate is not None and found.estimate.behind is not None and not record.rival.ahead
+    assert record.seconds <= record.rival.seconds == plain.search.seconds
     assert found.placements == plain.placements
     assert not staleness_check.check(found)
     (note,) = (n.text for n in found.notes if n.about == "staleness")
-    assert note.startswith(
-        "no use is made of it: with pools apart that are ahead of the updates the best that was found"
-    )
+    assert note.startswith("with all pools in step the best that was found") and "weights are 1 version old" in note
 
 
 def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
@@ -353,7 +350,8 @@ def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
 )
 def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:
     open_ = parted(program, "h100", 4, "").search
-    assert open_ is not None and open_.optimal and open_.evaluated < 40 and not any(r.wrong for r in open_.runners)
+    assert open_ is not None and open_.evaluated < 40 and not any(r.wrong for r in open_.runners)
+    assert open_.seconds <= 1.003 * open_.bound
     for parting in partings:
         stated = parted(program, "h100", 4, f"apart {parting}").search
         assert stated is not None and open_.seconds <= stated.seconds * (1 + 1e-9), parting

@@ -341,10 +341,9 @@ class ReshardingEdge(OfEdge):
         COUNT_OR_0,
         0,
         (
-            "So many versions B may be behind: 0 is synchronous. On devices of its own B goes on while A learns. On the "
-            "same devices it is one behind: it generates for the next iteration before A learns from this one, whose "
-            "rewards are computed meanwhile. Each row keeps the "
-            "version that made it."
+            "So many versions B may be behind: 0 is synchronous. On devices of its own B goes on while A learns. On "
+            "the same devices it is one behind: it generates for the next iteration before A learns from this one, "
+            "whose rewards are computed meanwhile. Each row keeps the version that made it."
         ),
     )
     every: int = attr(

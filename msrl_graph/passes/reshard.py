@@ -202,14 +202,19 @@ def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict
     return {of: found[of] for of in ("weights", "embeddings", "experts") if of in found}
 
 
-def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> float:
-    """Seconds below which a reshard cannot get, whatever else it does: what the first host and the last lack has to
-    come in."""
+def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
+    """By instruction, seconds below which a reshard cannot get, whatever else it does: what the first host and the last
+    lack has to come in; and what is swapped goes over the host's link, out and in."""
     cluster, model = plan.cluster, plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
     links = cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target)))
-    return BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
+    comes = BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
+    if plan.placement(edge.src).pool != plan.placement(edge.dst).pool or plan.deploy.reshard.mode != "swap":
+        return {("RESHARD", edge.dst): comes}
+    moves = holdings.weights(plan, engines, edge.src) / cluster.device.copies.value
+    chosen = _copy_seconds(cluster, holdings.weights(plan, engines, edge.dst)).value
+    return {("RESHARD", edge.dst): comes + chosen + moves, ("SWAP_IN", edge.src): moves}
 
 
 def _way(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
 from ..ir.attributes import ReshardingEdge
-from ..ir.graph import Node
+from ..ir.graph import Edge, Node
 from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
 from ..sharding.stretch import device_range, meet, runs
 
@@ -63,6 +63,15 @@ def divisions(plan: Plan) -> list[Division]:
 def open_to_staleness(plan: Plan) -> bool:
     """Whether the deploy lets generations be apart from the updates that they may be behind."""
     return any(not shared_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
+
+
+def in_step(plan: Plan) -> Plan:
+    """It without staleness."""
+
+    def newest(edge: Edge) -> Edge:
+        return replace(edge, attributes={k: v for k, v in edge.attributes.items() if k not in ("staleness", "every")})
+
+    return replace(plan, graph=replace(plan.graph, edges=tuple(map(newest, plan.graph.edges))))
 
 
 def _every(plan: Plan) -> Iterator[Division]:

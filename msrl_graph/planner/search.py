@@ -2,9 +2,9 @@
 
 Invariant: a candidate is judged by the passes themselves, on the plan that it would be. What is left out takes no less
 than a bound that the passes cannot go below: each node's seconds at the best micro-batch that its memory alone allows,
-along the critical path, and no more of resharding than what has to come into a host. The best is then optimal in the
-plan's own model, or its gap to the least bound that is left is told. Nothing depends on the clock, unless a budget of
-seconds is given.
+along the critical path, and no more of resharding than what has to come into a host and to be swapped. The best is then
+optimal in the plan's own model, or its gap to the least bound that is left is told. Nothing depends on the clock,
+unless a budget of seconds is given.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from ..cost.between import function
 from ..emit.words import laid, versus
 from ..ir.ahead import fetched, leads
 from ..ir.attributes import ReshardingEdge
-from ..ir.graph import Edge
 from ..ir.plan import FUNCTIONS, Note, Plan
 from ..ir.searched import NOTHING_FITS, Candidate, Rival, Searched
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, over
 from ..passes.order import passes
-from ..passes.pace import pace
 from ..passes.reshard import least_seconds
 from ..passes.spec import Passes
 from .candidates import Choice, Choices, undominated
 from .owners import Owner, engines, has_open_layout, owners
 from .place import Decision, Place, Placing
-from .pools import Division, divisions
+from .pools import Division, divisions, in_step
+from .space import Space
 
 # What a search may spend before it tells a gap, in units of about a millisecond: the same on any machine.
 EFFORT = 2500.0
@@ -74,9 +73,7 @@ class Search(Placing):
         placed = [(d, run.place.apply(run.plan, Decision(d), numbered=False)) for d in run.some]
         whole, others = run.plan, [d for d, other in placed if leads(other)]
         if ahead:  # of all, if some have generations take turns with their updates
-            edges = tuple(_in_step(e) for e in whole.graph.edges)
-            whole = replace(whole, graph=replace(whole.graph, edges=edges))
-            others = [*run.some] if any(not fetched(other) for _, other in placed) else []
+            whole, others = in_step(whole), [*run.some] if any(not fetched(other) for _, other in placed) else []
         if not others:
             return plan
         rival = _Run(self, run.place, whole, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
@@ -101,82 +98,6 @@ class Search(Placing):
         return len(ways) > 1 and any(not self.refuses(place.apply(plan, Decision(division, engines=w))) for w in ways)
 
 
-def _in_step(edge: Edge) -> Edge:
-    """It with weights that are always the newest."""
-    return replace(edge, attributes={k: v for k, v in edge.attributes.items() if k not in ("staleness", "every")})
-
-
-@dataclass
-class _Space:
-    """The combinations of one division: a choice for each owner. `skeleton` is a plan with its pools, schedule and
-    traffic."""
-
-    division: Division
-    skeleton: Plan
-    owners: tuple[Owner, ...]
-    lists: list[list[Choice]]
-    functions: dict[tuple[str, str], float]
-    # The least seconds of each node from each place of its owner's list on: a bound for all that come later.
-    later: list[list[dict[str, float]]]
-
-    @property
-    def size(self) -> int:
-        number = 1
-        for choices in self.lists:
-            number *= len(choices)
-        return number
-
-    def bound(self, at: Sequence[int]) -> float:
-        """Of an iteration without resharding."""
-        return self.least({("RUN", n): s for choice in self.chosen(at) for n, s in choice.seconds.items()})
-
-    def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Of an iteration in which nodes take these seconds, and all else what it does whatever the layouts are."""
-        # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
-        turn = self.skeleton.cluster.device.overheads.turn.value
-        return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
-
-    def bound_from(self, at: Sequence[int]) -> float:
-        """No combination in which each owner's choice comes at or after `at` takes less: the least seconds of each
-        node that are left, added up along the critical path; and no pool is done before all of its nodes are."""
-        seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
-        busy = dict.fromkeys(self.division.pools, 0.0)
-        for owner, choice in zip(self.owners, self.chosen(at), strict=True):
-            busy[self.division.pool_of(owner.node)] += sum(choice.seconds.values())
-        return max(self.least(seconds), *busy.values())
-
-    def chosen(self, at: Sequence[int]) -> list[Choice]:
-        return [choices[i] for choices, i in zip(self.lists, at, strict=True)]
-
-    def start(self) -> tuple[int, ...]:
-        """A combination that may fit, each owner's quickest choice beside the others' smallest; () where there is
-        none."""
-        at = [min(range(len(own)), key=lambda i, own=own: own[i].resident) for own in self.lists]  # type: ignore[misc]
-        if self.over(at):
-            return ()
-        for number, own in enumerate(self.lists):
-            at[number] = next(i for i in range(len(own)) if not self.over([*at[:number], i, *at[number + 1 :]]))
-        return tuple(at)
-
-    def over(self, at: Sequence[int]) -> str:
-        """Why a combination cannot fit, "" if it may: what stays of every node of a pool adds up."""
-        swap = self.skeleton.deploy.reshard.mode == "swap"
-        source = {e.dst: e.src for e in self.skeleton.graph.reshards()}
-        capacity = holdings.capacity(self.skeleton.cluster).value
-        chosen = list(zip(self.owners, self.chosen(at), strict=True))
-        for owner, choice in chosen:
-            pool = self.division.pool_of(owner.node)
-            others = [(o, c) for o, c in chosen if o.node in pool.nodes and o.node != owner.node]
-            for phase, peak in choice.peaks.items():
-                beside = sum(c.resident for _, c in others) if phase != "load" else 0
-                if phase == "generate" and swap:
-                    beside -= sum(c.weights for o, c in others if source.get(owner.node) == o.node)
-                if peak + beside > capacity:
-                    size = holdings.gigabytes
-                    return f"{phase} needs {size(peak + beside)} a device of {size(capacity)}"
-        return ""
-
-
 @dataclass(order=True)
 class _Item:
     """A combination to look at; of equal bounds first what is further on, then what comes first."""
@@ -184,7 +105,7 @@ class _Item:
     bound: float
     stage: int
     order: tuple[int, ...]
-    space: _Space = field(compare=False)
+    space: Space = field(compare=False)
     at: tuple[int, ...] = field(compare=False)
 
 
@@ -192,7 +113,7 @@ class _Found(NamedTuple):
     """A combination and the plan that it is; or where there is none, why not."""
 
     seconds: float
-    space: _Space
+    space: Space
     at: tuple[int, ...]
     plan: Plan | None
     wrong: str = ""
@@ -220,7 +141,7 @@ class _Run:
 
     def best(self) -> Plan:
         heap: list[_Item] = []
-        spaces: list[_Space] = []
+        spaces: list[Space] = []
         left = 0
         for division in self.some:
             if spaces and self._late():
@@ -277,7 +198,7 @@ class _Run:
         while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._late():
             self._step(heap, heapq.heappop(heap))
 
-    def _space(self, division: Division) -> _Space:
+    def _space(self, division: Division) -> Space:
         skeleton = self.place.apply(self.plan, Decision(division), numbered=False)
         skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
         found = owners(self.plan, division)
@@ -292,7 +213,7 @@ class _Run:
             n.name for n in skeleton.graph.nodes if n.verb != "source" and skeleton.placement(n.name).pool == FUNCTIONS
         ]
         functions = {("RUN", n): function(skeleton, holdings.row_count(skeleton, n)).value for n in hosted}
-        return _Space(division, skeleton, found, lists, functions, later)
+        return Space(division, skeleton, found, lists, functions, later)
 
     def _choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """The same for all pools of so many devices that lie alike on their hosts."""
@@ -304,7 +225,7 @@ class _Run:
             self.lists[key] = found if moved & set(owner.nodes) else undominated(found)
         return self.lists[key]
 
-    def _push(self, heap: list[_Item], number: int, space: _Space, at: tuple[int, ...]) -> None:
+    def _push(self, heap: list[_Item], number: int, space: Space, at: tuple[int, ...]) -> None:
         if (number, *at) not in self.seen and all(i < len(own) for i, own in zip(at, space.lists, strict=True)):
             self.seen.add((number, *at))
             heapq.heappush(heap, _Item(space.bound_from(at), 2, (number, *at), space, at))
@@ -332,15 +253,14 @@ class _Run:
                 return
             time_of = EstimateTime(self.search.engines).of_node
             seconds = {("RUN", n): sum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
-            seconds |= {
-                ("RESHARD", e.dst): least_seconds(rough, self.search.engines, e) for e in self.plan.graph.reshards()
-            }
+            for edge in self.plan.graph.reshards():
+                seconds |= least_seconds(rough, self.search.engines, edge)
             bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)
             heapq.heappush(heap, bounded)
         else:
             self._evaluate(space, at)
 
-    def _evaluate(self, space: _Space, at: tuple[int, ...]) -> None:
+    def _evaluate(self, space: Space, at: tuple[int, ...]) -> None:
         if (id(space), at) in self.evaluated:
             return
         self.evaluated.add((id(space), at))
@@ -357,16 +277,16 @@ class _Run:
         self.found.append(_Found(seconds, space, at, plan))
         self.found.sort(key=lambda f: f.seconds)
 
-    def _refuse(self, seconds: float, space: _Space, at: tuple[int, ...], why: str) -> None:
+    def _refuse(self, seconds: float, space: Space, at: tuple[int, ...], why: str) -> None:
         if len(self.wrong) < RUNNERS:
             self.wrong.append(_Found(seconds, space, at, None, why))
 
-    def _decision(self, space: _Space, at: tuple[int, ...], why: str = "planned") -> Decision:
+    def _decision(self, space: Space, at: tuple[int, ...], why: str = "planned") -> Decision:
         chosen = list(zip(space.owners, space.chosen(at), strict=True))
         layouts = {o.node: c.layout for o, c in chosen if has_open_layout(self.plan, o)}
         return Decision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
 
-    def _nothing(self, spaces: list[_Space], candidates: int, ended: str) -> Plan:
+    def _nothing(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
         """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""
         why = (
             "planned: nothing that fits was found"
