@@ -355,8 +355,10 @@ class Program:
         generations = [n for key, some in self.verbs.items() for n in some if key.endswith(".generate")]
         others = [n for n in states if n not in generations]
         updates = self.verbs.get("actor.update", []) + self.verbs.get("critic.update", [])
-        if self.stale:
-            found.append(f"  apart {', '.join(self.stale)}")
+        if self.stale:  # on devices of its own, or ahead of itself
+            found.append(
+                f"  place {', '.join(self.stale)} together" if self.often(35) else f"  apart {', '.join(self.stale)}"
+            )
         elif devices > 1 and len(states) > 1 and self.often(60):
             found.append(f"  apart {', '.join(self.draw(st.permutations(states))[: self.one((2, 2, 3))])}")
         elif states and self.often(80):
