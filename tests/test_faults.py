@@ -78,6 +78,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_two_kills_cost_seconds_and_no_row():
     """`make chaos` in short; what is killed, and when, is drawn."""
     command = [sys.executable, str(ROOT / "bench" / "chaos.py"), "--kills", "2", "--iterations", "12", "--gap", "10"]

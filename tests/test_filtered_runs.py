@@ -60,6 +60,7 @@ def told(folder: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k not in TIMES} for line in metrics(folder)]
 
 
+@pytest.mark.long
 def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
     scoring(place.folder / "judge")
     (place.folder / "p.rlg").write_text(FILTERED.replace("RANKS", "1").replace("LAYOUT", ""))

@@ -142,6 +142,7 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
 
 @pytest.mark.slow
 @pytest.mark.skipif(not possible(), reason="no hosts can be made here: needs root and iproute2")
+@pytest.mark.long
 def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_has_them(place, command):
     """One is driven from a host that has no devices, the other from a host that is not the head."""
     place.write(*ONE_RANK, evaluated=False)
@@ -198,8 +199,7 @@ def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkey
 @pytest.mark.parametrize(
     "when",
     [
-        *(pytest.param(x, marks=pytest.mark.long) for x in ("probed", "ranks start, and it is back")),
-        "ranks start",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("probed", "ranks start", "ranks start, and it is back")),
         "checkpoint",
     ],
 )

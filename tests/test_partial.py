@@ -68,6 +68,7 @@ def test_every_token_is_of_the_version_that_is_told_and_no_older_than_it_may_be(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_prompts_are_taken_whoever_draws_them(place):
     """The first iteration of any layout, whose weights are the same."""
     found = {}
@@ -101,6 +102,7 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_o
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
     """The prompts that the recorded run took, and those that it cut in the same order."""
     written(place, "on one pool, two groups")

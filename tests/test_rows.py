@@ -331,6 +331,7 @@ def test_a_column_that_has_the_name_of_one_of_the_recordings(tmp_path, monkeypat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_recorded_and_replayed_elsewhere(place, reference):
     lines = [x for x in metrics(reference) if "iteration" in x]
     assert sorted(p.name for p in (reference / "rows").iterdir()) == [

@@ -250,6 +250,7 @@ def test_a_ray_that_lacks_the_devices_is_refused_with_what_there_is(place):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_three_hosts_train_as_one(place, reference):
     """Three raylets on this machine: a warehouse, a function host and a rank on each, controllers on the first."""
     import ray

@@ -60,7 +60,8 @@ def off(model, row, temperature=1.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("versions", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("versions", [1, 2])
 def test_no_row_is_older_than_the_edge_allows_and_each_is_of_the_version_that_is_told(place, versions):
     """What the generator says of each row is what the weights of that version, from the checkpoint, say of it."""
     place.write(*APART, stale(versions), ("seed = 0", "seed = 0, save = 1, keep = 9"), ("every = 40", "every = 3"))
