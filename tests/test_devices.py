@@ -29,9 +29,8 @@ def test_what_is_said_of_each_kind():
         (ascend, (False, False, True, False)),
     ]
     fields = f"{names} {facts}".split()
-    assert [asdict(k) for k in DEVICE_KINDS.values()] == [
-        dict(zip(fields, said + true, strict=True)) for said, true in table
-    ]
+    told = [{k: v for k, v in asdict(kind).items() if k != "settings"} for kind in DEVICE_KINDS.values()]
+    assert told == [dict(zip(fields, said + true, strict=True)) for said, true in table]
     assert [kind.backends() for kind in DEVICE_KINDS.values()] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
     assert [kind.ray(2) for kind in DEVICE_KINDS.values()] == [
         {"num_cpus": 2},

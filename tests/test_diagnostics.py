@@ -33,6 +33,7 @@ ELSEWHERE = {
     "bad-checkpoint",
     "changed-program",
     "calibration",
+    "kept-variable",
     "unguarded-run",
     "unused-weight",
     "port-taken",

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ..hardware.device_kinds import DeviceKind, Where
+from ..hardware.settings import Setting
 from ..sharding.layout import Box, Layout, Side
 from .spread import NONE, Spread
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..ir.graph import Node
-    from ..ir.plan import Placement
+    from ..ir.plan import Placement, Plan
     from ..ir.stepping import Optimizer
     from ..ir.work import Work
     from ..model.architecture import Model
@@ -58,6 +59,17 @@ class Situation:
     per_host: int
     beside: frozenset[str]
 
+    @classmethod
+    def of(cls, plan: Plan, placement: Placement) -> Situation:
+        alike = (p for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
+        return cls(
+            plan.graph.node(placement.node).verb,
+            placement.layout,
+            plan.cluster.device.kind,
+            placement.each or plan.cluster.devices_per_node,
+            frozenset(p.engine.name for p in alike),
+        )
+
 
 @dataclass(frozen=True)
 class Lint:
@@ -80,7 +92,8 @@ class EngineSpec:
       `options`: those of `EngineOptions` (ir/options.py) that it has; `planned`: which axes and families can be planned
       for only, and a run refuses; `honours`: the attributes of its nodes that it keeps to (None: all but those that
       each engine must name), `heeds`: those of these that it names; a run refuses the others; `needs`: the packages;
-      `chosen`: what it is meant for, where a plan may choose it if a program names none.
+      `chosen`: what it is meant for, where a plan may choose it if a program names none; `lints`: what it knows to
+      fail or to crawl; `settings`: the environment variables that it wants of its processes.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them;
@@ -119,6 +132,7 @@ class EngineSpec:
     chosen: tuple[Where, ...] = ()
     continuous: bool = False
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
+    settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None
     fused: tuple[Where, ...] = ()
     block: int = 0

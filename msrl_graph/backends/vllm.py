@@ -15,6 +15,7 @@ from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from ..hardware.settings import Setting
 from ..ir.work import Work
 from ..sharding.layout import shard
 from . import spread, transformer
@@ -58,6 +59,18 @@ def _lints(situation: Situation) -> Iterator[Lint]:
             "put them `apart`"
         )
         yield Lint(message, help)
+
+
+def _settings(situation: Situation) -> Iterator[Setting]:
+    if not situation.device.plugin:
+        return
+    lie = "weights are written in place, and lie as they are sent"
+    yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", lie, "vllm-ascend, worker/worker.py")
+    stated = "weights are of the type that the plan says"
+    yield Setting("VLLM_ASCEND_AUTO_DETECT_QUANTIZATION", "0", stated, "verl, trainer/constants_ppo.py")
+    yield Setting("TASK_QUEUE_ENABLE", "1", "no graph is captured with level 2", "verl, perf_tuning_on_ascend.rst")
+    sleeps = "what sleeps gives its memory back"
+    yield Setting("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", sleeps, "Ascend/pytorch, issue 166")
 
 
 def _peaks(verb: str, work: Work) -> Moments:
@@ -123,6 +136,7 @@ SPEC = EngineSpec(
     planned=("ep",),
     needs=("vllm",),
     lints=_lints,
+    settings=_settings,
     continuous=True,
     shares_beginnings=("host", "device"),
     calls=_calls,

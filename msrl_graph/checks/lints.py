@@ -19,7 +19,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     for placement in plan.placements:
         if placement.pool == "functions":
             continue
-        situation = _situation(plan, placement)
+        situation = Situation.of(plan, placement)
         layout = plan.deploy.layouts.get(placement.node)
         spans = [s.span for s in (layout, placement.engine) if s is not None and s.span.line]
         everywhere = () if layout is None and _follows(plan, placement) else _everywhere(placement, situation)
@@ -37,13 +37,6 @@ def _follows(plan: Plan, placement: Placement) -> bool:
         p.pool == placement.pool and replace(p.layout, span=NOWHERE) == replace(placement.layout, span=NOWHERE)
         for p in stated
     )
-
-
-def _situation(plan: Plan, placement: Placement) -> Situation:
-    verb = plan.graph.node(placement.node).verb
-    per_host = placement.each or plan.cluster.devices_per_node
-    beside = frozenset(p.engine.name for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
-    return Situation(verb, placement.layout, plan.cluster.device.kind, per_host, beside)
 
 
 def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:

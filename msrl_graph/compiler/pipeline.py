@@ -71,7 +71,7 @@ ADVICE = Advice(PASSES, ENGINES, lambda plan: bool(layout.check(plan, ENGINES)))
 # What the user's program may have wrong that only a pass brings to light.
 CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {"place": _misplaced, "memory": _too_much}
 # The last pass of a stage.
-LAST = {"placed": "reshard", "plan": "estimate"}
+LAST = {"placed": "reshard", "plan": "environment"}
 
 
 @dataclass(frozen=True)

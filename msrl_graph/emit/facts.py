@@ -50,6 +50,7 @@ def facts(plan: Plan) -> dict[str, Section]:
         "Schedule": _schedule(plan),
         "Memory": _memory(plan),
         "Seconds": _seconds(plan),
+        "Environment": {f"{s.pool}, {x.name}": {"": Fact(x.value)} for s in plan.surroundings for x in s.settings},
         "Notes": {f"{n.about}: {n.text}": {"": Fact(n.text)} for n in plan.notes},
     }
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..hardware.cluster import Figure
+from ..hardware.settings import Setting
 from ..ir.graph import Graph
 from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
@@ -42,6 +43,8 @@ def write_plan(page: Sheet, plan: Plan) -> None:
         _memory(page, plan)
     if plan.estimate is not None:
         _estimate(page, plan)
+    if plan.surroundings:
+        _surroundings(page, plan)
     if plan.notes:
         page.heading("Notes")
         for note in plan.notes:
@@ -318,6 +321,20 @@ def _estimate(page: Sheet, plan: Plan) -> None:
         old, in_step = behind.mean, behind.in_step_seconds
         page.line(f"staleness: weights that generate are {aged(old.value, behind.most)} ({old.source})")
         page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
+
+
+def _surroundings(page: Sheet, plan: Plan) -> None:
+    page.heading("Environment", "variables of the ranks' processes, unless they are set otherwise")
+    found: dict[Setting, list[str]] = {}
+    for of in plan.surroundings:
+        for setting in of.settings:
+            found.setdefault(setting, []).append(of.pool)
+    apart = len(plan.pools) > 1
+    rows = [
+        (f"{s.name}={s.value}", f"{s.why} ({s.source})", "all" if len(pools) == len(plan.pools) else ", ".join(pools))
+        for s, pools in found.items()
+    ]
+    page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
 
 
 def saved(whole: Figure, in_step: Figure) -> str:

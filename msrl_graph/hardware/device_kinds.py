@@ -7,9 +7,12 @@ Invariant: what the package knows of a kind stands here once; no other file has 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from .settings import Setting, Settings, Wants, nothing
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
 Where = Literal["host", "device"]
@@ -21,7 +24,7 @@ class DeviceKind:
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
     `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev; a
-    host's cores have neither."""
+    host's cores have neither. `settings` are the variables that its processes want."""
 
     name: str
     torch: str
@@ -36,6 +39,7 @@ class DeviceKind:
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+    settings: Settings = nothing
 
     @property
     def where(self) -> Where:
@@ -78,6 +82,23 @@ CUDA = DeviceKind(
     visible="CUDA_VISIBLE_DEVICES",
     files="nvidia[0-9]*",
 )
+
+
+def _hccl(wants: Wants) -> Iterator[Setting]:
+    reference, waits = "CANN, environment variables", f"{wants.deadline + 60:.0f}"
+    # HCCL's own 120 s to connect are for ranks that begin at once; these have loaded their weights before.
+    for what in ("CONNECT", "EXEC"):
+        longer = "longer than the run's deadline, which says who is waited for"
+        yield Setting(f"HCCL_{what}_TIMEOUT", waits, longer, reference)
+    for where in ("HOST", "NPU"):
+        free = "any that is free: other processes may speak from here, too"
+        yield Setting(f"HCCL_{where}_SOCKET_PORT_RANGE", "auto", free, "verl, trainer/constants_ppo.py")
+    if wants.deterministic:
+        same = "sums in one order: a seed gives the same weights"
+        yield Setting("HCCL_DETERMINISTIC", "true", same, reference)
+        yield Setting("LCCL_DETERMINISTIC", "1", same, "MindSpore Transformers, env_variables")
+
+
 ASCEND = DeviceKind(
     name="ascend",
     torch="npu",
@@ -89,5 +110,6 @@ ASCEND = DeviceKind(
     files="davinci[0-9]*",
     plugin="torch_npu",
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
+    settings=_hccl,
 )
 DEVICE_KINDS = {kind.name: kind for kind in (HOST, CUDA, ASCEND)}

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import Cluster, Figure
+from ..hardware.settings import Setting
 from ..model.architecture import Model
 from ..sharding.layout import Layout, Tensor
 from ..sharding.stretch import Stretch, runs
@@ -324,6 +325,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """The environment variables that the processes of a pool are given, unless the user has set them."""
+
+    pool: str
+    settings: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
 class Note:
     """A choice or a remark, with its reason."""
 
@@ -345,6 +354,7 @@ class Plan(PlanViews):
     traffic: tuple[Traffic, ...] = ()
     memory: tuple[Memory, ...] = ()
     estimate: Estimate | None = None
+    surroundings: tuple[Surroundings, ...] = ()
     notes: tuple[Note, ...] = ()
     search: Searched | None = None  # None: the file left nothing open
 
@@ -374,6 +384,12 @@ class Plan(PlanViews):
             return [*range(self.cluster.nodes)]
         layout = placement.layout
         return [placement.device(layout.rank(tp=0, dp=group), each) // each for group in range(layout.dp)]
+
+    def wanted(self, device: int) -> tuple[Setting, ...]:
+        """The environment variables that the process of a device wants."""
+        found = (p for p in self.pools if 0 <= p.rank(device, self.cluster.devices_per_node) < p.devices)
+        pool = next((p.name for p in found), "")
+        return next((s.settings for s in self.surroundings if s.pool == pool), ())
 
     def controller(self, node: str) -> Controller:
         return self._by_node[1][node]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ..backends.spec import EngineSpec
 from .dock import Dock
+from .environment import Environment
 from .estimate import EstimateTime
 from .memory import CountMemory
 from .reshard import Resharding
@@ -30,5 +31,6 @@ def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True)
             CountTraffic(),
             CountMemory(engines),
             EstimateTime(engines),
+            Environment(engines),
         )
     )

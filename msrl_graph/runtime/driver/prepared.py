@@ -5,6 +5,7 @@ Invariant: nothing is started here, and what is fetched of a run at a URL goes a
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ...diagnostics import Diagnostic, Fault
 from ...emit.words import many
 from ...files import urls
 from ...files.urls import is_url
+from ...hardware.settings import kept
 from ...ir.located import absolute, here, pinned
 from ...ir.plan import Plan
 from ..data import dataset as data
@@ -84,6 +86,7 @@ class Prepared:
         return [
             f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
             f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            *(f"{s.pool}: {x.name}={x.value}, {x.why}" for s in plan.surroundings for x in s.settings),
             f"data: {rows}",
             *left_out,
             f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
@@ -102,10 +105,17 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
         raise
 
 
+def _kept(plan: Plan) -> list[Diagnostic]:
+    """Variables that the user has set otherwise than the plan wants."""
+    wanted = dict.fromkeys(s for of in plan.surroundings for s in of.settings)
+    help = "unset it, or leave it where it is meant"
+    return [Diagnostic("kept-variable", words, help=help, severity="warning") for words in kept(wanted, os.environ)]
+
+
 def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options, copies: list[Path]) -> Prepared:
     plan = pinned(plan)
     copied = here(plan)
-    sizes, warnings = check(copied), [*untried(plan), *tried(plan)]
+    sizes, warnings = check(copied), [*untried(plan), *tried(plan), *_kept(plan)]
     if any(d.severity == "error" for d in warnings):
         raise Fault(*warnings)
     for name, found in sizes.items():

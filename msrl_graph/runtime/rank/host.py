@@ -8,6 +8,8 @@ from typing import Any
 
 import ray
 
+from ...hardware.settings import applied
+from ...ir.plan import from_json
 from ..dock.wire import Way
 from ..process import points
 from ..process.report import Report
@@ -23,7 +25,7 @@ class RankHost:
     torch."""
 
     def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
-        os.environ |= waits()
+        os.environ |= waits() | applied(from_json(plan).wanted(rank), os.environ)
         # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
         settle(folder, logs, f"rank {rank}")
         from .rank import Rank

@@ -1,0 +1,43 @@
+"""environment: the variables that each pool's processes want, of their devices and of their engines.
+
+Invariant: a variable stands in a pool once. Of two who want different values of one the first has it, devices before
+engines, engines in the order of the graph, and a note tells of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..backends.spec import EngineSpec, Situation
+from ..hardware.settings import Setting, Wants
+from ..ir.plan import FUNCTIONS, Note, Plan, Surroundings
+from .spec import Pass
+
+
+@dataclass(frozen=True)
+class Environment(Pass):
+    """`engines` are the specs by name."""
+
+    name = "environment"
+    needs = ("place", "dock")
+
+    engines: Mapping[str, EngineSpec]
+
+    def apply(self, plan: Plan) -> Plan:
+        wants = Wants(plan.docks.deadline, plan.deploy.run.deterministic)
+        found, notes = list[Surroundings](), list[Note]()
+        for pool in plan.pools:
+            settings = {s.name: s for s in plan.cluster.device.kind.settings(wants)}
+            for placement in (p for p in plan.placements if p.pool == pool.name != FUNCTIONS):
+                for other in self.engines[placement.engine.name].settings(Situation.of(plan, placement)):
+                    own = settings.setdefault(other.name, other)
+                    if own.value != other.value:
+                        notes.append(_told(pool.name, own, other))
+            if settings:
+                found.append(Surroundings(pool.name, tuple(settings.values())))
+        return replace(plan, surroundings=tuple(found), notes=(*plan.notes, *dict.fromkeys(notes)))
+
+
+def _told(pool: str, own: Setting, other: Setting) -> Note:
+    return Note("environment", f"{own.name} is {own.value} on {pool} ({own.why}), and not {other.value}: {other.why}")

@@ -1,0 +1,90 @@
+"""Environment variables that a plan wants of its processes: by pool, each with why; what the user has set stays."""
+
+import os
+import re
+
+import pytest
+
+from msrl_graph import compile
+from msrl_graph.emit.ray import ray_script
+from msrl_graph.emit.text import plan_text
+from msrl_graph.hardware.settings import Setting, applied, kept
+from msrl_graph.runtime.driver import prepared
+
+PROGRAM = """import grpo
+cluster pod {{ device = "{device}", nodes = 2, devices_per_node = 8 }}
+deploy grpo on pod {{
+  model policy = "{model}"
+  data source = "rows.jsonl" {{ prompt = "p", answer = "a" }}
+  {places}
+  engine actor.generate = vllm
+  run {{ deterministic = {deterministic} }}
+}}
+"""
+
+
+def plan(device="ascend-910c-die", places="place actor.generate on nodes 0", deterministic="false"):
+    return compile(
+        "p.rlg",
+        text=PROGRAM.format(
+            device=device, model="tiny" if device == "cpu" else "qwen2.5-7b", places=places, deterministic=deterministic
+        ),
+    )
+
+
+def wanted(made, device):
+    return {s.name: s.value for s in made.wanted(device)}
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+def test_each_pool_wants_what_its_devices_and_its_engines_want():
+    made = plan()
+    generate, update = wanted(made, 0), wanted(made, 8)
+    late = f"{made.docks.deadline + 60:.0f}"
+    assert update == {
+        "HCCL_CONNECT_TIMEOUT": late,
+        "HCCL_EXEC_TIMEOUT": late,
+        "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
+        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
+    }
+    assert generate == update | {
+        "VLLM_ASCEND_ENABLE_NZ": "0",
+        "VLLM_ASCEND_AUTO_DETECT_QUANTIZATION": "0",
+        "TASK_QUEUE_ENABLE": "1",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
+    }
+    assert all(s.why and s.source for of in made.surroundings for s in of.settings)
+    same = wanted(plan(deterministic="true"), 8)
+    assert same == update | {"HCCL_DETERMINISTIC": "true", "LCCL_DETERMINISTIC": "1"}
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_other_kinds_of_devices_want_nothing_of_ascend(device):
+    assert plan(device, "").surroundings == ()
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+def test_text_and_script_say_them_with_why():
+    made = plan()
+    said = "TASK_QUEUE_ENABLE=1: no graph is captured with level 2 (verl, perf_tuning_on_ascend.rst)"
+    assert said in ray_script(made)
+    found = plan_text(made, width=200)
+    assert re.search(r"HCCL_NPU_SOCKET_PORT_RANGE=auto +any that is free.* all\n", found)
+    assert re.search(r"TASK_QUEUE_ENABLE=1 +no graph .* devices 0\.\.7\n", found)
+
+
+def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
+    mine, theirs = Setting("A", "1", "it must be", "a page"), Setting("B", "2", "so", "a page")
+    assert applied([mine, theirs], {"A": "7"}) == {"B": "2"}
+    assert kept([mine, theirs], {"A": "7", "B": "2"}) == [
+        "A is '7' in your environment and stays so; the plan wants '1': it must be"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
+def test_a_run_tells_of_variables_that_stay(monkeypatch):
+    monkeypatch.setitem(os.environ, "TASK_QUEUE_ENABLE", "2")
+    (found,) = prepared._kept(plan())
+    assert found.code == "kept-variable" and "TASK_QUEUE_ENABLE is '2'" in found.message
+    assert "no graph is captured with level 2" in found.message
