@@ -40,7 +40,7 @@ def wanted(made, device):
 def test_each_pool_wants_what_its_devices_and_its_engines_want():
     made = plan()
     generate, update = wanted(made, 0), wanted(made, 8)
-    late = f"{made.docks.deadline + 60:.0f}"
+    late = f"{made.deploy.dock.deadline + 60:.0f}"
     assert update == {
         "HCCL_CONNECT_TIMEOUT": late,
         "HCCL_EXEC_TIMEOUT": late,

@@ -265,7 +265,7 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
 
 def test_threads_of_a_rank_soon_leave_the_core_while_they_wait(tmp_path):
     # OpenMP says itself what it goes by, as torch loads it; the plan is none, so no rank is made.
-    rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs')"
+    rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', ())"
     make = f"from msrl_graph.runtime.rank.host import RankHost\n{rank}"
     variables = {k: v for k, v in os.environ.items() if k not in WAITS} | {"OMP_DISPLAY_ENV": "verbose"}
     policy = "OMP_WAIT_POLICY"

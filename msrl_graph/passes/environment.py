@@ -20,12 +20,12 @@ class Environment(Pass):
     """`engines` are the specs by name."""
 
     name = "environment"
-    needs = ("place", "dock")
+    needs = ("place",)
 
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan) -> Plan:
-        wants = Wants(plan.docks.deadline, plan.deploy.run.deterministic)
+        wants = Wants(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
         found, notes = list[Surroundings](), list[Note]()
         for pool in plan.pools:
             settings = {s.name: s for s in plan.cluster.device.kind.settings(wants)}

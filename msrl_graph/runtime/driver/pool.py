@@ -125,7 +125,7 @@ class Pool:
         for r in range(cluster.devices):
             at = cluster.host(r)
             threads = max(1, hosts[at].cores // cluster.devices_per_node)
-            of = (text, r, threads, hosts[at].folder, logs)
+            of = (text, r, threads, hosts[at].folder, logs, plan.wanted(r))
             self.ranks.append(start(rank_host.RankHost, f"rank {r}", at, *of, **asks))
         self.of_docks = [member.host for member in docks]
         self.docks = [

@@ -8,8 +8,7 @@ from typing import Any
 
 import ray
 
-from ...hardware.settings import applied
-from ...ir.plan import from_json
+from ...hardware.settings import Setting, applied
 from ..dock.wire import Way
 from ..process import points
 from ..process.report import Report
@@ -24,8 +23,8 @@ class RankHost:
     """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without
     torch."""
 
-    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str) -> None:
-        os.environ |= waits() | applied(from_json(plan).wanted(rank), os.environ)
+    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str, wanted: tuple[Setting, ...]) -> None:
+        os.environ |= waits() | applied(wanted, os.environ)
         # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
         settle(folder, logs, f"rank {rank}")
         from .rank import Rank
