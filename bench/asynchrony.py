@@ -81,7 +81,7 @@ class Run:
     @property
     def rate(self) -> float:
         """Responses a second, of an iteration as most are."""
-        return float(statistics.median(line["rows"] / line["seconds"] for line in self.lines))
+        return rate(self.lines)
 
     @property
     def seconds(self) -> float:
@@ -178,6 +178,11 @@ def told_by(way: Way, *options: str) -> tuple[Plan, list[dict[str, Any]]]:
         subprocess.run(command, check=True, capture_output=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         return from_json((Path(folder) / "run" / "plan.json").read_text()), [*map(json.loads, lines)]
+
+
+def rate(lines: list[dict[str, Any]]) -> float:
+    """Responses a second, of an iteration as most are."""
+    return float(statistics.median(line["rows"] / line["seconds"] for line in lines))
 
 
 def proof_share(lines: list[dict[str, Any]]) -> float:

@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 
-from asynchrony import LEFT_OUT, STREAMED, Way, told_by
+from asynchrony import LEFT_OUT, STREAMED, Way, rate, told_by
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +28,7 @@ ONE = (
 )
 
 SHARED = {
-    "in step": Way(changes=(*ONE,)),
+    "in step": Way(changes=ONE),
     "streamed": Way(changes=(*ONE, *STREAMED)),
     "staleness 1": Way(1, ONE),
     "staleness 1, streamed": Way(1, (*ONE, *STREAMED)),
@@ -47,9 +47,9 @@ def main() -> None:
     for i in range(options.rounds):
         for name in sorted(WAYS, reverse=bool(i % 2)):
             for slow, way in enumerate(WAYS[name]):
-                rate = responses(way, options.iterations)
-                found[name, bool(slow)].append(rate)
-                print(f"round {i + 1}, {name}{', slow rewards' * slow}: {rate:.0f} responses/s", file=sys.stderr)
+                found[name, bool(slow)].append(responses(way, options.iterations))
+                told_now = f"round {i + 1}, {name}{', slow rewards' * slow}"
+                print(f"{told_now}: {found[name, bool(slow)][-1]:.0f} responses/s", file=sys.stderr, flush=True)
     rates = {key: statistics.median(some) for key, some in found.items()}
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("responses/s", "quick rewards", "over in step", "slow rewards", "over in step"):
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 def responses(way: Way, iterations: int) -> float:
-    """A second, of an iteration as most are."""
+    """A second."""
     _, lines = told_by(way, "--iterations", str(iterations))
     lines = [line for line in lines if line.get("iteration", -1) >= LEFT_OUT]
     assert all(line.get("staleness_max", 0) == way.behind for line in lines), "all are as old as they may be"
-    return float(statistics.median(line["rows"] / line["seconds"] for line in lines))
+    return rate(lines)
 
 
 if __name__ == "__main__":

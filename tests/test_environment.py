@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -80,6 +82,21 @@ def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
     assert kept([mine, theirs], {"A": "7", "B": "2"}) == [
         "A is '7' in your environment and stays so; the plan wants '1': it must be"
     ]
+
+
+def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
+    """They are there before anything of torch is loaded; the plan is none, so no rank is made."""
+    wanted = (Setting("FIRST", "1", "so", "a page"), Setting("SECOND", "2", "so", "a page"))
+    make = f"""import os
+from msrl_graph.hardware.settings import Setting
+from msrl_graph.runtime.rank.host import RankHost
+try:
+    RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', {wanted!r})
+finally:
+    open("seen", "w").write(os.environ["FIRST"] + os.environ["SECOND"])
+"""
+    subprocess.run([sys.executable, "-c", make], env=os.environ | {"SECOND": "7"}, cwd=tmp_path, capture_output=True)
+    assert (tmp_path / "seen").read_text() == "17"
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")

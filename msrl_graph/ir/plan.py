@@ -368,6 +368,11 @@ class Plan(PlanViews):
     def pool(self, name: str) -> Pool:
         return next(p for p in self.pools if p.name == name)
 
+    def pool_of(self, device: int) -> Pool | None:
+        """None: it is idle."""
+        each = self.cluster.devices_per_node
+        return next((p for p in self.pools if 0 <= p.rank(device, each) < p.devices), None)
+
     def on_hosts(self, pool: str) -> list[int]:
         """How many devices of a pool each host has."""
         found, each = self.pool(pool), self.cluster.devices_per_node
@@ -387,9 +392,8 @@ class Plan(PlanViews):
 
     def wanted(self, device: int) -> tuple[Setting, ...]:
         """The environment variables that the process of a device wants."""
-        found = (p for p in self.pools if 0 <= p.rank(device, self.cluster.devices_per_node) < p.devices)
-        pool = next((p.name for p in found), "")
-        return next((s.settings for s in self.surroundings if s.pool == pool), ())
+        pool = self.pool_of(device)
+        return next((s.settings for s in self.surroundings if pool is not None and s.pool == pool.name), ())
 
     def controller(self, node: str) -> Controller:
         return self._by_node[1][node]

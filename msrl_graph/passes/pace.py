@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import between as costs
@@ -79,7 +79,7 @@ class Pace:
 
 def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
     """When the last of an iteration is done where all pools begin it at once, and the chain that leads there."""
-    found = _Clock(plan, seconds, {p.name: 0.0 for p in plan.pools}, streams=_streams(plan))
+    found = _Clock(plan, seconds, _streams(plan), {p.name: 0.0 for p in plan.pools})
     return found.length, found.path()
 
 
@@ -104,20 +104,20 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
 def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
     iteration before has ended."""
-    edges, turns = frozenset(fetched(plan)), pipelined(plan)
+    edges, turns, parts = frozenset(fetched(plan)), pipelined(plan), _parts(plan)
     ahead = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
     in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
     found, back = list[_Arc](), dict[str, float]()
     for pool in turns:  # first the opening of a later iteration, then the rest of this one
-        own = _Clock(plan, seconds, {_opening(pool): 0.0}, edges)
+        own = _Clock(plan, seconds, parts, {_opening(pool): 0.0}, edges)
         in_step[pool], back = own.clock[_opening(pool)], back | own.back
-        ends = {p: (own.clock[p] + own.taken, own.path(p)) for p in ahead} | {UPDATES: (own.length, own.path())}
+        ends = own.ends(ahead)
         found += [
             _Arc(UPDATES, dst, 1 + sends.leads[pool], end + around, path, place)
             for dst, (end, path) in ends.items()
             for place in range(places)
         ]
-    alone = _Clock(plan, seconds, in_step, edges, opened=-math.inf, back=back)
+    alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, back=back)
     once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
     found = once + found
     waits = awaits(plan, sends.leads)
@@ -125,8 +125,8 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
         opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
         # By its own devices, or by the weights that are as old as they may be.
         for src, copies in ((pool, {}), (UPDATES, alone.copied)):
-            own = _Clock(plan, seconds, {pool: 0.0}, edges, copies, opened)
-            ends = {p: (own.clock[p] + own.taken, own.path(p)) for p in ahead} | {UPDATES: (own.length, own.path())}
+            own = _Clock(plan, seconds, parts, {pool: 0.0}, edges, copies, opened)
+            ends = own.ends(ahead)
             for place in range(places):
                 # Of an iteration that stands there, long after the first.
                 number = places * (1 + lead) + place
@@ -202,17 +202,16 @@ class _Clock(Walker):
         self,
         plan: Plan,
         seconds: Seconds,
+        streams: Mapping[str, Sequence[Instruction]],
         begins: Mapping[str, float],
         fetches: Collection[Edge] = (),
         copies: Mapping[Edge, float] | None = None,
         opened: float = 0.0,
-        streams: Mapping[str, Sequence[Instruction]] | None = None,
         back: Mapping[str, float] | None = None,
     ) -> None:
-        """What follows of `begins`, when pools begin: of others nothing is waited for but their rows. The opening of a
-        pipelined pool is as one of its own, unless `streams` are given; `back` is when weights are that it swaps in.
-        The source has its rows when the iteration is `opened`. Weights of the edges `fetches` are copied by the update,
-        and fetched when the `copies` are there; at others two pools meet."""
+        """What follows of `begins`, when `streams` begin: of others nothing is waited for but their rows. `back` is
+        when weights are that are swapped in. The source has its rows when the iteration is `opened`. Weights of the
+        edges `fetches` are copied by the update, and fetched when the `copies` are there; at others two pools meet."""
         self.plan, self.seconds, self.fetches, self.copies = plan, seconds, fetches, copies or {}
         self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
         shared = plan.cluster.device.kind.is_host
@@ -222,7 +221,6 @@ class _Clock(Walker):
         self.handover = costs.handover(plan).value
         # By node: of the nodes that its rows come from, how many are not done.
         self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
-        streams = _parts(plan) if streams is None else streams
         self.clock = dict.fromkeys(streams, -math.inf) | dict(begins)
         self.before = dict.fromkeys(streams, "")  # by pool: what it ran last
         self.opened = opened
@@ -244,6 +242,11 @@ class _Clock(Walker):
             chain.append(last)
             last = self.cause.get(last, "")
         return " > ".join(reversed(chain))
+
+    def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
+        """When some pools, and the updates, are done, and the chain that leads there."""
+        found = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
+        return found | {UPDATES: (self.length, self.path())}
 
     def _arrival(self, name: str) -> tuple[float, str]:
         done, edges, handover = self.done, self.edges, self.handover

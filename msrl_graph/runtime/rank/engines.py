@@ -48,9 +48,7 @@ class Engines:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.per_host, self.device = plan.cluster.devices_per_node, Device(plan.cluster.device.kind)
-        self.pool = next(
-            (p for p in plan.pools if 0 <= p.rank(rank, self.per_host) < p.devices), None
-        )  # None: an idle device
+        self.pool = plan.pool_of(rank)
         self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.trainers: dict[str, Trainer] = {}  # by worker
