@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from . import masks
 from .settings import Setting, Settings, Wants, nothing
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
@@ -23,8 +24,8 @@ class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
-    `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev; a
-    host's cores have neither. `settings` are the variables that its processes want."""
+    `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
+    in /dev; a host's cores have neither. `settings` are the variables that its processes want."""
 
     name: str
     torch: str
@@ -34,6 +35,7 @@ class DeviceKind:
     interfaces: tuple[str, ...]
     visible: str = ""
     files: str = ""
+    mask_rises: bool = False  # a mask's numbers must rise, and one that no device has hides itself alone
     plugin: str = ""
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
@@ -53,8 +55,11 @@ class DeviceKind:
         """How many this machine has: of its cores, or of the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
-        there, seen = len([*Path("/dev").glob(self.files)]), os.environ.get(self.visible)
-        return there if seen is None else min(there, len([d for d in seen.split(",") if d.strip()]))
+        return len(masks.seen(self, os.environ.get(self.visible), self.there()))
+
+    def there(self) -> int:
+        """How many devices this machine has beside its cores, whatever a process may see of them."""
+        return len([*Path("/dev").glob(self.files)]) if self.files else 0
 
     def ray(self, number: int = 1) -> dict[str, Any]:
         """How an actor asks Ray for so many."""
@@ -108,6 +113,8 @@ ASCEND = DeviceKind(
     interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
     files="davinci[0-9]*",
+    # github.com/vllm-project/vllm-ascend/pull/10227 and github.com/agentscope-ai/Trinity-RFT/pull/618
+    mask_rises=True,
     plugin="torch_npu",
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     settings=_hccl,
