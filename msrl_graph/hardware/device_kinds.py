@@ -7,7 +7,7 @@ Invariant: what the package knows of a kind stands here once; no other file has 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,8 @@ class DeviceKind:
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
     `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
-    in /dev; a host's cores have neither. `settings` are the variables that its processes want."""
+    in /dev; a host's cores have neither. `settings` are the variables that its processes want.
+    `adaptors` are the packages that adapt others to it, by these."""
 
     name: str
     torch: str
@@ -41,6 +42,7 @@ class DeviceKind:
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+    adaptors: tuple[tuple[str, str], ...] = ()
     settings: Settings = nothing
 
     @property
@@ -60,6 +62,11 @@ class DeviceKind:
     def there(self) -> int:
         """How many devices this machine has beside its cores, whatever a process may see of them."""
         return len([*Path("/dev").glob(self.files)]) if self.files else 0
+
+    def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
+        """What must be installed on its hosts where something needs these packages."""
+        adaptors = dict(self.adaptors)
+        return tuple(dict.fromkeys(p for need in needs for p in (need, adaptors.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
         """How an actor asks Ray for so many."""
@@ -116,6 +123,7 @@ ASCEND = DeviceKind(
     # github.com/vllm-project/vllm-ascend/pull/10227 and github.com/agentscope-ai/Trinity-RFT/pull/618
     mask_rises=True,
     plugin="torch_npu",
+    adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     settings=_hccl,
 )

@@ -327,7 +327,8 @@ def _apart(actor: Any, until: float) -> float:
 def _packages(plan: Plan) -> Iterable[str]:
     """What the processes of a plan load."""
     engines = (ENGINES[p.engine.name] for p in plan.placements if p.engine.name in ENGINES)
-    return dict.fromkeys([*NEEDED, *(package for engine in engines for package in engine.needs)])
+    needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
+    return plan.cluster.device.kind.packages(needed)
 
 
 def _reads(plan: Plan, host: int) -> dict[str, list[str]]:
