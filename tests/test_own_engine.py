@@ -11,13 +11,17 @@ from stage import PROMPTS, Stage, one_rank
 from torch import distributed as dist
 
 from msrl_graph import backends, compile
+from msrl_graph.backends import fsdp, hf
 from msrl_graph.compiler.unready import unready
+from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
 from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.data.columns import Column, ragged
 from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.rank.engines import Engines
 from msrl_graph.runtime.rank.rank import Doing
+from msrl_graph.runtime.rank.training import Training
 
 GENERATES = ("  run {", "  engine actor.generate = likeliest\n  run {")
 TRAINS = ("  run {", "  engine actor.update = pairs { micro_batch = 3 }\n  run {")
@@ -138,3 +142,23 @@ def test_a_pipeline_gives_what_one_stage_gives(tmp_path):
     assert first[1] == {} and last[1].keys() == alone[1].keys() == {*TOLD}
     for name, (total, weight) in alone[1].items():
         assert last[1][name] == (pytest.approx(total, rel=1e-5), weight), name
+
+
+@pytest.mark.parametrize(
+    ("beside", "order"),
+    [(True, ["generator", "trainer", "reshard"]), (False, ["trainer", "generator", "reshard", "release"])],
+)
+def test_where_no_group_is_made_beside_a_sleeping_engine_it_sleeps_when_all_are(alone, monkeypatch, beside, order):
+    """Trainers and resharding make process groups."""
+    told = []
+    monkeypatch.setitem(DEVICE_KINDS, HOST.name, replace(HOST, groups_beside_sleep=beside))
+
+    def building(what, made):
+        return lambda *given, **named: (told.append(what), made(*given, **named))[1]
+
+    monkeypatch.setattr(hf.Engine, "__init__", building("generator", hf.Engine.__init__))
+    monkeypatch.setattr(fsdp.Engine, "__init__", building("trainer", fsdp.Engine.__init__))
+    monkeypatch.setattr(Engines, "_build_reshard", building("reshard", Engines._build_reshard))
+    monkeypatch.setattr(hf.Engine, "release", building("release", hf.Engine.release))
+    Training(one_rank(), 0).build()
+    assert [*dict.fromkeys(told)] == order

@@ -338,7 +338,8 @@ class Trainer(Protocol):
 
 
 class Generator(Protocol):
-    """The generation half of an engine. Between `release` and `allocate` it holds no weights."""
+    """The generation half of an engine. Between `release` and `allocate` it holds no weights, and none as it is built,
+    but on devices beside whose sleep no group can be made: there it is told to release them when all are."""
 
     def allocate(self) -> list[Shard]:
         """Takes memory for the weights, for resharding to fill."""

@@ -49,17 +49,9 @@ if TYPE_CHECKING:
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
-    others = sorted(situation.beside - {"vllm"})
-    if others and not situation.device.groups_beside_sleep:
-        # github.com/modelscope/ms-swift/issues/6636
-        message = (
-            f"vllm sleeps on devices that `{others[0]}` works on: on Ascend, groups of HCCL cannot be made meanwhile"
-        )
-        help = (
-            "make all groups before it first sleeps, and set PYTORCH_NPU_ALLOC_CONF=expandable_segments:False; or "
-            "put them `apart`"
-        )
-        yield Lint(message, help)
+    if not situation.device.is_host and "vllm" in situation.beside:
+        message = "two generations by vllm on the same devices: its allocator sleeps for one engine a process"
+        yield Lint(message, "put one of them `apart`, or on devices of its own")
 
 
 def _settings(situation: Situation) -> Iterator[Setting]:
@@ -185,7 +177,8 @@ class Engine:
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
         self.module, self.runner, self.turned = runner.model, runner, bool(kind.plugin)
         self.longest = weights.work.prompt + weights.work.response  # tokens of a sequence
-        self.release()
+        if kind.groups_beside_sleep:
+            self.release()
 
     def allocate(self) -> list[Shard]:
         self._memory.weights()

@@ -28,6 +28,13 @@ class Memory(Protocol):
         """Gives back what there is of both."""
 
 
+def forget(runner: Any) -> None:
+    """Gives back what vLLM has for prompts that come as embeddings, which none does: as large as a step's hidden
+    states."""
+    for unread in {id(t): t for t in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
+        release(unread)
+
+
 class Resized:
     """On a host's cores, where vLLM does not sleep."""
 
@@ -38,9 +45,7 @@ class Resized:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 runner.max_num_tokens, runner.model_config.dtype, runner.device
             )
-        # Of prompts that come as embeddings, which none does: as large as a step's hidden states.
-        for unread in {id(t): t for t in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
-            release(unread)
+        forget(runner)
         passed = runner.intermediate_tensors.tensors.values() if runner.intermediate_tensors is not None else ()
         # Layers may share one memory.
         self._caches = list({c.untyped_storage().data_ptr(): c for c in (*runner.kv_caches, *passed)}.values())
@@ -69,6 +74,7 @@ class Asleep:
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
+        forget(worker.model_runner)
         model: torch.nn.Module = worker.model_runner.model
         self._held = [
             (module, name, parameter)

@@ -51,7 +51,8 @@ class CountMemory(Pass):
         return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
     def _pool(self, plan: Plan, pool: str) -> list[Memory]:
-        by_phase = {"load": [self._load(plan, pool), *self._built(plan, pool)]}
+        loaded = self._load(plan, pool)
+        by_phase = {"load": [loaded, *self._built(plan, pool, loaded)]}
         by_phase["reshard"] = self._reshards(plan, pool)
         by_phase["swap"] = self._swaps(plan, pool)
         for verb in ("generate", "infer", "update"):
@@ -87,9 +88,10 @@ class CountMemory(Pass):
             "tensors are read one by one, each cut to its slice",
         )
 
-    def _built(self, plan: Plan, pool: str) -> Iterator[Memory]:
-        """Generators are built before all else, one after the other; what is theirs alone goes again."""
-        nodes = [*plan.graph.verb("generate")]
+    def _built(self, plan: Plan, pool: str, loaded: Memory) -> Iterator[Memory]:
+        """Generators are built before all else, one after the other, and what is theirs alone goes again; or after all
+        else, where no process group can be made once they sleep."""
+        early, nodes = plan.cluster.device.kind.groups_beside_sleep, [*plan.graph.verb("generate")]
         own = {f"{n.name} weights" for n in nodes}  # of those that nothing reshards into, which stay
         frozen = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if k in own}
         for node in nodes:
@@ -97,7 +99,8 @@ class CountMemory(Pass):
             if plan.placement(node.name).pool != pool or building is None:
                 continue
             name = f"{node.name} weights" if f"{node.name} weights" in frozen else "generation weights"
-            items = frozen | {name: holdings.weights(plan, self.engines, node.name)}
+            there = frozen if early else {k: v for k, v in loaded.items.items() if k != "largest tensor"}
+            items = there | {name: holdings.weights(plan, self.engines, node.name)}
             items |= building(holdings.work(plan, self.engines, node.name))
             yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, which goes again")
 

@@ -69,10 +69,15 @@ class Engines:
             if placement.pool != "functions":
                 self._mesh(placement)
         # First what leaves the device again, so that none of it is there beside what stays: generators, whose weights
-        # come with resharding, then weights that go to host memory.
+        # come with resharding, then weights that go to host memory. Where no group can be made beside an engine that
+        # sleeps, generators come last, and sleep when all groups are made.
+        early = self.device.kind.groups_beside_sleep
         for placement in sorted(
             plan.placements,
-            key=lambda p: (plan.graph.node(p.node).verb != "generate", not holdings.offloads(plan, p.node, "weights")),
+            key=lambda p: (
+                (plan.graph.node(p.node).verb == "generate") != early,
+                not holdings.offloads(plan, p.node, "weights"),
+            ),
         ):
             if self.pool and placement.pool == self.pool.name:
                 node = plan.graph.node(placement.node)
@@ -82,6 +87,9 @@ class Engines:
                     self._build(node)
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
+        if not early:
+            for name in {edge.dst for edge in plan.reshards} & self.generators.keys():
+                self.generators[name].release()
 
     def _mesh(self, placement: Placement) -> DeviceMesh:
         layout = placement.layout
