@@ -23,8 +23,9 @@ class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
-    `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev; a
-    host's cores have neither. `settings` are the variables that its processes want."""
+    `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev,
+    `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores have none of these.
+    `settings` are the variables that its processes want."""
 
     name: str
     torch: str
@@ -34,6 +35,7 @@ class DeviceKind:
     interfaces: tuple[str, ...]
     visible: str = ""
     files: str = ""
+    cards: tuple[str, ...] = ()
     plugin: str = ""
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
@@ -81,6 +83,7 @@ CUDA = DeviceKind(
     interfaces=("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}"),
     visible="CUDA_VISIBLE_DEVICES",
     files="nvidia[0-9]*",
+    cards=("10de",),
 )
 
 
@@ -108,6 +111,7 @@ ASCEND = DeviceKind(
     interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
     files="davinci[0-9]*",
+    cards=("19e5d801", "19e5d802", "19e5d803"),
     plugin="torch_npu",
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     settings=_hccl,

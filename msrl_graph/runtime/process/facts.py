@@ -74,7 +74,7 @@ def look(asked: Asked) -> Facts:
         name=platform.node(),
         versions={
             "Python": platform.python_version(),
-            "msrl-graph": _own(),
+            "msrl-graph": own(),
             **{package: _version(names) for package, names in asked["packages"].items()},
         },
         sizes={path: _size(path) for path in asked["files"]},
@@ -108,7 +108,7 @@ def _version(names: tuple[str, ...]) -> str:
     return ""
 
 
-def _own() -> str:
+def own() -> str:
     """This package's version and what its files hold, since a checkout changes and its version does not."""
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

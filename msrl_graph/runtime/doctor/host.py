@@ -1,0 +1,227 @@
+"""Rules of any host: packages and their pairs, memory, shared memory, open files; and of hosts against each other.
+
+Invariant: what differs between hosts is held against what most of them have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ...backends import ENGINES, runs
+from ...backends.packages import ALIASES
+from ...emit.words import many, size
+from ...hardware import pairs
+from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
+from ...hardware.device_kinds import CUDA as NVIDIA
+from ...hardware.pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON
+from . import ascend, cuda, formats
+from .devices import listed
+from .finding import CARDS, Comparison, Finding, Host, Rule, State, asking
+from .machine import OWN
+
+RUN = (
+    "torch",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "tensordict",
+    "psutil",
+    "pyarrow",
+    "msgspec",
+)
+PLUGGED = ("vllm-ascend",)
+EXTRAS = (ASCEND.name, NVIDIA.name)  # of this package
+LEAST = "3.11"  # of Python; pyproject.toml
+SHARED, SMALL = "/dev/shm", 64 << 20
+BESIDE = 1 << 30  # bytes of shared memory that collectives of devices take
+DESCRIPTORS, USUAL = 8192, 65536  # a process of Ray has some for each process that it speaks to
+FULL = 0.1  # the share of a host's memory below which little is free
+APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
+MEMINFO, MOST, USED = "/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
+
+WANTS = asking(
+    texts=[CARDS, MEMINFO, MOST, USED],
+    packages={
+        OWN: [OWN],
+        **{name: [name] for name in RUN},
+        # A plug-in is not what it is plugged into.
+        **{p: [n for n in ALIASES.get(p, (p,)) if n not in PLUGGED] for e in ENGINES.values() for p in e.needs},
+    },
+    rooms=[SHARED],
+)
+
+
+def versions(host: Host) -> dict[str, str]:
+    """All that versions are known of."""
+    kit = ascend.cann(host)
+    return {
+        **host.packages,
+        PYTHON: host.seen["python"],
+        CANN: kit.version if kit else "",
+        CANN_DRIVER: ascend.driver_version(host),
+        CUDA: cuda.toolkit(host),
+        CUDA_DRIVER: cuda.driver_version(host),
+    }
+
+
+def memory(host: Host) -> tuple[int, int]:
+    """Bytes that are free and that there are."""
+    return formats.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
+
+
+def machine(host: Host) -> Iterator[Finding]:
+    free, total = memory(host)
+    cores = f"{many(host.seen['cores'], 'core')} ({host.seen['processor']})"
+    told = f"{cores}, {size(free)} of {size(total)} free, {host.seen['system']}"
+    if total and free < FULL * total:
+        yield Finding(
+            "machine",
+            f"{size(free)} of {size(total)} of memory are free",
+            "warning",
+            "see who has it: ps aux --sort=-rss | head",
+        )
+    else:
+        yield Finding("machine", told)
+
+
+def python(host: Host) -> Iterator[Finding]:
+    found = host.seen["python"]
+    if pairs.numbers(found) < pairs.numbers(LEAST):
+        told = f"Python {found}, and {LEAST} or later is needed"
+        yield Finding("python", told, "wrong", f"python{LEAST} -m venv .venv; .venv/bin/pip install '{OWN}[run]'")
+    else:
+        yield Finding("python", found)
+
+
+def packages(host: Host) -> Iterator[Finding]:
+    missing = [name for name in RUN if name not in host.packages]
+    extra = next((k.name for k in host.kinds if k.name in EXTRAS), "")
+    if missing:
+        told = f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not installed, which a run needs"
+        yield Finding("packages", told, "wrong", f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'")
+    else:
+        yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in RUN[:3]))
+
+
+def together(host: Host) -> Iterator[Finding]:
+    """Versions that do not go together."""
+    known = versions(host)
+    for pair in pairs.broken(known):
+        wanted = pair.wanted(known[pair.package])
+        told = f"{pair.package} {known[pair.package]} goes with {pair.other} {wanted}, and {known[pair.other]} is here"
+        yield Finding("pairs", told, "wrong", _change(pair.other, wanted, host))
+
+
+def _change(what: str, wanted: str, host: Host) -> str:
+    return {
+        CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
+        CUDA_DRIVER: f"Ubuntu: sudo apt install nvidia-driver-{wanted.split()[0]}-server; then restart the host",
+        CANN: f"bash Ascend-cann-toolkit_{wanted}*_linux-$(uname -m).run --install; its ops and NNAL too",
+        PYTHON: f"python3.12 -m venv .venv; .venv/bin/pip install '{OWN}[run]'",
+    }.get(what, f"pip install '{what}=={wanted}.*'")
+
+
+def engines(host: Host) -> Iterator[Finding]:
+    """What of the engines is installed, and runs on the devices that there are."""
+    kind = next((k for k in host.kinds if not k.is_host), HOST)
+    if not any(runs(name, kind.name) for name in ENGINES):
+        told = f"programs are planned for {kind.resource}, and in this version none runs there yet"
+        plan = "see its plan: msrl-compile program.rlg"
+        yield Finding("engines", told, "warning", plan)
+        return
+    lacks = {name: [p for p in spec.needs if p not in host.packages] for name, spec in ENGINES.items()}
+    there = [name for name, missing in lacks.items() if not missing and runs(name, kind.name)]
+    wanted = [
+        f"{name} needs {', '.join(missing)}" for name, missing in lacks.items() if missing and runs(name, kind.name)
+    ]
+    able = f"{' and '.join([', '.join(there[:-1])] * (len(there) > 1) + there[-1:]) or 'none'} run here"
+    yield Finding("engines", "; ".join([able, *wanted]))
+
+
+def shared_memory(host: Host) -> Iterator[Finding]:
+    free, total = host.seen["rooms"].get(SHARED, (0, 0))
+    accelerated = any(not k.is_host for k in host.kinds)
+    mend = "sudo mount -o remount,size=16G /dev/shm"
+    if host.seen["contained"]:
+        mend = "docker run --shm-size=16g ...; of a pod an emptyDir with medium: Memory at /dev/shm"
+    state: State = "wrong" if accelerated else "warning"
+    if not total:
+        told = "there is no /dev/shm: rows go by temporary files" + ", and collectives of devices fail" * accelerated
+        yield Finding("shm", told, state, "sudo mount -t tmpfs tmpfs /dev/shm")
+    elif free < (BESIDE if accelerated else SMALL):
+        told = f"{size(free)} of {size(total)} free in /dev/shm, by which rows and collectives go"
+        yield Finding("shm", told, state, mend)
+    else:
+        yield Finding("shm", f"{size(free)} free in /dev/shm")
+
+
+def descriptors(host: Host) -> Iterator[Finding]:
+    soft, hard = host.seen["descriptors"]
+    if 0 <= soft < DESCRIPTORS:
+        raised = f"ulimit -n {USUAL if hard < 0 else min(USUAL, hard)}"
+        lasting = f"echo '* - nofile {USUAL}' | sudo tee -a /etc/security/limits.conf; then log in again"
+        mend = host.anew(raised) if hard < 0 or hard >= DESCRIPTORS else lasting
+        yield Finding(
+            "descriptors", f"a process may have {soft} files open, and with many ranks Ray needs more", "warning", mend
+        )
+    else:
+        yield Finding("descriptors", f"{soft if soft >= 0 else 'any number of'} files may be open")
+
+
+def differing(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Versions that are not everywhere what they are on most hosts."""
+    known = [versions(host) for host in hosts]
+    for name in dict.fromkeys(n for found in known for n in found):
+        found = [v.get(name, "") for v in known]
+        meant = Counter(filter(None, found)).most_common(1)[0][0] if any(found) else ""
+        odd = [(h, v) for h, v in zip(hosts, found, strict=True) if v != meant]
+        if not odd:
+            continue
+        others = listed([f"{v or 'not there'} on {h.title}" for h, v in odd])
+        told = f"{name} is {meant} on most hosts, and {others}"
+        grave = name == OWN or any(pairs.numbers(v)[:2] != pairs.numbers(meant)[:2] for _, v in odd)
+        mend = (
+            "install the same on every host"
+            if name in (PYTHON, CANN, CANN_DRIVER, CUDA_DRIVER, OWN, CUDA)
+            else f"there: pip install '{name}=={meant}'"
+        )
+        yield Finding("versions", told, "wrong" if grave else "warning", mend, tuple(h.title for h, _ in odd))
+    if len(hosts) > 1 and all(v == known[0] for v in known):
+        yield Finding("versions", "the same on all hosts", hosts=tuple(h.title for h in hosts))
+
+
+def clocks(hosts: Sequence[Host]) -> Iterator[Finding]:
+    for host in hosts:
+        if abs(host.apart) > APART:
+            told = f"its clock is {abs(host.apart):.0f} s {'ahead' if host.apart > 0 else 'behind'}"
+            yield Finding(
+                "clock", told, "warning", "sudo systemctl enable --now chronyd; chronyc makestep", (host.title,)
+            )
+    if len(hosts) > 1 and all(abs(host.apart) <= APART for host in hosts):
+        yield Finding("clock", "the same on all hosts", hosts=tuple(h.title for h in hosts))
+
+
+def cluster(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """What Ray has of them, where they are a cluster's."""
+    if all(host.resources is None for host in hosts):
+        return
+    kinds = {k.resource: sum((h.resources or {}).get(k.resource, 0) for h in hosts) for k in DEVICE_KINDS.values()}
+    counts = ", ".join(f"{count:g} {name}" for name, count in kinds.items() if count)
+    yield Finding("ray", f"{many(len(hosts), 'host')}, {counts or 'no devices'}", hosts=tuple(h.title for h in hosts))
+
+
+def folders(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Whether hosts see the folder that the question comes from."""
+    names = tuple(h.title for h in hosts)
+    for path in hosts[0].seen["marks"] if len(hosts) > 1 else ():
+        alike = len({host.seen["marks"][path] for host in hosts}) == 1 and hosts[0].seen["marks"][path]
+        own = "not shared: models and data belong at the same path on each host, results need not be shared"
+        yield Finding("folder", f"{path} is {'shared' if alike else own}", hosts=names)
+
+
+FIRST: tuple[Rule, ...] = (machine, python)
+RULES: tuple[Rule, ...] = (packages, together, engines, shared_memory, descriptors)
+COMPARISONS: tuple[Comparison, ...] = (cluster, differing, clocks, folders)
