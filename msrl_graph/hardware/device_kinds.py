@@ -34,6 +34,7 @@ class DeviceKind:
     asked_as: str  # the option by which an actor asks Ray for it; "": as a resource of its own
     interfaces: tuple[str, ...]
     visible: str = ""
+    rising: bool = False  # what `visible` lists has to rise, and nothing but digits and commas may stand there
     files: str = ""
     cards: tuple[str, ...] = ()
     plugin: str = ""
@@ -110,6 +111,7 @@ ASCEND = DeviceKind(
     asked_as="",
     interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
+    rising=True,
     files="davinci[0-9]*",
     cards=("19e5d801", "19e5d802", "19e5d803"),
     plugin="torch_npu",

@@ -64,7 +64,7 @@ PAIRS = (
     Pair("vllm-ascend", CANN, _VLLM, "0.23", exact="9.1"),
     Pair("vllm-ascend", PYTHON, _VLLM, "0.23", least="3.10", below="3.13"),
     Pair("torch-npu", "torch", _PLUGIN, same=3),
-    Pair("mindspeed", "megatron-core", "MindSpeed, docs: a branch core_rX.Y.Z is for Megatron-Core X.Y", same=2),
+    Pair("megatron-core", "mindspeed", "MindSpeed, docs: a branch core_rX.Y.Z is for Megatron-Core X.Y", same=2),
 )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ...emit.words import many
 from ...hardware.device_kinds import ASCEND
 from ...hardware.pairs import numbers
 from . import devices, formats
@@ -32,7 +31,7 @@ INFO = "npu-smi info"
 RENAMED = (8, 5)  # from which CANN on its kernels are called ops
 # A stub of the kernels comes with the toolkit's image.
 STUBS = ("ops_oam", "config")
-TRY = [PYTHON, "-c", f"import torch, {ASCEND.plugin}; print(torch.{ASCEND.torch}.device_count())"]
+CODE = f"import torch, {ASCEND.plugin}; print(torch.{ASCEND.torch}.device_count())"
 
 
 def _command(words: list[str], each: str = "", seconds: float = DEADLINE) -> Command:
@@ -51,7 +50,7 @@ WANTS = asking(
     commands=[
         _command(INFO.split()),
         _command(["hccn_tool", "-i", "{}", "-link", "-g"], each=DEVICES),
-        _command(TRY, seconds=LONG),
+        _command([PYTHON, "-c", CODE], seconds=LONG),
     ],
     folders=["/usr/local/sbin", "/usr/local/bin", "/usr/local/Ascend/driver/tools"],
 )
@@ -199,36 +198,12 @@ def plugins(host: Host) -> Iterator[Finding]:
         yield Finding("plugin", told, "wrong", f"VLLM_TARGET_DEVICE=empty pip install 'vllm=={plain}'")
     if (megatron := packages.get("megatron-core")) and "mindspeed" not in packages:
         told = f"megatron-core {megatron} runs on no NPU without MindSpeed, which is not installed"
-        branch = ".".join(megatron.split(".")[:2])
-        yield Finding("plugin", told, "warning", f"MindSpeed's branch core_r{branch}.0: pip install -e MindSpeed")
+        yield Finding("plugin", told, "warning", mindspeed(".".join(megatron.split(".")[:2])))
 
 
-def tried(host: Host) -> Iterator[Finding]:
-    """Whether torch loads its plug-in and sees the devices, as a process by itself says."""
-    said, there = host.said(TRY), host.devices(ASCEND)
-    if said["status"] == ABSENT or not {"torch", PLUGIN} <= host.packages.keys() or _unready(host):
-        return
-    code = f"python -c 'import torch, {ASCEND.plugin}'"
-    text, seen = said["text"], host.visible(ASCEND)
-    counts = formats.last_line(text)
-    if said["status"] == "hung":
-        told = f"`{code}` does not end within {LONG:.0f} s"
-        yield Finding(
-            "import", told, "warning", f"see where it waits: {code.replace('python', 'python -X faulthandler', 1)}"
-        )
-    elif said["status"] != 0:
-        yield Finding("import", f"`{code}` fails: {counts}", "wrong", f"see all that it says: {code}")
-    elif counts.isdigit() and int(counts) < (there if seen is None else min(there, len(seen))):
-        told = f"torch sees {many(int(counts), 'NPU')}, and {there} are there"
-        yield Finding("import", told, "wrong", "see which: npu-smi info -l; and which processes of others have them")
-    else:
-        yield Finding("import", f"torch sees {counts} NPU")
-
-
-def _unready(host: Host) -> bool:
-    """Whether something below is wrong, of which torch's failure only follows."""
-    below = (driver, environment, kernels, plugins)
-    return any(f.state == "wrong" for rule in below for f in rule(host))
+def mindspeed(release: str) -> str:
+    """How a MindSpeed is installed, which no package index has."""
+    return f"in a clone of MindSpeed: git checkout core_r{release}.0; pip install -e ."
 
 
 def health(host: Host) -> Iterator[Finding]:
@@ -279,7 +254,7 @@ def stray(host: Host) -> Iterator[Finding]:
 
 
 def mask(host: Host) -> Iterator[Finding]:
-    return devices.mask(host, ASCEND, rising=True)
+    return devices.mask(host, ASCEND)
 
 
 def counted(host: Host) -> Iterator[Finding]:
@@ -287,15 +262,12 @@ def counted(host: Host) -> Iterator[Finding]:
 
 
 def memory(host: Host) -> Iterator[Finding]:
-    return devices.held(host, dies(host))
+    return devices.held(host, dies(host), INFO)
 
 
 def _of_kind(rule: Callable[[Host], Iterator[Finding]]) -> Rule:
     return lambda host: rule(host) if ASCEND in host.kinds else ()
 
 
-RULES: tuple[Rule, ...] = (
-    *map(_of_kind, (driver, environment, kernels, nnal, plugins)),
-    *map(_on_device, (tried, health, links, memory, mask, counted)),
-    stray,
-)
+BELOW: tuple[Rule, ...] = (*map(_of_kind, (driver, environment, kernels, nnal, plugins)), stray)
+ABOVE: tuple[Rule, ...] = tuple(map(_on_device, (health, links, memory, mask, counted)))

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...hardware.device_kinds import CUDA
-from ...hardware.pairs import CUDA as TOOLKIT
-from ...hardware.pairs import CUDA_DRIVER, broken
 from . import devices, formats
 from .finding import Finding, Host, Rule, asking, failed
-from .machine import ABSENT, DEADLINE, LONG, PYTHON, Command
+from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 DEVICES = f"/dev/{CUDA.files}"
 SMI = "nvidia-smi"
@@ -23,7 +21,7 @@ TOPOLOGY = [SMI, "topo", "-m"]
 LOG = ["dmesg"]
 SOURCE = "torch/version.py"
 _TORCH = f"torch.{CUDA.torch}"
-TRY = [PYTHON, "-c", f"import torch; {_TORCH}.init(); print({_TORCH}.device_count())"]
+CODE = f"import torch; {_TORCH}.init(); print({_TORCH}.device_count())"
 # Faults after which a device works on once the process that met it is gone; they are of programs, not of machines.
 PROGRAMS = ("13", "31", "43", "45")
 
@@ -36,7 +34,7 @@ WANTS = asking(
     paths=[DEVICES],
     variables=[CUDA.visible, devices.noset(CUDA)],
     sources=[SOURCE],
-    commands=[*map(_command, (QUERY, APPS, TOPOLOGY, LOG)), _command(TRY, LONG)],
+    commands=[*map(_command, (QUERY, APPS, TOPOLOGY, LOG)), _command([PYTHON, "-c", CODE], LONG)],
     folders=["/usr/local/nvidia/bin", "/usr/sbin", "/sbin"],
 )
 
@@ -56,7 +54,7 @@ def dies(host: Host) -> list[formats.Die]:
 
 def driver(host: Host) -> Iterator[Finding]:
     there, said = host.devices(CUDA), host.said(QUERY)
-    why = failed(said, SMI, DEADLINE)
+    why = failed(said, SMI, DEADLINE, formats.first_line)
     if not there and host.seen["contained"]:
         told = "the machine has NVIDIA devices, and this container was given none: /dev has no nvidia*"
         yield Finding("driver", told, "wrong", "docker run --gpus all ... (with nvidia-container-toolkit on the host)")
@@ -69,13 +67,12 @@ def driver(host: Host) -> Iterator[Finding]:
         yield Finding("driver", f"`{SMI}` is not there", "wrong", give if host.seen["contained"] else again)
     elif "library version mismatch" in said["text"]:
         yield Finding("driver", why, "wrong", "the driver was renewed and the old one is loaded: restart the host")
+    elif said["status"] == HUNG:
+        look = "see what the driver told the kernel: dmesg | tail -n 50; then restart the host"
+        yield Finding("driver", why, "wrong", look)
     elif why:
-        yield Finding(
-            "driver",
-            why,
-            "wrong",
-            "sudo modprobe nvidia; dmesg | tail -n 50; and if that does not help, restart the host",
-        )
+        load = "sudo modprobe nvidia; and if that does not help, see why: dmesg | tail -n 50"
+        yield Finding("driver", why, "wrong", load)
     else:
         names = ", ".join(dict.fromkeys(die.name for die in dies(host)))
         yield Finding("driver", f"{driver_version(host)}, {there} GPU ({names})")
@@ -91,31 +88,6 @@ def build(host: Host) -> Iterator[Finding]:
         yield Finding("plugin", told, "wrong", f"pip uninstall torch; pip install 'torch=={plain}'")
     else:
         yield Finding("plugin", f"torch {torch}, built for CUDA {found}")
-
-
-def tried(host: Host) -> Iterator[Finding]:
-    """Whether torch begins CUDA and sees the devices, as a process by itself says."""
-    said = host.said(TRY)
-    if said["status"] == ABSENT or _unready(host):
-        return
-    code, counts = f"python -c '{TRY[-1]}'", formats.last_line(said["text"])
-    if said["status"] == "hung":
-        told = f"torch does not begin CUDA within {LONG:.0f} s"
-        yield Finding("import", told, "warning", f"see where it waits: {code}")
-    elif "802" in counts and "initialized" in counts:
-        told = "CUDA does not begin: the fabric of the host's NVLinks is not up (error 802)"
-        yield Finding("import", told, "wrong", "sudo systemctl start nvidia-fabricmanager")
-    elif said["status"] != 0:
-        yield Finding("import", f"torch does not begin CUDA: {counts}", "wrong", f"see all that it says: {code}")
-    else:
-        yield Finding("import", f"torch sees {counts} GPU")
-
-
-def _unready(host: Host) -> bool:
-    """Whether something below is wrong, of which torch's failure only follows."""
-    pairs = broken({TOOLKIT: toolkit(host), CUDA_DRIVER: driver_version(host)})
-    below = (f for rule in (driver, build, mask) for f in rule(host))
-    return any(pairs) or any(f.state == "wrong" for f in below)
 
 
 def persistence(host: Host) -> Iterator[Finding]:
@@ -167,7 +139,7 @@ def _switched(found: dict[tuple[str, str], str]) -> bool:
 
 
 def mask(host: Host) -> Iterator[Finding]:
-    return devices.mask(host, CUDA, rising=False)
+    return devices.mask(host, CUDA)
 
 
 def counted(host: Host) -> Iterator[Finding]:
@@ -175,13 +147,12 @@ def counted(host: Host) -> Iterator[Finding]:
 
 
 def memory(host: Host) -> Iterator[Finding]:
-    return devices.held(host, dies(host))
+    return devices.held(host, dies(host), SMI)
 
 
 def _of_kind(rule: Rule) -> Rule:
     return lambda host: rule(host) if CUDA in host.kinds else ()
 
 
-RULES: tuple[Rule, ...] = tuple(
-    _of_kind(rule) for rule in (driver, build, tried, persistence, faults, links, memory, mask, counted)
-)
+BELOW: tuple[Rule, ...] = tuple(map(_of_kind, (driver, build)))
+ABOVE: tuple[Rule, ...] = tuple(map(_of_kind, (persistence, faults, links, memory, mask, counted)))

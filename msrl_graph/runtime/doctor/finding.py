@@ -71,10 +71,6 @@ class Host:
         """How many are there, whatever processes may see of them."""
         return len(numbers(self.paths(f"/dev/{kind.files}"))) if kind.files else 0
 
-    def visible(self, kind: DeviceKind) -> list[str] | None:
-        """The ids that the environment leaves processes; None: all."""
-        return self.variables[kind.visible].split(",") if kind.visible in self.variables else None
-
     @cached_property
     def kinds(self) -> list[DeviceKind]:
         """The kinds of devices that the machine has, with a driver or without."""
@@ -128,13 +124,13 @@ def together(*asked: Asked) -> Asked:
     return cast(Asked, found)
 
 
-def failed(said: Said, what: str, seconds: float) -> str:
-    """Why a command gave nothing, in words; "" where it did."""
+def failed(said: Said, what: str, seconds: float, line: Callable[[str], str] = formats.last_line) -> str:
+    """Why a command gave nothing, in words; "" where it did. `line` is the one of what it printed that says so."""
     if said["status"] == HUNG:
         return f"`{what}` does not end within {seconds:.0f} s"
     if said["status"] == ABSENT:
         return f"`{what.split()[0]}` is not there"
-    return f"`{what}` says: {formats.last_line(said['text'])}" if said["status"] != 0 else ""
+    return f"`{what}` says: {line(said['text'])}" if said["status"] != 0 else ""
 
 
 def judged(rules: Iterable[Rule], hosts: Sequence[Host]) -> Iterator[Finding]:

@@ -58,6 +58,10 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "nothing"
 
 
+def first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
+
+
 def npu_dies(text: str) -> list[Die]:
     """The dies that `npu-smi info` lists."""
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if "|" in line]

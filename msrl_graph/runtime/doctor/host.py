@@ -57,8 +57,11 @@ WANTS = asking(
 def versions(host: Host) -> dict[str, str]:
     """All that versions are known of."""
     kit = ascend.cann(host)
+    packages = dict(host.packages)
+    if kit is None and ASCEND not in host.kinds:
+        packages.pop(ascend.PLUGIN, "")  # it is to go
     return {
-        **host.packages,
+        **packages,
         PYTHON: host.seen["python"],
         CANN: kit.version if kit else "",
         CANN_DRIVER: ascend.driver_version(host),
@@ -79,7 +82,7 @@ def machine(host: Host) -> Iterator[Finding]:
     if total and free < FULL * total:
         yield Finding(
             "machine",
-            f"{size(free)} of {size(total)} of memory are free",
+            f"{size(free)} of {size(total)} of memory is free",
             "warning",
             "see who has it: ps aux --sort=-rss | head",
         )
@@ -101,9 +104,12 @@ def packages(host: Host) -> Iterator[Finding]:
     extra = next((k.name for k in host.kinds if k.name in EXTRAS), "")
     if missing:
         told = f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not installed, which a run needs"
-        yield Finding("packages", told, "wrong", f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'")
+        install = f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'"
+        yield Finding("packages", told, "wrong", install)
     else:
-        yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in RUN[:3]))
+        needs = (p for spec in ENGINES.values() for p in spec.needs)
+        shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *PLUGGED) if name in host.packages)
+        yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
 
 def together(host: Host) -> Iterator[Finding]:
@@ -118,6 +124,7 @@ def together(host: Host) -> Iterator[Finding]:
 def _change(what: str, wanted: str, host: Host) -> str:
     return {
         CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
+        "mindspeed": ascend.mindspeed(wanted),
         CUDA_DRIVER: f"Ubuntu: sudo apt install nvidia-driver-{wanted.split()[0]}-server; then restart the host",
         CANN: f"bash Ascend-cann-toolkit_{wanted}*_linux-$(uname -m).run --install; its ops and NNAL too",
         PYTHON: f"python3.12 -m venv .venv; .venv/bin/pip install '{OWN}[run]'",
@@ -152,7 +159,7 @@ def shared_memory(host: Host) -> Iterator[Finding]:
         told = "there is no /dev/shm: rows go by temporary files" + ", and collectives of devices fail" * accelerated
         yield Finding("shm", told, state, "sudo mount -t tmpfs tmpfs /dev/shm")
     elif free < (BESIDE if accelerated else SMALL):
-        told = f"{size(free)} of {size(total)} free in /dev/shm, by which rows and collectives go"
+        told = f"only {size(free)} of {size(total)} free in /dev/shm, by which rows and collectives go"
         yield Finding("shm", told, state, mend)
     else:
         yield Finding("shm", f"{size(free)} free in /dev/shm")
@@ -172,24 +179,28 @@ def descriptors(host: Host) -> Iterator[Finding]:
 
 
 def differing(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Versions that are not everywhere what they are on most hosts."""
-    known = [versions(host) for host in hosts]
-    for name in dict.fromkeys(n for found in known for n in found):
-        found = [v.get(name, "") for v in known]
-        meant = Counter(filter(None, found)).most_common(1)[0][0] if any(found) else ""
-        odd = [(h, v) for h, v in zip(hosts, found, strict=True) if v != meant]
-        if not odd:
-            continue
-        others = listed([f"{v or 'not there'} on {h.title}" for h, v in odd])
-        told = f"{name} is {meant} on most hosts, and {others}"
-        grave = name == OWN or any(pairs.numbers(v)[:2] != pairs.numbers(meant)[:2] for _, v in odd)
-        mend = (
-            "install the same on every host"
-            if name in (PYTHON, CANN, CANN_DRIVER, CUDA_DRIVER, OWN, CUDA)
-            else f"there: pip install '{name}=={meant}'"
-        )
-        yield Finding("versions", told, "wrong" if grave else "warning", mend, tuple(h.title for h, _ in odd))
-    if len(hosts) > 1 and all(v == known[0] for v in known):
+    """Versions that are not everywhere what they are on most hosts. What only devices need, hosts without any need
+    not have."""
+    if len(hosts) == 1:
+        return
+    with_devices = [host for host in hosts if host.kinds] or hosts
+    known = {host.title: versions(host) for host in hosts}
+    same = True
+    for name in dict.fromkeys(n for found in known.values() for n in found):
+        those = hosts if name in (OWN, PYTHON, *RUN) else with_devices
+        found = [known[host.title].get(name, "") for host in those]
+        meant, many_have = Counter(filter(None, found) if any(found) else found).most_common(1)[0]
+        mend = f"pip install '{name}=={meant.partition('+')[0]}'"
+        if name in (PYTHON, CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, OWN):
+            mend = "install the same on every host"
+        for odd in dict.fromkeys(v for v in found if v != meant):
+            where = tuple(h.title for h, v in zip(those, found, strict=True) if v == odd)
+            told = f"{name} is {odd or 'not there'}, and {meant} on {many_have} of {len(those)}"
+            grave = name == OWN or pairs.numbers(odd)[:2] != pairs.numbers(meant)[:2]
+            slight = name in (CANN_DRIVER, CUDA_DRIVER)
+            same = False
+            yield Finding("versions", told, "wrong" if grave and not slight else "warning", mend, where)
+    if same:
         yield Finding("versions", "the same on all hosts", hosts=tuple(h.title for h in hosts))
 
 
@@ -223,5 +234,6 @@ def folders(hosts: Sequence[Host]) -> Iterator[Finding]:
 
 
 FIRST: tuple[Rule, ...] = (machine, python)
-RULES: tuple[Rule, ...] = (packages, together, engines, shared_memory, descriptors)
+BELOW: tuple[Rule, ...] = (packages, together)
+RULES: tuple[Rule, ...] = (engines, shared_memory, descriptors)
 COMPARISONS: tuple[Comparison, ...] = (cluster, differing, clocks, folders)

@@ -172,15 +172,15 @@ class Machine:
     def run(self, words: list[str], folders: list[str], seconds: float) -> Said:
         """What a command says. One that does not end is killed with its children, and where that does not help, as of a
         process that a driver holds, left."""
-        program = shutil.which(words[0], path=os.pathsep.join([os.environ.get("PATH", ""), *folders]))
+        environment = {**self.variables, "LC_ALL": "C"}
+        program = shutil.which(words[0], path=os.pathsep.join([environment.get("PATH", ""), *folders]))
         if program is None:
             return Said(status=ABSENT, text="")
-        plain = {**os.environ, "LC_ALL": "C"}
         try:
             process = subprocess.Popen(
                 [program, *words[1:]],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env=plain, start_new_session=True,
+                env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
             return Said(status=126, text=str(error))

@@ -6,6 +6,7 @@ here too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES
@@ -18,7 +19,7 @@ from ...ir.plan import Plan
 from ...model import presets
 from ..process.takes import RANKS_A_CORE, reads, room
 from . import ascend, cuda
-from .devices import listed
+from .devices import listed, seen
 from .finding import Finding, Host, asking
 from .formats import Die
 from .host import SHARED, memory
@@ -30,8 +31,13 @@ DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
 
 def wants(plan: Plan) -> Asked:
     """What has to be read of hosts for a plan."""
-    files = {p for host in range(plan.cluster.nodes) for paths in reads(plan, host).values() for p in paths}
-    return asking(sizes=sorted(files))
+    return asking(sizes=sorted({path for paths in _read(plan).values() for path in paths}))
+
+
+def _read(plan: Plan) -> dict[str, list[str]]:
+    """By title what the hosts of a plan read, by whole paths: their processes begin in another folder."""
+    found = {title: paths for host in range(plan.cluster.nodes) for title, paths in reads(plan, host).items()}
+    return {title: [os.path.abspath(path) for path in paths] for title, paths in found.items()}  # noqa: PTH100 (keeps links)
 
 
 def findings(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
@@ -84,8 +90,7 @@ def _having(host: Host, kind: DeviceKind) -> float:
         return host.resources.get(kind.resource, 0)
     if kind.is_host:
         return host.seen["cores"] * RANKS_A_CORE
-    seen = host.visible(kind)
-    return host.devices(kind) if seen is None else min(host.devices(kind), len([i for i in seen if i.strip()]))
+    return seen(host, kind)
 
 
 def _memory(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
@@ -127,8 +132,7 @@ def _files(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
             help = presets.download(hub) if hub else 'name a folder: model policy = "./my-model"'
             told = f"{model.name} is a preset: its shape is known, its weights are not there"
             yield Finding("plan-files", told, "wrong", help)
-    wanted = {title: paths for host in range(plan.cluster.nodes) for title, paths in reads(plan, host).items()}
-    for title, paths in wanted.items():
+    for title, paths in _read(plan).items():
         what, _, name = title.partition(" ")
         if what == "model" and not models[name].path:
             continue
