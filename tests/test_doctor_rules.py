@@ -180,6 +180,11 @@ def test_an_npu_without_its_kernels_by_their_old_name():
     assert told(a2(files=files, environment=environment, packages=none).host()) == []
 
 
+def test_a_driver_in_another_folder_is_known_by_its_command():
+    found = judge([a2(files={DRIVER: None}, said={INFO: npu_smi(a2_dies(), "26.0.rc1")}).host()])
+    assert [f.told for f in found if f.check == "driver"] == ["26.0.rc1, 8 NPU (910B3)"]
+
+
 def test_the_second_die_of_a_package_is_told_by_its_own_name():
     dies = a3_dies()
     dies[3] = (*dies[3][:5], 31877, 65536)
@@ -192,8 +197,8 @@ def test_the_second_die_of_a_package_is_told_by_its_own_name():
 
 def test_the_plug_in_of_npus_on_a_machine_that_has_none():
     assert told(cpu(packages={"torch-npu": "2.10.0.post4"}).host()) == [
-        "wrong plugin: torch-npu 2.10.0.post4 is installed, and this machine has neither NPU nor CANN: torch, which "
-        "loads it, fails > pip uninstall torch-npu"
+        "wrong plugin: torch-npu 2.10.0.post4 is installed, and there is neither NPU nor CANN: torch, which loads "
+        "it, fails > pip uninstall torch-npu"
     ]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..diagnostics import Diagnostic, Fault, render
+from ..diagnostics import Diagnostic, Fault
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
 from .common import guarded, load_plan, tell
@@ -127,7 +127,7 @@ def _speed(found: Calibration | Diagnostic | None) -> Finding:
     if found is None:
         return Finding("speed", f"not measured: seconds are predicted from assumed figures ({measure})")
     if isinstance(found, Diagnostic):
-        return Finding("speed", render(found, {}, "concise"), "warning", measure)
+        return Finding("speed", found.message, "warning", measure)
     return Finding("speed", f"measured {found.date}, within {found.noise:.1%}; see below")
 
 

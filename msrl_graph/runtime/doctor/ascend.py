@@ -6,14 +6,14 @@ follows from it. Atlas A2 and A3 are known; none of this has run on an NPU, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...hardware.device_kinds import ASCEND
 from ...hardware.pairs import numbers
 from . import devices, formats
 from .finding import Finding, Host, Rule, asking, failed
-from .machine import ABSENT, DEADLINE, LONG, PYTHON, Command
+from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 HOMES = (
     "/usr/local/Ascend/cann",
@@ -78,16 +78,12 @@ def cann(host: Host) -> Toolkit | None:
 
 
 def driver_version(host: Host) -> str:
-    return formats.fields(host.text(DRIVER)).get("Version", "")
+    """By its own file, else, where it is installed in another folder, by its command."""
+    return formats.fields(host.text(DRIVER)).get("Version") or formats.npu_driver(host.said(INFO)["text"])
 
 
 def dies(host: Host) -> list[formats.Die]:
     return formats.npu_dies(host.said(INFO)["text"])
-
-
-def _on_device(rule: Rule) -> Rule:
-    """A rule of machines whose devices are there."""
-    return lambda host: rule(host) if host.devices(ASCEND) else ()
 
 
 def driver(host: Host) -> Iterator[Finding]:
@@ -108,7 +104,7 @@ def driver(host: Host) -> Iterator[Finding]:
     elif why := failed(said, INFO, DEADLINE):
         join = "sudo usermod -aG HwHiAiUser $USER; then log in again"
         look = "see what the driver told the kernel: dmesg | tail -n 50; then restart the host"
-        yield Finding("driver", why, "wrong", look if host.seen["root"] or said["status"] == "hung" else join)
+        yield Finding("driver", why, "wrong", look if host.seen["root"] or said["status"] == HUNG else join)
     else:
         names = ", ".join(dict.fromkeys(die.name for die in dies(host)))
         yield Finding("driver", f"{driver_version(host) or 'there'}, {there} NPU ({names})")
@@ -184,18 +180,17 @@ def plugins(host: Host) -> Iterator[Finding]:
         yield Finding("plugin", told, "wrong", f"pip install '{PLUGIN}=={plain}.*'")
     elif torch and "+cu" in torch:
         told = f"torch {torch} is built for CUDA, and {PLUGIN} is for the build for CPUs"
-        yield Finding(
-            "plugin", told, "warning", f"pip install --force-reinstall 'torch=={torch.partition('+')[0]}+cpu'"
-        )
+        other = f"pip install --force-reinstall 'torch=={torch.partition('+')[0]}+cpu'"
+        yield Finding("plugin", told, "warning", f"from torch's own index of builds for CPUs: {other}")
     elif torch:
         yield Finding("plugin", f"{PLUGIN} {packages[PLUGIN]}, with torch {torch}")
     if (vllm := packages.get("vllm")) and "vllm-ascend" not in packages:
         told = f"vllm {vllm} knows no NPU without vllm-ascend, which is not installed"
         yield Finding("plugin", told, "wrong", f"pip install 'vllm-ascend=={vllm.partition('+')[0]}.*'")
     if "vllm-ascend" in packages and not vllm:
-        plain = packages["vllm-ascend"]
-        told = f"vllm-ascend {plain} is installed without vllm"
-        yield Finding("plugin", told, "wrong", f"VLLM_TARGET_DEVICE=empty pip install 'vllm=={plain}'")
+        found = packages["vllm-ascend"]
+        install = f"pip install 'vllm=={'.'.join(map(str, numbers(found)))}'"
+        yield Finding("plugin", f"vllm-ascend {found} is installed without vllm", "wrong", install)
     if (megatron := packages.get("megatron-core")) and "mindspeed" not in packages:
         told = f"megatron-core {megatron} runs on no NPU without MindSpeed, which is not installed"
         yield Finding("plugin", told, "warning", mindspeed(".".join(megatron.split(".")[:2])))
@@ -230,9 +225,8 @@ def links(host: Host) -> Iterator[Finding]:
         told += "" if between else "; HCCL goes without it within a host"
         grave = between and len(dies(host)) == len({die.card for die in dies(host)})
         first = down[0].removeprefix("port ")
-        look = (
-            f"see cable, module and switch port: hccn_tool -i {first} -optical -g; hccn_tool -i {first} -link_stat -g"
-        )
+        ask = f"hccn_tool -i {first}"
+        look = f"see cable, module and switch port: {ask} -optical -g; {ask} -link_stat -g"
         yield Finding("links", told, "wrong" if grave else "warning", look)
     elif silent and between:
         told = f"{devices.listed(silent)} of {len(states)}: hccn_tool does not say whether the link is up"
@@ -246,10 +240,8 @@ def links(host: Host) -> Iterator[Finding]:
 def stray(host: Host) -> Iterator[Finding]:
     """The plug-in on a machine that is none for it."""
     if PLUGIN in host.packages and ASCEND not in host.kinds and cann(host) is None:
-        told = (
-            f"{PLUGIN} {host.packages[PLUGIN]} is installed, and this machine has neither NPU nor CANN: torch, which "
-        )
-        told += "loads it, fails"
+        told = f"{PLUGIN} {host.packages[PLUGIN]} is installed, and there is neither NPU nor CANN: "
+        told += "torch, which loads it, fails"
         yield Finding("plugin", told, "wrong", f"pip uninstall {PLUGIN}")
 
 
@@ -265,8 +257,14 @@ def memory(host: Host) -> Iterator[Finding]:
     return devices.held(host, dies(host), INFO)
 
 
-def _of_kind(rule: Callable[[Host], Iterator[Finding]]) -> Rule:
+def _of_kind(rule: Rule) -> Rule:
+    """A rule of machines that have such devices, with a driver or without."""
     return lambda host: rule(host) if ASCEND in host.kinds else ()
+
+
+def _on_device(rule: Rule) -> Rule:
+    """A rule of machines whose driver is there."""
+    return lambda host: rule(host) if host.devices(ASCEND) else ()
 
 
 BELOW: tuple[Rule, ...] = (*map(_of_kind, (driver, environment, kernels, nnal, plugins)), stray)

@@ -85,6 +85,12 @@ def npu_dies(text: str) -> list[Die]:
     return dies
 
 
+def npu_driver(text: str) -> str:
+    """The driver's version, in the head of `npu-smi info`."""
+    found = re.search(r"npu-smi \S+\s+Version: (\S+)", text)
+    return found[1] if found else ""
+
+
 def npu_link(text: str) -> str:
     """UP or DOWN, as hccn_tool has it of a port; "" where it says neither."""
     found = re.search(r"link status:\s*(UP|DOWN)", text)

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from .finding import Finding, State
 
 VERSION = 1
-MARKS: dict[State, str] = {"ok": "ok", "warning": "warning", "wrong": "wrong"}
 COLOURS: dict[State, str] = {"ok": "\x1b[32m", "warning": "\x1b[33m", "wrong": "\x1b[1;31m"}
 NAMED = 3  # hosts of a row that are named
 
@@ -30,7 +29,7 @@ def table(findings: Sequence[Finding], hosts: Sequence[str], width: int, colour:
     indent = len("warning") + name + 4
     lines = []
     for finding in findings:
-        mark = MARKS[finding.state].ljust(len("warning"))
+        mark = finding.state.ljust(len("warning"))
         shown = f"{COLOURS[finding.state]}{mark}\x1b[0m" if colour else mark
         some = finding.hosts and {*finding.hosts} != {*hosts}
         where = f"{_where(finding.hosts)}: " if some else ""
@@ -56,7 +55,7 @@ def _where(hosts: Sequence[str]) -> str:
 
 
 def _sum(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
-    counts = {state: sum(f.state == state for f in findings) for state in MARKS}
+    counts = {state: sum(f.state == state for f in findings) for state in COLOURS}
     what = f"{len(hosts)} hosts" if len(hosts) > 1 else "this machine" if hosts else "nothing"
     if counts["wrong"]:
         return f"{what}: {counts['wrong']} wrong, {counts['warning']} to look at; begin with the first that is wrong"
