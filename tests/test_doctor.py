@@ -252,7 +252,7 @@ def test_memory_of_devices_that_others_hold(device, made, tmp_path):
         dies = [(0, 0, "", "910B3", "OK", 65536 - (needs >> 20) + 1000, 65536)]
         held = made(said={INFO: npu_smi(dies)}).host(planned)
         (line,) = [f for f in fits(planned, held) if f[1] == "plan-memory"]
-        assert line[0] == "wrong" and "of a device; NPU 0 has free " in line[2]
+        assert line[0] == "wrong" and " of a device: " in line[2] and line[2].endswith(" are free on NPU 0")
     assert ("wrong", "plan-files") in [f[:2] for f in fits(planned, whole)]
 
 

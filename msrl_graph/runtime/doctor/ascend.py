@@ -44,7 +44,7 @@ WANTS = asking(
         f"{NNAL}/latest/version.info",
         *(f"{h}/{f}" for h in (f"${HOME}", *HOMES) for f in ("*-linux/ascend_*_install.info", "version.cfg")),
     ],
-    paths=[DEVICES, f"{NNAL}/set_env.sh", *(f"{h}/{KERNELS}/ascend*/*" for h in (f"${HOME}", *HOMES))],
+    paths=[DEVICES, f"{NNAL}/set_env.sh", *(f"{h}/{KERNELS}/ascend910*/*" for h in (f"${HOME}", *HOMES))],
     variables=[ASCEND.visible, devices.noset(ASCEND), HOME, "ATB_HOME_PATH", "LD_LIBRARY_PATH", "HOME"],
     packages={name: [name] for name in (PLUGIN, "vllm-ascend", "mindspeed", "megatron-core")},
     commands=[
@@ -142,7 +142,7 @@ def kernels(host: Host) -> Iterator[Finding]:
         return
     infos = (f"{found.home}/{cpu}-linux/ascend_ops_install.info" for cpu in ("aarch64", "x86_64"))
     version = formats.cann(host.text(*infos))
-    there = [p for p in host.paths(f"{found.home}/{KERNELS}/ascend*/*") if p.rpartition("/")[2] not in STUBS]
+    there = [p for p in host.paths(f"{found.home}/{KERNELS}/ascend910*/*") if p.rpartition("/")[2] not in STUBS]
     named = "*-ops" if numbers(found.version) >= RENAMED else "kernels-*"
     install = f"bash Ascend-cann-{named}_{found.version}_linux-$(uname -m).run --install"
     if not version and not there:

@@ -15,6 +15,7 @@ from ...hardware import pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA
 from ...hardware.pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON
+from ..process.facts import APART
 from . import ascend, cuda, formats
 from .devices import listed
 from .finding import CARDS, Comparison, Finding, Host, Rule, State, asking
@@ -39,7 +40,6 @@ SHARED, SMALL = "/dev/shm", 64 << 20
 BESIDE = 1 << 30  # bytes of shared memory that collectives of devices take
 DESCRIPTORS, USUAL = 8192, 65536  # a process of Ray has some for each process that it speaks to
 FULL = 0.1  # the share of a host's memory below which little is free
-APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 MEMINFO, MOST, USED = "/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
 
 WANTS = asking(

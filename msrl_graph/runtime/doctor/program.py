@@ -109,14 +109,15 @@ def _memory(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
         dies: list[Die] = DIES[kind.name](host) if kind.name in DIES else []
         small = [die for die in dies if die.total < of_device]
         full = [die for die in dies if die.free < of_device <= die.total]
-        for ill, has, mend in (
-            (small, "has", "state this `device` in the program, and let it be planned anew"),
-            (full, "has free", "see device-memory above: who has the rest"),
+        anew = "name the device that is here in the program's cluster, and let it be planned anew"
+        for ill, which, mend in (
+            (small, "there", anew),
+            (full, "free", "see device-memory above: who has the rest"),
         ):
             if ill:
                 least = min(die.total if ill is small else die.free for die in ill)
                 who = listed([die.label for die in ill])
-                told = f"the plan needs up to {size(of_device)} of a device; {who} {has} {size(least)}"
+                told = f"the plan needs up to {size(of_device)} of a device: {size(least)} are {which} on {who}"
                 yield Finding("plan-memory", told, "wrong", mend, (host.title,))
         if (shared := host.seen["rooms"].get(SHARED, (0, 0))[0]) < room(plan):
             told = f"a host's rows have {size(room(plan))}, and {SHARED} has {size(shared)} free"

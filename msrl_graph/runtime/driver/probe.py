@@ -26,7 +26,7 @@ from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
 from ...emit.words import many, size
 from ...ir.plan import Plan
 from ..process import facts
-from ..process.facts import Asked, Facts, Host
+from ..process.facts import APART, Asked, Facts, Host
 from ..process.joining import NoResources
 from ..process.takes import reads, room
 from . import words
@@ -34,7 +34,6 @@ from .devices import Reserved
 from .docks import HostLost, missing
 
 PROBE = 30.0  # seconds in which all hosts answer
-APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
 PRECISE = ("msrl-graph",)  # of which any difference is an error
 WRONG = " !"

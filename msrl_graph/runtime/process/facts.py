@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 PACKAGE = "msrl_graph"
+APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 SOURCES = (".py", ".rlg", ".lark")
 
 
