@@ -18,15 +18,17 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 
 def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
-    names = "name torch resource collectives asked_as interfaces visible files plugin"
-    facts = "mask_rises is_host shares_host_memory runs_ahead groups_beside_sleep"
-    cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*", "")
-    seen = ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
-    ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), *seen, "torch_npu")
+    names = "name torch resource collectives asked_as interfaces visible rising files cards plugin"
+    facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
+    cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES")
+    cards = ("19e5d801", "19e5d802", "19e5d803")
+    cuda += (False, "nvidia[0-9]*", ("10de",), "")
+    ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES")
+    ascend += (True, "davinci[0-9]*", cards, "torch_npu")
     table = [
-        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", "", ""), (False, True, True, False, True)),
-        (cuda, (False, False, False, True, True)),
-        (ascend, (True, False, False, True, False)),
+        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), ""), (True, True, False, True)),
+        (cuda, (False, False, True, True)),
+        (ascend, (False, False, True, False)),
     ]
     fields = f"{names} {facts}".split()
     told = [

@@ -21,6 +21,7 @@ FLOORS = (
     ("runtime/metrics",),
     ("runtime/dock",),
     ("runtime/data",),
+    ("runtime/doctor",),
     ("runtime/process",),
     ("compiler",),
     ("simulation", "checks", "builder"),

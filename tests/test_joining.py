@@ -39,7 +39,7 @@ def plan():
 
 def refused(address, plan):
     with pytest.raises(joining.NoResources) as caught:
-        joining.greet(address, plan)
+        joining.greet(address, plan.cluster.span)
     return caught.value.diagnostics[0].message
 
 
@@ -59,7 +59,7 @@ def test_an_address_where_nothing_listens_is_told_at_once(plan):
         == "RAY_ADDRESS is ray://127.0.0.1:10001, and a run is driven from within the cluster"
     )
     assert time.monotonic() - begin < joining.CONNECT
-    joining.greet("auto", plan)
+    joining.greet("auto", plan.cluster.span)
 
 
 def test_what_answers_and_is_no_ray_is_told(plan, monkeypatch):

@@ -44,7 +44,7 @@ PYTHON = {"infer": Calls(21, 90), "update": Calls(37, 176), "step": Calls(0, 0)}
 
 def _lints(situation: Situation) -> Iterator[Lint]:
     if situation.device.plugin and situation.layout.pp > 1:
-        # github.com/modelscope/ms-swift/issues/10013, of CANN 9.0.0 with torch_npu 2.9.0
+        # github.com/modelscope/ms-swift/issues/10013, of CANN 9.0.0
         message = "stages by megatron on Ascend, which tell each other lengths: that has ended in HcclGroupEnd"
         yield Lint(message, "`pp = 1` with more tp or zero, or try it for some iterations first: --iterations 2")
 

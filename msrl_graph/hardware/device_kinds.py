@@ -25,8 +25,9 @@ class DeviceKind:
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
     `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
-    in /dev; a host's cores have neither. `settings` are the variables that its processes want.
-    `adaptors` are the packages that adapt others to it, by these."""
+    in /dev, `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores have none of
+    these. `settings` are the variables that its processes want. `adaptors` are the packages that adapt others to it, by
+    these."""
 
     name: str
     torch: str
@@ -35,8 +36,9 @@ class DeviceKind:
     asked_as: str  # the option by which an actor asks Ray for it; "": as a resource of its own
     interfaces: tuple[str, ...]
     visible: str = ""
+    rising: bool = False  # what `visible` lists has to rise, and nothing but digits and commas may stand there
     files: str = ""
-    mask_rises: bool = False  # a mask's numbers must rise, and one that no device has hides itself alone
+    cards: tuple[str, ...] = ()
     plugin: str = ""
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
@@ -93,6 +95,7 @@ CUDA = DeviceKind(
     interfaces=("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}"),
     visible="CUDA_VISIBLE_DEVICES",
     files="nvidia[0-9]*",
+    cards=("10de",),
 )
 
 
@@ -119,9 +122,9 @@ ASCEND = DeviceKind(
     asked_as="",
     interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
+    rising=True,
     files="davinci[0-9]*",
-    # github.com/vllm-project/vllm-ascend/pull/10227 and github.com/agentscope-ai/Trinity-RFT/pull/618
-    mask_rises=True,
+    cards=("19e5d801", "19e5d802", "19e5d803"),
     plugin="torch_npu",
     adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166

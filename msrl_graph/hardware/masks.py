@@ -4,7 +4,7 @@ A mask is a variable such as ASCEND_RT_VISIBLE_DEVICES=4,5,6,7. It lists devices
 first that it lists 0, the next 1, and so on. Ray hands out devices by the host's numbers, and shows a process its own
 alone, unless RAY_EXPERIMENTAL_NOSET_… keeps it from that: then the process sees all that the mask lists.
 
-Invariant: the host's numbers become torch's here and nowhere else.
+Invariant: the host's numbers become torch's here and nowhere else. Drivers say nothing of what they leave out.
 """
 
 from __future__ import annotations
@@ -16,35 +16,42 @@ if TYPE_CHECKING:
     from .device_kinds import DeviceKind
 
 
-def listed(mask: str) -> list[str]:
-    return [number for part in mask.split(",") if (number := part.strip())]
+def read(kind: DeviceKind, mask: str, there: int) -> tuple[list[str], str]:
+    """The ids that a driver reads of a mask on a host of so many devices, and why it reads no further: it stops at the
+    first that it cannot use. Ids by which only the driver knows devices (GPU-…, MIG-…) are taken as they stand."""
+    ids, found = mask.split(","), list[str]()
+    if mask.startswith(("GPU-", "MIG-")):
+        return ids, ""
+    for i in ids if kind.rising else [i.strip() for i in ids]:
+        if not mask.strip():
+            break
+        if not i.isdigit():
+            return found, f"`{i}` is no number"
+        if int(i) >= there:
+            return found, f"there is no {i}, only {'0' if there == 1 else f'0 to {there - 1}'}"
+        if i in found:  # of such CUDA takes none
+            return found if kind.rising else [], f"{i} stands there twice"
+        if kind.rising and found and int(i) < int(found[-1]):
+            return found, f"{i} comes after {found[-1]}, and ids have to rise"
+        found.append(i)
+    return found, ""
 
 
 def seen(kind: DeviceKind, mask: str | None, there: int) -> list[str]:
-    """The host's numbers, in torch's order, of those devices that a process with a mask sees of so many; without a mask
-    (None) all."""
-    if mask is None:
-        return [*map(str, range(there))]
-    found = listed(mask)
-    bad = [i for i, number in enumerate(found) if _bad(number, there) or number in found[:i]]
-    if kind.mask_rises:
-        numbers = [int(n) for i, n in enumerate(found) if i not in bad]
-        return [*map(str, numbers)] if numbers == sorted(numbers) else []
-    return found[: bad[0]] if bad else found
+    """The ids, in torch's order, of the devices that a process with a mask sees of so many; without one (None) all."""
+    return [*map(str, range(there))] if mask is None else read(kind, mask, there)[0]
 
 
 def wrong(kind: DeviceKind, mask: str | None, there: int) -> str:
-    """What hides devices that a mask lists, in words; "" where it shows all of them."""
-    if mask is None or (found := listed(mask)) == seen(kind, mask, there):
+    """What a mask lists and does not show, in words; "" where it shows all of it."""
+    if mask is None or not there:
         return ""
-    said = f"{kind.visible} is '{mask}'"
-    if twice := sorted({number for number in found if found.count(number) > 1}):
-        return f"{said}, which has {', '.join(twice)} more than once"
-    if absent := [number for number in found if _bad(number, there)]:
-        alone = "are left out" if len(absent) > 1 else "is left out"
-        hidden = alone if kind.mask_rises else "and what comes after it are left out"
-        return f"{said}, and of its numbers {', '.join(absent)} {hidden}: the host has {there}, which begin with 0"
-    return f"{said}, whose numbers do not rise: none of them is seen"
+    found, why = read(kind, mask, there)
+    if not found and not why:
+        return f"{kind.visible} is empty: no device is seen"
+    ids = mask.split(",")
+    what = f"{len(found)} of {len(ids)} ids are read" if found else "none of its ids is read"
+    return f"{kind.visible}={mask}: {why}; {what}" if why else ""
 
 
 def index(given: Sequence[str], mask: str | None) -> int:
@@ -54,12 +61,7 @@ def index(given: Sequence[str], mask: str | None) -> int:
         return 0
     if mask is None:
         return int(given[0])
-    found = listed(mask)
+    found = [i.strip() for i in mask.split(",")]
     if given[0] not in found:
         raise ValueError(f"Ray gave this process the device {given[0]}, and its mask lists {mask or 'none'}")
     return found.index(given[0])
-
-
-def _bad(number: str, there: int) -> bool:
-    """Whether no device has it; what is no number names one by its serial number, which only its driver knows."""
-    return number.lstrip("-").isdecimal() and not 0 <= int(number) < there

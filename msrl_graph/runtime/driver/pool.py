@@ -29,18 +29,17 @@ from ..dock.readers import members, readers
 from ..process import joining
 from ..process.joining import NoResources
 from ..process.processes import ROWS, alive
+from ..process.takes import RANKS_A_CORE, room
 from . import devices, function_hosts, shipping
 from .docks import begun, missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
-from .probe import probe, room
+from .probe import probe
 from .variables import masked
 
 if TYPE_CHECKING:
     from .supervisor import Attempt
 
-# Ranks that may share a core of this machine: a small run may be tried with more ranks than cores.
-RANKS_A_CORE = 8
 SERVERS = ("raylet", "gcs_server")
 
 
@@ -77,13 +76,13 @@ class Pool:
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
         if self.attached:
             address = os.environ["RAY_ADDRESS"]
-            joining.greet(address, plan)
+            joining.greet(address, cluster.span)
             try:
                 # A namespace of its own: of two runs on a cluster none finds a process of the other by its name.
                 ray.init(address=address, namespace=Path(self.folder).name, **ray_options)
             except (ConnectionError, RuntimeError) as error:
                 raise joining.unreached(
-                    f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", plan
+                    f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", cluster.span
                 ) from None
         else:
             ray.init(

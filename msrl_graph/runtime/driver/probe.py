@@ -24,18 +24,16 @@ from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
 from ...emit.words import many, size
-from ...files.urls import is_url
 from ...ir.plan import Plan
 from ..process import facts
-from ..process.facts import Asked, Facts, Host
+from ..process.facts import APART, Asked, Facts, Host
 from ..process.joining import NoResources
+from ..process.takes import reads, room
 from . import variables, words
 from .devices import Reserved
 from .docks import HostLost, missing
 
 PROBE = 30.0  # seconds in which all hosts answer
-APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
-ROOM = 64 << 20  # bytes that a host's rows may take at least
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
 PRECISE = ("msrl-graph",)  # of which any difference is an error
 WRONG = " !"
@@ -238,11 +236,6 @@ class Hosts:
         return "\n".join(f"  {line.rstrip()}" for line in text.get().splitlines())
 
 
-def room(plan: Plan) -> int:
-    """Bytes of a host's memory that rows are given."""
-    return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
-
-
 class Silent(NoResources):
     """Hosts that are there, as Ray says, do not answer: as a run begins, somebody has to look after them; where it
     begins anew, they may have been lost, or be on their way back."""
@@ -259,7 +252,7 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
     actor = ray.remote(num_cpus=0)(Host)
     with ExitStack() as stack:
         markers = [stack.enter_context(_marked(folder)) for folder in marks]
-        files = [{**_reads(plan, i), **{t: [p] for t, p in also.items()}} for i in range(plan.cluster.nodes)]
+        files = [{**reads(plan, i), **{t: [p] for t, p in also.items()}} for i in range(plan.cluster.nodes)]
 
         def asked(address: str, read: Mapping[str, Sequence[str]]) -> Asked:
             paths = [*markers, *(p for paths in read.values() for p in paths)]
@@ -331,24 +324,6 @@ def _packages(plan: Plan) -> Iterable[str]:
     return plan.cluster.device.kind.packages(needed)
 
 
-def _reads(plan: Plan, host: int) -> dict[str, list[str]]:
-    """By title the files that a host reads by their path: models whose weights its ranks load, data on the first."""
-    found: dict[str, list[str]] = {}
-    held = {p.name for p in plan.pools if plan.on_hosts(p.name)[host]}
-    for placement in plan.placements:
-        if placement.pool in held:
-            name = plan.graph.worker(plan.graph.node(placement.node).worker).model
-            if is_url(plan.deploy.models[name].path):
-                continue
-            folder = Path(plan.deploy.models[name].path)
-            found[f"model {name}"] = [str(folder / "config.json"), *map(str, sorted(folder.glob("*.safetensors")))]
-    for name, data in plan.deploy.data.items() if host == 0 else ():
-        if is_url(data.path):
-            continue
-        found[f"data {name}"] = [data.path]
-    return found
-
-
 @contextmanager
 def _marked(folder: Path) -> Iterator[str]:
     """A file in a folder, by which a host can tell that it sees this very folder and not one of the same name. Nobody
@@ -368,4 +343,4 @@ def _release(version: str) -> tuple[str, ...]:
     return tuple(version.partition("+")[0].split(".")[:2])
 
 
-__all__ = ["Hosts", "probe", "room"]
+__all__ = ["Hosts", "probe"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 PACKAGE = "msrl_graph"
+APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 SOURCES = (".py", ".rlg", ".lark")
 
 
@@ -77,7 +78,7 @@ def look(asked: Asked) -> Facts:
         name=platform.node(),
         versions={
             "Python": platform.python_version(),
-            "msrl-graph": _own(),
+            "msrl-graph": own(),
             **{package: _version(names) for package, names in asked["packages"].items()},
         },
         sizes={path: _size(path) for path in asked["files"]},
@@ -122,7 +123,7 @@ def _version(names: tuple[str, ...]) -> str:
     return ""
 
 
-def _own() -> str:
+def own() -> str:
     """This package's version and what its files hold, since a checkout changes and its version does not."""
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None

@@ -13,7 +13,7 @@ from importlib import import_module
 from threading import Thread
 from typing import Any
 
-from ...diagnostics import Diagnostic, Fault
+from ...diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ...hardware.cluster import Cluster
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
@@ -46,20 +46,20 @@ def speak(cluster: Cluster) -> str:
     return own or address
 
 
-def greet(address: str, plan: Plan) -> None:
+def greet(address: str, span: Span = NOWHERE) -> None:
     """Raises NoResources where no Ray cluster answers at the address that RAY_ADDRESS holds, or none that this process
     may join: Ray itself would try for minutes, without a word."""
     host, colon, port = address.rpartition(":")
     if "://" in address:
         help = "set it to the address of the cluster's head, as 10.0.0.1:6379, on a machine of the cluster"
-        raise unreached(f"RAY_ADDRESS is {address}, and a run is driven from within the cluster", plan, help)
+        raise unreached(f"RAY_ADDRESS is {address}, and a run is driven from within the cluster", span, help)
     if not colon or not port.isdecimal():
         return  # `auto`, which Ray looks up on this machine
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT).close()
     except (OSError, OverflowError) as error:
         what = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        raise unreached(f"no Ray cluster is at {address}, which RAY_ADDRESS names: {what.lower()}", plan) from None
+        raise unreached(f"no Ray cluster is at {address}, which RAY_ADDRESS names: {what.lower()}", span) from None
     from ray.exceptions import AuthenticationError
 
     answer: Future[None] = Future()
@@ -71,10 +71,10 @@ def greet(address: str, plan: Plan) -> None:
         said = str(error).partition(" Note:")[0]
         token = "set RAY_AUTH_MODE=token, with the cluster's token in RAY_AUTH_TOKEN or in ~/.ray/auth_token"
         raise unreached(
-            f"the Ray cluster at {address} asks for a token that this process does not give ({said})", plan, token
+            f"the Ray cluster at {address} asks for a token that this process does not give ({said})", span, token
         ) from None
     except TimeoutError:
-        raise unreached(f"what answers at {address}, which RAY_ADDRESS names, is no Ray cluster", plan) from None
+        raise unreached(f"what answers at {address}, which RAY_ADDRESS names, is no Ray cluster", span) from None
 
 
 def _ask(address: str, answer: Future[None]) -> None:
@@ -88,9 +88,9 @@ def _ask(address: str, answer: Future[None]) -> None:
         answer.set_exception(error)
 
 
-def unreached(message: str, plan: Plan, help: str = START) -> NoResources:
+def unreached(message: str, span: Span, help: str = START) -> NoResources:
     """What is told of a cluster that cannot be joined."""
-    return NoResources(Diagnostic("no-resources", message, plan.cluster.span, help))
+    return NoResources(Diagnostic("no-resources", message, span, help))
 
 
 def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
