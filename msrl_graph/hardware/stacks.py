@@ -39,7 +39,7 @@ STACKS = {
     stack.name: stack
     for stack in (
         Stack(
-            name="cpu",
+            name=HOST.name,
             kinds=(HOST.name,),
             pythons=("3.11", "3.12"),
             platform=HOSTS,
@@ -60,7 +60,7 @@ STACKS = {
             elsewhere={"torch": BUILT},
         ),
         Stack(
-            name="cuda",
+            name=CUDA.name,
             kinds=(CUDA.name,),
             pythons=("3.11", "3.12"),
             platform=HOSTS,
@@ -76,7 +76,7 @@ STACKS = {
             source="vllm 0.32.0, requirements; the versions that make test-engines runs on CPUs",
         ),
         Stack(
-            name="ascend",
+            name=ASCEND.name,
             kinds=(ASCEND.name,),
             pythons=("3.11", "3.12"),
             platform=BOARDS,
@@ -156,7 +156,7 @@ RELEASES = (
         "vllm-ascend",
         "0.23.0",
         {PYTHON: Range("3.10", "3.13"), "torch": _exactly("2.10.0"), "transformers": _exactly("5.5.4")},
-        STACKS["ascend"].source,
+        STACKS[ASCEND.name].source,
     ),
     Release("ray-ascend", "0.1", {PYTHON: Range("3.10", "3.12"), "ray": Range("2.55")}, "ray-ascend, README"),
     Release(
