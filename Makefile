@@ -1,11 +1,14 @@
 # `make demo` trains the example, `make test` checks everything; both set up .venv first.
 PYTHON ?= python3
+PYTHON312 ?= python3.12
 VENV := .venv
 VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 VENV_TQ := .venv-transferqueue
 VENV_ENGINES := .venv-engines
 VENV_JOBS := .venv-jobs
+VENV_PYTHON312 := .venv-python312
+VENV_TORCH210 := .venv-torch210
 BIN := $(VENV)/bin
 SEED ?= 0
 LOAD ?= 0
@@ -16,9 +19,10 @@ DRAWS ?= 100
 PROGRAM ?= grpo
 NAMES ?=
 ENGINES ?=
+STACKS ?=
 SEEDS ?= 0 1 2
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -91,6 +95,36 @@ $(VENV_JOBS)/ready: pyproject.toml constraints/cpu.txt
 
 test-jobs: $(VENV_JOBS)/ready
 	$(VENV_JOBS)/bin/pytest tests/test_jobs.py
+
+# The quick tests on other versions than those that this is developed with. For each a CPU build of torch is taken where pip finds one, else
+# a CUDA build, which runs as well: 5 GB of packages.
+$(VENV_PYTHON312)/ready: pyproject.toml constraints/cpu.txt
+	$(PYTHON312) -m venv $(VENV_PYTHON312)
+	$(VENV_PYTHON312)/bin/pip install --quiet --constraint constraints/cpu.txt torch
+	$(VENV_PYTHON312)/bin/pip install --quiet --constraint constraints/cpu.txt --editable '.[run,dev]'
+	touch $@
+
+$(VENV_TORCH210)/ready: pyproject.toml constraints/torch210.txt
+	$(PYTHON) -m venv $(VENV_TORCH210)
+	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt torch
+	$(VENV_TORCH210)/bin/pip install --quiet --constraint constraints/torch210.txt --editable '.[run,dev]'
+	touch $@
+
+# Python 3.12 (make test-python312 PYTHON312=PATH), with the packages of constraints/cpu.txt.
+test-python312: $(VENV_PYTHON312)/ready
+	$(VENV_PYTHON312)/bin/pytest -n auto -m "not slow"
+
+# torch 2.10 and what the Ascend stack has beside it, and the lowest versions of all else that pyproject.toml allows.
+test-torch210: $(VENV_TORCH210)/ready
+	$(VENV_TORCH210)/bin/pytest -n auto -m "not slow"
+
+# Whether the versions that are locked for each stack go together, by the index's word: nothing is installed. STACKS="cuda ascend": of these.
+resolve: $(VENV)/ready
+	$(BIN)/python constraints/resolve.py $(STACKS)
+
+# Locks anew what the index gives now: make lock STACKS=ascend
+lock: $(VENV)/ready
+	$(BIN)/python constraints/resolve.py --write $(STACKS)
 
 # Harms hosts of a cluster of four at random, their links and processes, and counts what that costs: 200 faults take some two hours.
 lost-hosts: $(VENV)/ready
@@ -229,4 +263,4 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_JOBS)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210)

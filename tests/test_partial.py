@@ -138,9 +138,18 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
             ),
             "`refill` of `host.some` beside `partial`",
         ),
+        (
+            (
+                "  source -> actor.generate\n",
+                '  node host.twice(prompt) { select = "twice.py:twice", per = prompt }\n'
+                "  source -> host.twice -> actor.generate\n",
+            ),
+            "`select` of `host.twice` beside `partial`",
+        ),
     ],
 )
 def test_what_a_run_cannot_do_beside_it_is_refused_by_name(place, change, what):
+    (place.folder / "twice.py").write_text("def twice(*columns) -> list[int]:\n    return [0, 0]\n")
     written(place, "on one pool, one group", change)
     code, _, err = place.run("p.rlg", *SMALL)
     assert code and f"error[not-yet]: {what} can be planned for, not run" in err and "leave one of the two out" in err

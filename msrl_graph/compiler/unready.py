@@ -140,6 +140,11 @@ def _beside_partial(plan: Plan) -> Iterator[tuple[str, Span]]:
         yield f"`partial` of `{other.name}`", other.at("partial")
     for filter in (n for n in graph.nodes if Call.of(n).refill):
         yield f"`refill` of `{filter.name}`", filter.at("refill")
+    for name in sorted(
+        graph.flow.before(node.name)
+    ):  # a prompt that is there twice has one place among those under way
+        if Call.of(filter := graph.node(name)).select is not None:
+            yield f"`select` of `{name}`", filter.at("select")
     source = graph.node("source")
     if Source.of(source).weights is not None:
         yield "`weights` of `source`", source.at("weights")

@@ -6,6 +6,7 @@ Invariant: as in time.py, nothing is composed here and no order assumed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -60,7 +61,7 @@ def taken(plan: Plan, functions: Iterable[str]) -> Figure:
     each = plan.cluster.device.overheads.function
     if not plan.cluster.device.kind.is_host:
         return Figure(0.0, "derived", "ranks have devices of their own")
-    seconds = sum(function(plan, holdings.row_count(plan, name)).value for name in functions)
+    seconds = math.fsum(function(plan, holdings.row_count(plan, name)).value for name in functions)
     return Figure(seconds, each.source, each.basis)
 
 
@@ -72,7 +73,7 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
     operators = PER_TENSOR * tensors * device.launch.value
     gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
     source = weakest(*(s.seconds for s in edge.steps), device.launch)
-    seconds = sum(s.seconds.value for s in edge.steps) + operators + gathers
+    seconds = math.fsum(s.seconds.value for s in edge.steps) + operators + gathers
     return Figure(seconds, source, f"the sum of the {count} steps, and what operators take at least")
 
 

@@ -236,7 +236,7 @@ class Costs:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
         if update:
-            parts.append(self._stored(tokens, sum(p.value for p in parts)))
+            parts.append(self._stored(tokens, math.fsum(p.value for p in parts)))
         found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
         if self.layout.pp == 1:
             return found
@@ -312,7 +312,7 @@ class Costs:
             (2 * work.scored * head / group, 1),
         ]
         rates = [device.rate(self.dtype, each) for each, _ in products]
-        multiplied = sum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
+        multiplied = math.fsum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
         whole = self._head_flops(act) * work.pairs
         # Where it was measured, what is masked is in the rate.
         each = (

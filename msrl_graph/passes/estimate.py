@@ -7,6 +7,7 @@ Python functions are left out, and noted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -60,10 +61,10 @@ class EstimateTime(Pass):
         # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
         for name, op in (("reshard", "RESHARD"), ("copy to send from", "PUBLISH"), ("swap in (H2D)", "SWAP_IN")):
             by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
-            pool, found = max(by_pool.items(), key=lambda item: sum(f.value for f in item[1]))
+            pool, found = max(by_pool.items(), key=lambda item: math.fsum(f.value for f in item[1]))
             if found:
                 basis = found[0].basis if len(found) == 1 else "the sum of all resharding edges'"
-                phases.append(Phase(name, pool, Figure(sum(f.value for f in found), weakest(*found), basis)))
+                phases.append(Phase(name, pool, Figure(math.fsum(f.value for f in found), weakest(*found), basis)))
         for node in plan.graph.nodes:
             pool = plan.placement(node.name).pool
             if pool == FUNCTIONS:
@@ -82,7 +83,7 @@ class EstimateTime(Pass):
                 )
         dispatch = [t.seconds for t in plan.traffic if t.bytes]
         if dispatch:
-            total = sum(f.value for f in dispatch)
+            total = math.fsum(f.value for f in dispatch)
             phases.append(
                 Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges"))
             )

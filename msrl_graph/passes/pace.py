@@ -93,7 +93,7 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
     places = math.lcm(*(sends.sparse.values()))
     arcs = _arcs(plan, seconds, around, sends, places)
     circle = _slowest(arcs, places)
-    whole, iterations = sum(a.seconds for a in circle), sum(a.iterations for a in circle)
+    whole, iterations = math.fsum(a.seconds for a in circle), sum(a.iterations for a in circle)
     chain = " > ".join(dict.fromkeys(a.path for a in circle))
     why = f"{iterations} iterations at a time: {chain}"
     if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
@@ -143,7 +143,7 @@ def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
     """The circle that takes the most seconds an iteration: while another takes more than the best so far, that one."""
     best = [arcs[0]] * places  # the updates, one after the other
     while True:
-        rate = sum(a.seconds for a in best) / sum(a.iterations for a in best)
+        rate = math.fsum(a.seconds for a in best) / sum(a.iterations for a in best)
         if (better := _above(arcs, places, rate)) is None:
             return best
         best = better

@@ -7,6 +7,7 @@ offloaded being so at no cost, so no combination with others is quicker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -65,7 +66,7 @@ class Choices:
             if fitting and not self.wide:
                 break
         if fitting:
-            return sorted(fitting, key=lambda c: sum(c.seconds.values()))
+            return sorted(fitting, key=lambda c: math.fsum(c.seconds.values()))
         if not found:  # the engines allow none, as the checks tell of any
             found.append(self._choice(skeleton, owner, skeleton.placement(owner.node)))
         return sorted(found, key=lambda c: c.over)[:1]
@@ -127,7 +128,7 @@ class Choices:
                 done = self.place.complete(roomy, roomy.placement(node))
                 if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
                     done = holdings.with_options(done, {"offload": "none"})
-                seconds[node] = sum(
+                seconds[node] = math.fsum(
                     f.value for f in EstimateTime(engines).of_node(replace(plan, placements=(done,)), node)
                 )
         weights = holdings.weights(plan, engines, name)

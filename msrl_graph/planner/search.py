@@ -252,7 +252,7 @@ class _Run:
                 self._refuse(item.bound, space, at, why)
                 return
             time_of = EstimateTime(self.search.engines).of_node
-            seconds = {("RUN", n): sum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
+            seconds = {("RUN", n): math.fsum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
             for edge in self.plan.graph.reshards():
                 seconds |= least_seconds(rough, self.search.engines, edge)
             bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)

@@ -6,6 +6,7 @@ these takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Space:
         seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
         busy = dict.fromkeys(self.division.pools, 0.0)
         for owner, choice in zip(self.owners, self.chosen(at), strict=True):
-            busy[self.division.pool_of(owner.node)] += sum(choice.seconds.values())
+            busy[self.division.pool_of(owner.node)] += math.fsum(choice.seconds.values())
         return max(self.least(seconds), *busy.values())
 
     def chosen(self, at: Sequence[int]) -> list[Choice]:
