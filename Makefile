@@ -17,8 +17,9 @@ PROGRAM ?= grpo
 NAMES ?=
 ENGINES ?=
 SEEDS ?= 0 1 2
+MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -217,6 +218,11 @@ bench-dock: $(VENV)/ready $(VENV_TQ)/ready $(VENV_VERL)/ready
 # What `balance = tokens` moves, for lengths drawn at random or those of a file: make bench-dock-lengths LENGTHS=FILE
 bench-dock-lengths: $(VENV)/ready
 	$(BIN)/python bench/dock.py --page --lengths $(LENGTHS)
+
+# What our code calls of packages that cannot run here, read from their wheels, 1.4 GB, which are not installed; about two minutes.
+# MINDSPEED=FOLDER: a clone of it, which no registry has; without one what is known of it stays.
+contracts: $(VENV)/ready
+	$(BIN)/python tests/contracts/write.py $(if $(MINDSPEED),--mindspeed $(MINDSPEED))
 
 # What trl and verl compute, to which tests/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
 peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
