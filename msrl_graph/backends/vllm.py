@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..hardware.settings import Setting
 from ..ir.work import Work
@@ -41,6 +41,7 @@ from .vllm_core import (
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from vllm.sampling_params import SamplingParams
 
     from ..ir.plan import Placement
     from ..sharding.layout import Layout
@@ -66,8 +67,6 @@ def _settings(situation: Situation) -> Iterator[Setting]:
         return
     lie = "weights are written in place, and lie as they are sent"
     yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", lie, "vllm-ascend, worker/worker.py")
-    stated = "weights are of the type that the plan says"
-    yield Setting("VLLM_ASCEND_AUTO_DETECT_QUANTIZATION", "0", stated, "verl, trainer/constants_ppo.py")
     yield Setting("TASK_QUEUE_ENABLE", "1", "no graph is captured with level 2", "verl, perf_tuning_on_ascend.rst")
     sleeps = "what sleeps gives its memory back"
     yield Setting("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", sleeps, "Ascend/pytorch, issue 166")
@@ -233,7 +232,7 @@ class Engine:
         each, room = len(rows) // len(prompts), sampling.max_tokens - begun
         drawn = self.drawing.call = Drawn(rows, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(rows))]
-        self._params: dict[int, Any] = {}
+        self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
         self._numbers = count()
         alike: dict[bytes, list[int]] = {}
