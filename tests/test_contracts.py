@@ -172,7 +172,10 @@ def test_a_line_says_what_the_source_says(their, name, line):
 
 RIGHT = """
     import vllm.engine as e
+    from importlib import import_module
     from vllm import Core, Late
+
+    BEFORE = import_module("vllm.engine").zeros(1)
 
     NAMES = {"VLLM_KNOWN": "1"}
 
@@ -209,41 +212,42 @@ def test_right_calls_are_right(their):
         (
             "Core(requests, log=True)",
             "Core(log=True)",
-            "7: `vllm.engine.Core` of vllm 1.0 is called without `requests`",
+            "10: `vllm.engine.Core` of vllm 1.0 is called without `requests`",
         ),
-        ("log=True", "logs=True", "7: `vllm.engine.Core` of vllm 1.0 has no parameter `logs`"),
-        ("log=True", "True", "7: `vllm.engine.Core` of vllm 1.0 takes 1 by position, not 2"),
-        ("log=True", "**{'logs': 1}", "7: `vllm.engine.Core` of vllm 1.0 has no parameter `logs`"),
+        ("log=True", "logs=True", "10: `vllm.engine.Core` of vllm 1.0 has no parameter `logs`"),
+        ("log=True", "True", "10: `vllm.engine.Core` of vllm 1.0 takes 1 by position, not 2"),
+        ("log=True", "**{'logs': 1}", "10: `vllm.engine.Core` of vllm 1.0 has no parameter `logs`"),
         (
             "e.Request(3, name",
             "e.Request(name",
-            "12: `vllm.engine.Request` of vllm 1.0 is called without `size`",
+            "15: `vllm.engine.Request` of vllm 1.0 is called without `size`",
         ),
         (
             "self.core.first)",
             "1, wave=0, request=2)",
-            "15: `vllm.engine.Core.step` of vllm 1.0 is given `request` twice",
+            "18: `vllm.engine.Core.step` of vllm 1.0 is given `request` twice",
         ),
-        ("self.core.step(", "self.core.steps(", "15: vllm 1.0 has no `vllm.engine.Core.steps`"),
-        ("request.name", "request.names", "17: vllm 1.0 has no `vllm.engine.Request.names`"),
-        ('"requests")', '"waiting")', "18: vllm 1.0 has no `vllm.engine.Core.waiting`"),
-        ("Core, Late", "Core, Latest", "2: vllm 1.0 has no `vllm.Latest`"),
-        ("VLLM_KNOWN", "VLLM_UNKNOWN", "4: vllm 1.0 has no `vllm.envs.VLLM_UNKNOWN`"),
+        ("self.core.step(", "self.core.steps(", "18: vllm 1.0 has no `vllm.engine.Core.steps`"),
+        ("request.name", "request.names", "20: vllm 1.0 has no `vllm.engine.Request.names`"),
+        ('"requests")', '"waiting")', "21: vllm 1.0 has no `vllm.engine.Core.waiting`"),
+        ("Core, Late", "Core, Latest", "3: vllm 1.0 has no `vllm.Latest`"),
+        ("zeros(1)", "ones(1)", "5: vllm 1.0 has no `vllm.engine.ones`"),
+        ("VLLM_KNOWN", "VLLM_UNKNOWN", "7: vllm 1.0 has no `vllm.envs.VLLM_UNKNOWN`"),
         (
             "out=None",
             "into=None",
-            "19: `vllm.engine.zeros` of vllm 1.0 fits in none of its 2 forms: one takes 1 by position, not 2",
+            "22: `vllm.engine.zeros` of vllm 1.0 fits in none of its 2 forms: one takes 1 by position, not 2",
         ),
         (
             "def apply(self, logits, state=None)",
             "def apply(self, logits)",
-            "22: `apply(logits)` stands for `vllm.engine.Core.apply(logits, state=...)` of vllm 1.0, "
+            "25: `apply(logits)` stands for `vllm.engine.Core.apply(logits, state=...)` of vllm 1.0, "
             "and takes other arguments",
         ),
         (
             "def apply",
             "def applied",
-            "22: `applied` overrides nothing: vllm 1.0 has no `vllm.engine.Core.applied`",
+            "25: `applied` overrides nothing: vllm 1.0 has no `vllm.engine.Core.applied`",
         ),
     ],
 )

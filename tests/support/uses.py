@@ -179,10 +179,7 @@ class Uses(Holding):
                 for thing in self._things(inner, scope):
                     if isinstance(thing, Of) and thing.type in self.bases:
                         key = f"{thing.type}.{name}"
-                        if value:
-                            self.members[key] = either(self.members.get(key, ()), value)
-                        else:
-                            self.members.setdefault(key, ())
+                        self.members[key] = either(self.members.get(key, ()), value)
                     else:
                         self._member((thing,), name, target)
             case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=str(key))):
@@ -342,6 +339,8 @@ class Uses(Holding):
             match thing:
                 case Ref(name=name) if name.startswith("() -> "):
                     found.append((Of(name.removeprefix("() -> ")),))
+                case Ref(name="importlib.import_module") if isinstance(node.args[0], ast.Constant):
+                    found.append(self._is(str(node.args[0].value), node))
                 case Ref(name="unittest.mock.patch.object" | "unittest.mock.patch.multiple"):
                     self._patched(node, given, by_name, keys)
                 case Ref(name=name) if self.contracts.has(name):
