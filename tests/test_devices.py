@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from msrl_graph.backends import RUNS, devices, packages
+from msrl_graph.backends import UNTRIED, devices, packages
 from msrl_graph.backends.devices import Device, Lane
 from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
@@ -19,17 +19,19 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
     names = "name torch resource collectives asked_as interfaces visible files plugin"
-    facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
+    facts = "mask_rises is_host shares_host_memory runs_ahead groups_beside_sleep"
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES", "nvidia[0-9]*", "")
     seen = ("ASCEND_RT_VISIBLE_DEVICES", "davinci[0-9]*")
     ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), *seen, "torch_npu")
     table = [
-        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", "", ""), (True, True, False, True)),
-        (cuda, (False, False, True, True)),
-        (ascend, (False, False, True, False)),
+        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", "", ""), (False, True, True, False, True)),
+        (cuda, (False, False, False, True, True)),
+        (ascend, (True, False, False, True, False)),
     ]
     fields = f"{names} {facts}".split()
-    told = [{k: v for k, v in asdict(kind).items() if k != "settings"} for kind in DEVICE_KINDS.values()]
+    told = [
+        {k: v for k, v in asdict(kind).items() if k not in ("settings", "adaptors")} for kind in DEVICE_KINDS.values()
+    ]
     assert told == [dict(zip(fields, said + true, strict=True)) for said, true in table]
     assert [kind.backends() for kind in DEVICE_KINDS.values()] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
     assert [kind.ray(2) for kind in DEVICE_KINDS.values()] == [
@@ -48,12 +50,26 @@ def test_ray_calls_devices_alike():
     assert told == {kind.name: (kind.resource, kind.visible) for kind in (CUDA, ASCEND)}
 
 
+def test_a_kind_that_others_are_adapted_to_needs_what_adapts_them():
+    needs = ("torch", "megatron-core", "vllm", "numpy")
+    assert CUDA.packages(needs) == HOST.packages(needs) == needs
+    assert ASCEND.packages(needs) == (
+        "torch",
+        "torch-npu",
+        "megatron-core",
+        "mindspeed",
+        "vllm",
+        "vllm-ascend",
+        "numpy",
+    )
+
+
 def test_presets_are_of_these_kinds():
     found = {name: (preset.kind, preset.resource) for name, preset in DEVICES.items()}
     ascend = dict.fromkeys(("ascend-910c", "ascend-910c-die", "ascend-910b"), ASCEND)
     kinds = dict.fromkeys(DEVICES, CUDA) | ascend | {"cpu": HOST, "here": HOST}
     assert found == {name: (kind, kind.resource) for name, kind in kinds.items()}
-    assert set(RUNS) <= set(DEVICE_KINDS)
+    assert set(UNTRIED) <= set(DEVICE_KINDS)
 
 
 def test_what_a_process_may_not_see_is_not_here(monkeypatch):

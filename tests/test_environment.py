@@ -10,8 +10,8 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.hardware.settings import Setting, applied, kept
-from msrl_graph.runtime.driver import prepared
+from msrl_graph.hardware.settings import Setting, applied, differing
+from msrl_graph.runtime.driver import variables
 
 PROGRAM = """import grpo
 cluster pod {{ device = "{device}", nodes = 2, devices_per_node = 8 }}
@@ -52,6 +52,7 @@ def test_each_pool_wants_what_its_devices_and_its_engines_want():
     assert generate == update | {
         "VLLM_ASCEND_ENABLE_NZ": "0",
         "TASK_QUEUE_ENABLE": "1",
+        "ASCEND_LAUNCH_BLOCKING": "0",
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
     }
     assert all(s.why and s.source for of in made.surroundings for s in of.settings)
@@ -78,9 +79,7 @@ def test_text_and_script_say_them_with_why():
 def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
     mine, theirs = Setting("A", "1", "it must be", "a page"), Setting("B", "2", "so", "a page")
     assert applied([mine, theirs], {"A": "7"}) == {"B": "2"}
-    assert kept([mine, theirs], {"A": "7", "B": "2"}) == [
-        "A is '7' in your environment and stays so; the plan wants '1': it must be"
-    ]
+    assert differing([mine, theirs], {"A": "7", "B": "2"}) == [(mine, "7")]
 
 
 def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
@@ -99,8 +98,33 @@ finally:
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
-def test_a_run_tells_of_variables_that_stay(monkeypatch):
-    monkeypatch.setitem(os.environ, "TASK_QUEUE_ENABLE", "2")
-    (found,) = prepared._kept(plan())
-    assert found.code == "kept-variable" and "TASK_QUEUE_ENABLE is '2'" in found.message
-    assert "no graph is captured with level 2" in found.message
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("HCCL_EXEC_TIMEOUT", "60", "kept-variable"),
+        ("TASK_QUEUE_ENABLE", "0", "kept-variable"),
+        ("TASK_QUEUE_ENABLE", "2", "failing-variable"),
+        ("VLLM_ASCEND_ENABLE_NZ", "2", "failing-variable"),
+        ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True", "failing-variable"),
+        ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:128", "kept-variable"),
+    ],
+)
+def test_a_run_tells_of_variables_that_stay_and_refuses_those_that_fail(monkeypatch, name, value, code):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv(name, value)
+    made = plan()
+    (found,) = variables.check(made)
+    (setting,) = (s for s in made.wanted(0) if s.name == name)
+    assert (found.code, found.severity) == (code, "error" if code == "failing-variable" else "warning")
+    stays = "" if code == "failing-variable" else " and stays so"
+    assert found.message == (
+        f"{name} is {value!r} in your environment{stays}; the plan wants {setting.value!r}: {setting.why}"
+    )
+    # What the help says helps, and on a cluster it is the hosts' environment that counts.
+    monkeypatch.delenv(name)
+    assert variables.check(made) == []
+    monkeypatch.setenv(name, setting.value)
+    assert variables.check(made) == []
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert variables.check(made) == []

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
+from msrl_graph.hardware.settings import Setting
+from msrl_graph.ir.plan import Surroundings
 from msrl_graph.runtime.driver import shipping
 from msrl_graph.runtime.driver.probe import Hosts
 from msrl_graph.runtime.process import facts
@@ -25,6 +28,7 @@ FACTS = facts.Facts(
     sizes=SIZES,
     cores=8,
     devices=0,
+    variables={},
     memory=12 << 30,
     total=16 << 30,
     shared=8 << 30,
@@ -118,6 +122,58 @@ def test_an_interface_that_a_program_states_belongs_on_every_host(plan):
     ]
 
 
+@pytest.fixture(scope="module")
+def on_ascend():
+    program = """import grpo
+cluster pod { device = "ascend-910c-die", nodes = 2, devices_per_node = 8 }
+deploy grpo on pod {
+  model policy = "tiny"
+  data source = "rows.jsonl" { prompt = "p" }
+}
+"""
+    with warnings.catch_warnings(action="ignore"):
+        found = compile("p.rlg", text=program)
+    own = Setting("TASK_QUEUE_ENABLE", "1", "no graph is captured with level 2", "a page", fails="2")
+    return replace(found, surroundings=(Surroundings(found.pools[0].name, (own,)),))
+
+
+def test_a_mask_that_hides_devices_of_a_host_is_told_there(on_ascend):
+    all_seen, masked = {"devices": 8}, {"devices": 8, "variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,8,9,10,11"}}
+    hosted = replace(hosts(on_ascend, masked), seen=[{**FACTS, **all_seen}, {**FACTS, **masked, "name": "node-b"}])
+    assert refused(hosted) == [
+        "no-resources: ASCEND_RT_VISIBLE_DEVICES is '0,1,2,3,8,9,10,11', and of its numbers 8, 9, 10, 11 are left out: "
+        "the host has 8, which begin with 0",
+        "  host               ASCEND_RT_VISIBLE_DEVICES",
+        "  10.0.0.1 (node-a)  -",
+        "  10.0.0.2 (node-b)  0,1,2,3,8,9,10,11 !",
+        "= unset ASCEND_RT_VISIBLE_DEVICES where Ray is started, or list the host's own numbers, rising from 0",
+    ]
+
+
+def test_a_variable_that_a_host_has_set_otherwise_is_told_and_one_that_fails_refused(on_ascend):
+    def with_level(*levels):
+        levels = [{**FACTS, "devices": 8, "name": f"node-{i}", "variables": level} for i, level in enumerate(levels)]
+        return replace(hosts(on_ascend, {}), seen=levels)
+
+    assert with_level({}, {"TASK_QUEUE_ENABLE": "1"}).judge(verbose=False) == []
+    told = ": the plan wants TASK_QUEUE_ENABLE=1: no graph is captured with level 2"
+    (warned,) = with_level({}, {"TASK_QUEUE_ENABLE": "0"}).judge(verbose=False)
+    assert warned.splitlines() == [
+        f"warning[kept-variable]{told}",
+        "  host               TASK_QUEUE_ENABLE",
+        "  10.0.0.1 (node-0)  -",
+        "  10.0.0.2 (node-1)  0 !",
+        "  unset it, or leave it where it is meant",
+    ]
+    assert refused(with_level({"TASK_QUEUE_ENABLE": "0"}, {"TASK_QUEUE_ENABLE": "2"})) == [
+        f"failing-variable{told}",
+        "  host               TASK_QUEUE_ENABLE",
+        "  10.0.0.1 (node-0)  0",
+        "  10.0.0.2 (node-1)  2 !",
+        "= unset TASK_QUEUE_ENABLE, or set it to 1 (a page)",
+    ]
+
+
 def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
     """As Ray hands it over: by its code."""
     (tmp_path / "there").write_text("12345")
@@ -125,12 +181,14 @@ def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
         "packages": {"numpy": ("numpy",), "vllm": ("vllm-of-nobody", "pytest")},
         "files": [str(tmp_path / "there"), str(tmp_path / "none")],
         "devices": "",
+        "variables": ["PATH", "SET_BY_NOBODY"],
         "address": "127.0.0.1",
         "interface": "",
     }
     found = facts.look(asked)
     assert found["sizes"] == {str(tmp_path / "there"): 5, str(tmp_path / "none"): -1}
     assert found["versions"]["numpy"] and found["versions"]["vllm"] == pytest.__version__
+    assert [*found["variables"]] == ["PATH"]
     assert (found["interface"], found["speaks"]) == ("lo", "127.0.0.1")
     assert found["versions"]["msrl-graph"].count(" ") == 1 and 0 < found["memory"] <= found["total"]
     assert facts.interface("127.0.0.1", "eth-of-nobody") == ("", "")

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -130,9 +131,7 @@ def with_critic(graph: Graph) -> Graph:
     )
 
 
-def meshes(
-    model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[int, ...], backend: str
-) -> Iterator[Layout]:
+def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[int, ...]) -> Iterator[Layout]:
     """Every mesh of so many devices that an engine can divide a model in, tensor parallelism within a host; of those
     that differ in etp alone the least, and no more than runs where the engine does."""
     sizes = range(1, devices + 1)
@@ -145,7 +144,7 @@ def meshes(
             and axes <= set(spec.axes)
             and tp <= host
             and not any(misfits(model, spec, layout))
-            and (spec.spread.runs(layout) or not runs(spec.name, backend))
+            and (spec.spread.takes(layout, model) or not runs(spec.name))
             and (tp, pp, dp, ep, z) not in seen
         ):
             seen.add((tp, pp, dp, ep, z))
@@ -155,7 +154,6 @@ def meshes(
 def every(plan: Plan) -> Iterator[Plan]:
     """Every plan that could be stated where the file states nothing."""
     host = plan.cluster.devices_per_node
-    backend = plan.cluster.device.backend
     for division in divisions(plan):
         nodes = [n.name for n in plan.graph.nodes if n.verb in ("update", "generate")]
         home = division.pool_of("actor.update")
@@ -172,7 +170,7 @@ def every(plan: Plan) -> Iterator[Plan]:
                 some = (
                     [spec.spread.settled(layout, model)]
                     if layout is not None
-                    else meshes(model, spec, pool.devices, host, zero, backend)
+                    else meshes(model, spec, pool.devices, host, zero)
                 )
                 found += [(x, stated or EngineChoice(spec.name)) for x in some]
             choices.append(found)
@@ -275,6 +273,20 @@ def test_the_same_bytes_whatever_the_hash_seed(tmp_path: Path) -> None:
         for seed in ("1", "2")
     ]
     assert runs[0] == runs[1] and b'"optimal": true' in runs[0]
+
+
+def test_a_model_without_experts_is_divided_over_tp_where_its_engine_runs() -> None:
+    """What an engine runs of experts says nothing of a model that has none."""
+    program = """import grpo
+cluster pod { device = "h100", nodes = 2, devices_per_node = 8 }
+deploy grpo on pod {
+  model policy = "qwen2.5-32b"
+  data source = "train.jsonl" { prompt = "problem" }
+}
+"""
+    with warnings.catch_warnings(action="ignore"):
+        found = compile("p.rlg", text=program).placement("actor.generate")
+    assert (found.engine.name, found.layout.tp) == ("vllm", 8)
 
 
 def test_why(golden: Callable[[str, str], None]) -> None:

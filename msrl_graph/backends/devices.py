@@ -44,7 +44,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """The `index`-th of the devices of a kind that this process sees. Ray shows a rank its own alone."""
+    """The `index`-th of the devices of a kind that this process sees (hardware/masks.py)."""
 
     kind: DeviceKind = HOST
     index: int = 0

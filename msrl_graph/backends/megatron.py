@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
@@ -85,6 +86,9 @@ class Engine:
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
         whole = transformer.empty(model)
+        if devices.device.kind.plugin:
+            # Before anything of Megatron is imported: it puts others in the place of its functions.
+            import_module("mindspeed.megatron_adaptor")
         with self._megatron():
             self.groups = _groups(devices, layout, model.experts is not None)
             _prepare()

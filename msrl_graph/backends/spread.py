@@ -43,6 +43,10 @@ class Spread:
         found += [f"zero = {layout.zero}"] * (layout.zero != Layout.zero)
         return ", ".join([*found, *[f"cp_kind = {layout.cp_kind}"] * (layout.cp_kind != Layout.cp_kind)])
 
+    def takes(self, layout: Layout, model: Model) -> bool:
+        """Whether the engine's half here runs a layout of a model: of one without experts each."""
+        return model.experts is None or self.runs(layout)
+
     def settled(self, layout: Layout, model: Model) -> Layout:
         """The layout with its etp: 0 stands for one that the file leaves to the engine."""
         return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))

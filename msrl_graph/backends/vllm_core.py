@@ -35,29 +35,38 @@ if TYPE_CHECKING:
 
     from .devices import Devices
 
-# Tokens of a block of the cache: vLLM's kernels for the CPU take multiples of 32, and prompts share whole blocks alone.
-BLOCK = 32
+# Tokens of a block of the cache: of these alone do prompts share the beginning. vLLM's kernels for the CPU take
+# multiples of 32, vllm-ascend's 128 alone (attention_v1.py, get_supported_kernel_block_sizes).
+BLOCK, DEVICE_BLOCK = 32, 128
 DRAWN = 1 << 24  # logits that are drawn from at once, in float64
 LATENT_EPSILON = 1e-6
 STEP = 8192  # tokens that a step computes at most, unless more sequences run
-# Of vLLM's process: the scheduler runs in it, threads are where the rank has put them, nothing is compiled or sent.
+# Of vLLM's process: the scheduler runs in it, nothing is sent.
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# Of a process on a host's cores besides: threads are where the rank has put them, nothing is compiled. (Elsewhere the
+# latter would have torch.accelerator wait for nothing.)
+ON_HOST = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+# Steps of decoding are captured as graphs, for which nothing need be compiled; a cache and weights that sleep are at
+# their addresses when they wake.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Names of process groups are numbers that all ranks count alike; those of vLLM are made by some, and count apart.
 _apart = itertools.count(1 << 20, 1 << 20)
+
+
+def block(work: Work) -> int:
+    return BLOCK if work.on_host else DEVICE_BLOCK
 
 
 def fed(work: Work) -> int:
     """Tokens of the prompts of all sequences at once: those that run share whole blocks of a prompt, but for the one
     that its last token is in."""
-    shared = max(0, work.prompt - 1) // BLOCK * BLOCK
+    shared = max(0, work.prompt - 1) // block(work) * block(work)
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
@@ -70,7 +79,7 @@ def stepped(work: Work) -> int:
 def cached(work: Work) -> tuple[int, int]:
     """Sequences at once, and blocks for all of them at their bound; the first block is vLLM's own."""
     sequences = work.rows * work.samples
-    return sequences, 1 + sequences * -(-(work.prompt + work.response) // BLOCK)
+    return sequences, 1 + sequences * -(-(work.prompt + work.response) // block(work))
 
 
 def cache_elements(work: Work) -> int:
@@ -183,7 +192,8 @@ class Replica:
     def __init__(self, devices: Devices) -> None:
         from torch import distributed as dist
 
-        os.environ |= {name: value for name, value in SURROUNDINGS.items() if name not in os.environ}
+        wanted = SURROUNDINGS | (ON_HOST if devices.device.kind.is_host else {})
+        os.environ |= {name: value for name, value in wanted.items() if name not in os.environ}
         # In the order in which vLLM counts them (tp fastest, then pp).
         ranks = [dist.get_rank()]
         if devices.mesh is not None:
@@ -227,7 +237,9 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         _turns(model)
     if work.on_host:
         os.environ["VLLM_MLA_DISABLE"] = "1"
-    import vllm._custom_ops as operators
+        import vllm._custom_ops as operators
+
+        operators._supports_onednn = False  # else parameters are packed for its kernels, and what is written is lost
     from torch import distributed as dist
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
@@ -245,7 +257,6 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
 
     # By its own rule vLLM gives layers that do not come out even to other stages than the plan.
     envs.VLLM_PP_LAYER_PARTITION = ",".join(map(str, work.layout.chunks(model.layers)))
-    operators._supports_onednn = False  # else parameters are packed for its kernels, and what is written there is lost
     sequences, blocks = cached(work)
     arguments = EngineArgs(
         model=model.path,
@@ -256,12 +267,14 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         max_model_len=work.prompt + work.response,
         max_num_seqs=sequences,
         max_num_batched_tokens=stepped(work),
-        block_size=BLOCK,
+        block_size=block(work),
         num_gpu_blocks_override=blocks,
-        kv_cache_memory_bytes=blocks * BLOCK * cache_elements(work) * BYTES[work.dtype],
+        kv_cache_memory_bytes=blocks * block(work) * cache_elements(work) * BYTES[work.dtype],
         # So much of a device must be free as it starts, which others may fill then: the plan has counted all of them.
         gpu_memory_utilization=0.01,
-        enforce_eager=True,
+        enforce_eager=work.on_host,
+        enable_sleep_mode=not work.on_host,
+        compilation_config={} if work.on_host else GRAPHS,
         tensor_parallel_size=work.layout.tp,
         pipeline_parallel_size=work.layout.pp,
         distributed_executor_backend="external_launcher",
@@ -297,27 +310,35 @@ def as_stated(module: Any) -> None:
             norm.variance_epsilon = LATENT_EPSILON
 
 
-def settle(module: Any) -> None:
-    """Brings what was written of experts into the form that vLLM's kernels read, in its place."""
+def settle(module: Any, dtype: Any, turned: bool) -> None:
+    """Brings what was written into the forms that vLLM's kernels read besides, in their place: of experts, unless they
+    are `turned`, which `views` knows of, and of what attention to latents makes of its projections."""
     import torch
-    import vllm._custom_ops as operators
 
     for layer in module.modules():
-        if hasattr(layer, "w13_weight"):
+        if hasattr(layer, "w13_weight") and not turned:
             method = layer.quant_method
             # What computes them, in vLLM 0.23 on a CPU and elsewhere.
             kernel = getattr(method, "cpu_fused_moe", None) or getattr(method.moe_kernel, "fused_experts", None)
             if (isa := getattr(kernel, "isa", None)) is None:
                 method.process_weights_after_loading(layer)
                 continue
+            import vllm._custom_ops as operators
+
             # The kernels for the CPU read them packed, which vLLM does once and not again after an update.
             with torch.no_grad():
                 for weight in (layer.w13_weight, layer.w2_weight):
                     weight.copy_(operators.cpu_prepack_moe_weight(weight.clone(), isa))
+        elif hasattr(layer, "kv_b_proj") and hasattr(layer, "process_weights_after_loading"):
+            with torch.no_grad():
+                layer.process_weights_after_loading(dtype)
 
 
-def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]]) -> Iterator[Shard]:
-    """Where each box lies in vLLM's parameters; `fused`: what it lays end to end in one, by its name."""
+def views(
+    boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str, Iterable[str]], turned: bool = False
+) -> Iterator[Shard]:
+    """Where each box lies in vLLM's parameters; `fused`: what it lays end to end in one, by its name; `turned`: whether
+    it has experts by the product's rows, [experts, in, out], as vllm-ascend has."""
     import torch
 
     inside = {part: (whole, list(parts)) for whole, parts in fused.items() for part in parts}
@@ -346,6 +367,7 @@ def views(boxes: dict[str, Box], named: dict[str, torch.Tensor], fused: dict[str
         kind = "w2_weight" if leaf.startswith("down") else "w13_weight"
         places = (f"{owner}.routed_experts.{kind}", f"{owner}.{kind}")
         whole = parameter(name, next((p for p in places if p in named), places[0]))
+        whole = whole.transpose(1, 2) if turned else whole
         if kind == "w2_weight":
             return whole.narrow(2, 0, sizes[name][2])
         return whole.narrow(1, whole.shape[1] // 2 if leaf.startswith("up") else 0, sizes[name][1])

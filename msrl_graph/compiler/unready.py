@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .. import algorithms
-from ..backends import ENGINES, RUNS, UNTRIED, runs
+from ..backends import ENGINES, UNTRIED, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
+from ..hardware.device_kinds import Where
 from ..ir.attributes import Call, Generate, SampleEdge, Source, Update
 from ..ir.options import STATEMENTS
 from ..ir.plan import Note, Placement, Plan
@@ -27,7 +28,6 @@ def unready(plan: Plan) -> list[Diagnostic]:
     return [
         Diagnostic("not-yet", f"{x.what} can be planned for, not {x.how}, in this version", x.span, x.help)
         for x in _refused(plan)
-        if not x.follows
     ]
 
 
@@ -52,15 +52,13 @@ def notes(plan: Plan) -> tuple[Note, ...]:
 
 
 class _Refusal(NamedTuple):
-    """`what` as the subject of a sentence, `brief` in a list; `follows`: from another, so that it is no mistake of its
-    own."""
+    """`what` as the subject of a sentence, `brief` in a list."""
 
     what: str
     brief: str
     span: Span
     help: str
     how: str
-    follows: bool
 
 
 def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
@@ -71,16 +69,16 @@ def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
     return spec.honours is None or key in spec.honours
 
 
-def _planned(spec: EngineSpec, placement: Placement, model: Model) -> Iterator[tuple[str, Span, str]]:
+def _planned(spec: EngineSpec, placement: Placement, model: Model, where: Where) -> Iterator[tuple[str, Span, str]]:
     """What a placement asks of its engine that can be planned for only: what it is, where it stands, what to do."""
-    layout, family = placement.layout, model.family
-    if family in spec.planned:
-        able = [f for f in spec.families if f not in spec.planned]
+    layout, family, planned = placement.layout, model.family, spec.planned(where)
+    if family in planned:
+        able = [f for f in spec.families if f not in planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
-    if "ep" not in spec.planned and model.experts and not spec.spread.runs(layout):
+    if "ep" not in planned and not spec.spread.takes(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
     own = spec.spread.settled(replace(layout, etp=0), model).etp  # which nobody states
-    for name in spec.planned:
+    for name in planned:
         if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
 
@@ -88,33 +86,28 @@ def _planned(spec: EngineSpec, placement: Placement, model: Model) -> Iterator[t
 def _refused(plan: Plan) -> list[_Refusal]:
     found: list[_Refusal] = []
 
-    def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "", follows: bool = False) -> None:
-        found.append(_Refusal(what, brief or what.rstrip(","), span, help, how, follows))
+    def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
+        found.append(_Refusal(what, brief or what.rstrip(","), span, help, how))
 
-    backend = plan.cluster.device.backend
-    if lacking := not RUNS.get(backend):
-        tell(f"devices of kind {backend}", plan.cluster.span, 'run on `device = "cpu"`', "run on")
+    where = plan.cluster.device.kind.where
     for placement in plan.placements:
-        if placement.engine.name in ENGINES and not runs(placement.engine.name, "" if lacking else backend):
+        if placement.engine.name in ENGINES and not runs(placement.engine.name):
             verb = plan.graph.node(placement.node).verb
-            others = [f"`{n}`" for n, e in ENGINES.items() if runs(n, "" if lacking else backend) and verb in e.verbs]
+            others = [f"`{n}`" for n, e in ENGINES.items() if runs(n) and verb in e.verbs]
             layout = plan.deploy.layouts.get(placement.node)  # which may be why the plan chose the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
-            chosen = lacking and not placement.engine.span.line  # for these devices
-            tell(
-                f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine, follows=chosen
-            )
+            tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine)
         elif placement.engine.name in ENGINES:
             node, spec = plan.graph.node(placement.node), ENGINES[placement.engine.name]
-            for name, span, help in _planned(spec, placement, plan.model(node.name)):
-                tell(f"{name} by the engine `{spec.name}`", span, help, follows=lacking)
+            for name, span, help in _planned(spec, placement, plan.model(node.name), where):
+                tell(f"{name} by the engine `{spec.name}`", span, help)
             for key in [k for k in node.attributes if not _honours(spec, node.verb, k)]:
-                others = [n for n, e in ENGINES.items() if runs(n, backend) and node.verb in e.verbs]
+                others = [n for n, e in ENGINES.items() if runs(n) and node.verb in e.verbs]
                 able = [n for n in others if _honours(ENGINES[n], node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` honours it" if able else "leave it out"
                 by, span = f"by the engine `{spec.name}`", node.at(key)
-                tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}", follows=lacking)
+                tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}")
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")

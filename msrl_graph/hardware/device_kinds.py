@@ -7,11 +7,12 @@ Invariant: what the package knows of a kind stands here once; no other file has 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from . import masks
 from .settings import Setting, Settings, Wants, nothing
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
@@ -23,8 +24,9 @@ class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
-    `visible` is the variable that says which devices a process sees, `files` are those of a host's devices in /dev; a
-    host's cores have neither. `settings` are the variables that its processes want."""
+    `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
+    in /dev; a host's cores have neither. `settings` are the variables that its processes want.
+    `adaptors` are the packages that adapt others to it, by these."""
 
     name: str
     torch: str
@@ -34,11 +36,13 @@ class DeviceKind:
     interfaces: tuple[str, ...]
     visible: str = ""
     files: str = ""
+    mask_rises: bool = False  # a mask's numbers must rise, and one that no device has hides itself alone
     plugin: str = ""
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+    adaptors: tuple[tuple[str, str], ...] = ()
     settings: Settings = nothing
 
     @property
@@ -53,8 +57,16 @@ class DeviceKind:
         """How many this machine has: of its cores, or of the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
-        there, seen = len([*Path("/dev").glob(self.files)]), os.environ.get(self.visible)
-        return there if seen is None else min(there, len([d for d in seen.split(",") if d.strip()]))
+        return len(masks.seen(self, os.environ.get(self.visible), self.there()))
+
+    def there(self) -> int:
+        """How many devices this machine has beside its cores, whatever a process may see of them."""
+        return len([*Path("/dev").glob(self.files)]) if self.files else 0
+
+    def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
+        """What must be installed on its hosts where something needs these packages."""
+        adaptors = dict(self.adaptors)
+        return tuple(dict.fromkeys(p for need in needs for p in (need, adaptors.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
         """How an actor asks Ray for so many."""
@@ -108,7 +120,10 @@ ASCEND = DeviceKind(
     interfaces=("GLOO_SOCKET_IFNAME={}", "HCCL_SOCKET_IFNAME=={}"),
     visible="ASCEND_RT_VISIBLE_DEVICES",
     files="davinci[0-9]*",
+    # github.com/vllm-project/vllm-ascend/pull/10227 and github.com/agentscope-ai/Trinity-RFT/pull/618
+    mask_rises=True,
     plugin="torch_npu",
+    adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     settings=_hccl,
 )

@@ -180,8 +180,8 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
     model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
-    here = runs(spec.name, plan.cluster.device.backend)
-    axes = [a for a in spec.axes if not (here and a in spec.planned)]
+    here, planned = runs(spec.name), spec.planned(plan.cluster.device.kind.where)
+    axes = [a for a in spec.axes if not (here and a in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
@@ -191,7 +191,7 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
                     if all(a in axes for a in ("ep", "etp") if getattr(mesh, a) > 1) and (wide or mesh.ep > last):
                         last = mesh.ep
                         # What an engine runs on such devices, and not all that can be planned for it.
-                        if spec.spread.runs(mesh) or not here:
+                        if spec.spread.takes(mesh, model) or not here:
                             yield from (replace(mesh, zero=z) for z in (zero if dp > 1 else zero[:1]))
 
 

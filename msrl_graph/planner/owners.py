@@ -82,7 +82,7 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
         lambda e: family in e.families,
         lambda e: not _lacks(plan, owner, e),
         lambda e: device.kind.where in e.chosen,
-        lambda e: runs(e.name, device.backend),
+        lambda e: runs(e.name),
     )
     for met in conditions:
         found = [e for e in found if met(e)] or found

@@ -15,7 +15,6 @@ from torch import distributed as dist
 from msrl_graph import backends
 from msrl_graph.backends import transformer
 from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
-from msrl_graph.hardware.device_kinds import HOST
 from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.sharding.layout import shard
 
@@ -39,10 +38,8 @@ TRAINER = EngineSpec(
 def register(monkeypatch=None):
     """The line that an engine of the package has in backends/__init__.py."""
     added = {spec.name: spec for spec in (GENERATOR, TRAINER)}
-    runs = {HOST.name: (*backends.RUNS[HOST.name], *added)}
-    for table, more in ((backends.ENGINES, added), (backends.RUNS, runs)):
-        for name, value in more.items():
-            monkeypatch.setitem(table, name, value) if monkeypatch else table.update({name: value})
+    for name, spec in added.items():
+        monkeypatch.setitem(backends.ENGINES, name, spec) if monkeypatch else backends.ENGINES.update({name: spec})
 
 
 def shards(spec, weights, placement, devices):

@@ -66,10 +66,11 @@ def check(plan: Plan) -> dict[str, data.Looked]:
 
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
     """Engines that are not installed, each once, where it is named."""
-    told = set()
+    told, kind = set(), plan.cluster.device.kind
     for placement in plan.placements:
         spec = ENGINES.get(placement.engine.name)
-        missing = [p for p in spec.needs if not packages.version(p)] if spec and spec.build else []
+        needs = kind.packages(spec.needs) if spec and spec.build else ()
+        missing = [p for p in needs if not packages.version(p)]
         if spec and missing and spec.name not in told:
             told.add(spec.name)
             what = f"the engine `{spec.name}` of `{placement.node}` needs {', '.join(missing)}, not installed here"

@@ -34,6 +34,7 @@ from .docks import begun, missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
 from .probe import probe, room
+from .variables import masked
 
 if TYPE_CHECKING:
     from .supervisor import Attempt
@@ -276,7 +277,9 @@ def check_machine(plan: Plan) -> None:
     asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
     there = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
-    if not kind.is_host and cluster.devices_per_node > kind.here():
+    if hidden := masked(plan, os.environ.get(kind.visible), kind.there()):
+        there, help = hidden, f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
+    elif not kind.is_host and cluster.devices_per_node > kind.here():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
     elif cluster.nodes > 1:
         help = "set RAY_ADDRESS to a Ray cluster of that many hosts, or use one host"

@@ -5,7 +5,6 @@ Invariant: nothing is started here, and what is fetched of a run at a URL goes a
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +14,13 @@ from ...diagnostics import Diagnostic, Fault
 from ...emit.words import many
 from ...files import urls
 from ...files.urls import is_url
-from ...hardware.settings import kept
 from ...ir.located import absolute, here, pinned
 from ...ir.plan import Plan
 from ..data import dataset as data
 from ..data import recording as rows
 from ..rank.tried import tried
 from ..weights import checkpoint
-from . import mirror
+from . import mirror, variables
 from .folder import choose
 from .needs import check
 
@@ -105,17 +103,10 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
         raise
 
 
-def _kept(plan: Plan) -> list[Diagnostic]:
-    """Variables that the user has set otherwise than the plan wants."""
-    wanted = dict.fromkeys(s for of in plan.surroundings for s in of.settings)
-    help = "unset it, or leave it where it is meant"
-    return [Diagnostic("kept-variable", words, help=help, severity="warning") for words in kept(wanted, os.environ)]
-
-
 def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options, copies: list[Path]) -> Prepared:
     plan = pinned(plan)
     copied = here(plan)
-    sizes, warnings = check(copied), [*untried(plan), *tried(plan), *_kept(plan)]
+    sizes, warnings = check(copied), [*untried(plan), *tried(plan), *variables.check(plan)]
     if any(d.severity == "error" for d in warnings):
         raise Fault(*warnings)
     for name, found in sizes.items():

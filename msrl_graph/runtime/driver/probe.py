@@ -29,7 +29,7 @@ from ...ir.plan import Plan
 from ..process import facts
 from ..process.facts import Asked, Facts, Host
 from ..process.joining import NoResources
-from . import words
+from . import variables, words
 from .devices import Reserved
 from .docks import HostLost, missing
 
@@ -75,7 +75,7 @@ class Hosts:
 
     def columns(self) -> list[Column]:
         """All that is told of them."""
-        return [*self._versions(), *self._files(), *self._machines()]
+        return [*self._versions(), *self._files(), *self._machines(), *self._variables()]
 
     def _versions(self) -> Iterator[Column]:
         for package, ours in self.here["versions"].items():
@@ -126,6 +126,17 @@ class Hosts:
             cells = [str(f["devices"]) for f in self.seen]
             told = f"{many(cluster.devices_per_node, 'device')} a host are planned, and not every host has them"
             yield Column(kind.resource, cells, few, "no-resources", told=told, span=cluster.span)
+            seen = [f["variables"].get(kind.visible) for f in self.seen]
+            hidden = [variables.masked(self.plan, mask, f["devices"]) for mask, f in zip(seen, self.seen, strict=True)]
+            yield Column(
+                kind.visible,
+                ["-" if mask is None else mask for mask in seen],
+                frozenset(i for i, told in enumerate(hidden) if told),
+                "no-resources",
+                told=next(filter(None, hidden), ""),
+                help=f"unset {kind.visible} where Ray is started, or list the host's own numbers, rising from 0",
+                span=cluster.span,
+            )
         needs = max((m.total for m in self.plan.memory if m.place == "host"), default=0)
         short = frozenset(i for i, f in enumerate(self.seen) if f["memory"] < needs)
         never = frozenset(i for i, f in enumerate(self.seen) if f["total"] < needs)
@@ -174,6 +185,19 @@ class Hosts:
             span=cluster.span,
         )
 
+    def _variables(self) -> Iterator[Column]:
+        """Those that a host has set otherwise than its ranks want."""
+        for setting in variables.wanted(self.plan):
+            cells = [found["variables"].get(setting.name, "-") for found in self.seen]
+            mine = [setting in variables.wanted(self.plan, host) for host in range(len(self.seen))]
+            other = [m and cell not in ("-", setting.value) for m, cell in zip(mine, cells, strict=True)]
+            grave = frozenset(i for i, unlike in enumerate(other) if unlike and setting.refuses(cells[i]))
+            wrong = grave or frozenset(i for i, unlike in enumerate(other) if unlike)
+            if wrong:
+                severity, code, help = variables.judged(setting, cells[min(wrong)])
+                told = f"the plan wants {setting.name}={setting.value}: {setting.why}"
+                yield Column(setting.name, cells, wrong, code, severity, told, help)
+
     def judge(self, verbose: bool) -> list[str]:
         """What to tell of hosts that a run may start on; NoResources with all that is wrong."""
         columns = self.columns()
@@ -189,7 +213,7 @@ class Hosts:
     def _told(self, columns: Sequence[Column], severity: Severity) -> Diagnostic:
         """One diagnostic of all of these, with their table."""
         first, *others = sorted(columns, key=lambda c: not c.span.line)
-        code = next((c.code for c in columns if c.code == "host-differs"), "no-resources")
+        code = first.code if all(c.code == first.code for c in others) else "host-differs"
         message = "\n".join([*(c.told for c in (first, *others)), self.table(columns)])
         help = "\n".join(dict.fromkeys(c.help for c in (first, *others) if c.help))
         related = tuple((c.span, c.told) for c in others if c.span.line and c.span != first.span)
@@ -243,6 +267,7 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
                 packages=packages,
                 files=paths,
                 devices=plan.cluster.device.kind.files,
+                variables=[*(s.name for s in variables.wanted(plan)), plan.cluster.device.kind.visible],
                 address=address,
                 interface=plan.cluster.interface,
             )
@@ -302,7 +327,8 @@ def _apart(actor: Any, until: float) -> float:
 def _packages(plan: Plan) -> Iterable[str]:
     """What the processes of a plan load."""
     engines = (ENGINES[p.engine.name] for p in plan.placements if p.engine.name in ENGINES)
-    return dict.fromkeys([*NEEDED, *(package for engine in engines for package in engine.needs)])
+    needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
+    return plan.cluster.device.kind.packages(needed)
 
 
 def _reads(plan: Plan, host: int) -> dict[str, list[str]]:

@@ -23,18 +23,20 @@ SOURCES = (".py", ".rlg", ".lark")
 
 class Asked(TypedDict):
     """`packages`: the names that each may be installed by; `files`: paths; `devices`: the pattern of their files in
-    /dev; `address`: Ray's of the host; `interface`: one that must be there, or ""."""
+    /dev; `variables`: of the environment; `address`: Ray's of the host; `interface`: one that must be there, or ""."""
 
     packages: Mapping[str, tuple[str, ...]]
     files: list[str]
     devices: str
+    variables: list[str]
     address: str
     interface: str
 
 
 class Facts(TypedDict):
     """`versions`: by package, "" where it is not installed; `sizes`: by path, -1 where nothing can be read; `memory`,
-    `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm; `interface`: that of the
+    `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm; `variables`: those that are
+    set in the environment in which Ray starts processes; `interface`: that of the
     address, or the one that was asked for; "" where there is none; `speaks`: its own address."""
 
     name: str
@@ -42,6 +44,7 @@ class Facts(TypedDict):
     sizes: dict[str, int]
     cores: int
     devices: int
+    variables: dict[str, str]
     memory: int
     total: int
     shared: int
@@ -80,6 +83,7 @@ def look(asked: Asked) -> Facts:
         sizes={path: _size(path) for path in asked["files"]},
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
+        variables={name: value for name, value in _begun_with().items() if name in asked["variables"]},
         memory=memory,
         total=total,
         shared=shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0,
@@ -97,6 +101,16 @@ def interface(address: str, stated: str = "") -> tuple[str, str]:
     # Of several addresses one of the protocol that the host's address is of.
     own = sorted(held.get(name, ()), key=lambda a: (a != address, (":" in a) != (":" in address), a))
     return (name, own[0]) if own else ("", "")
+
+
+def _begun_with() -> dict[str, str]:
+    """The environment of the process that has started this one: Ray's own on the host, which it leaves to ranks. To a
+    process without devices it may show none."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
+    except OSError:  # another user's: then what this process has itself
+        return dict(os.environ)
+    return {name: value for name, _, value in (line.partition("=") for line in text.split("\0"))}
 
 
 def _version(names: tuple[str, ...]) -> str:

@@ -61,8 +61,8 @@ def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] |
 
 def _others(plan: Plan, node: Node) -> list[str]:
     """The engines that could stand in an engine's place."""
-    name, device = plan.placement(node.name).engine.name, plan.cluster.device.backend
-    able = [e.name for e in ENGINES.values() if e.name != name and node.verb in e.verbs and runs(e.name, device)]
+    name = plan.placement(node.name).engine.name
+    able = [e.name for e in ENGINES.values() if e.name != name and node.verb in e.verbs and runs(e.name)]
     family = plan.model(node.name).family
     able = [f"`engine {node.name} = {e}`" for e in able if family in ENGINES[e].families]
     return [f"where {name} cannot take the model of {node.worker}, name another engine: {' or '.join(able)}"] * bool(

@@ -29,7 +29,7 @@ class RankHost:
         settle(folder, logs, f"rank {rank}")
         from .rank import Rank
 
-        self.rank = Rank(plan, rank, threads)
+        self.rank = Rank(plan, rank, threads, ray.get_runtime_context().get_accelerator_ids())
 
     def address(self) -> tuple[str, int]:
         return self.rank.address()

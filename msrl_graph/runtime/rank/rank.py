@@ -8,7 +8,8 @@ between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ import numpy as np
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from ...backends.devices import Device
 from ...backends.spec import Shard
+from ...hardware import masks
 from ...ir.ahead import opening
 from ...ir.attributes import Update
 from ...ir.graph import Node
@@ -154,9 +157,12 @@ class Rank(Training, Generation):
 
     doing: type[Doing] = Doing
 
-    def __init__(self, plan: str, rank: int, threads: int) -> None:
+    def __init__(self, plan: str, rank: int, threads: int, given: Mapping[str, Sequence[str]]) -> None:
+        """`given`: by resource the devices that Ray has given this process, by their host's numbers."""
         computing.prepare(threads)
         super().__init__(from_json(plan), rank)
+        kind = self.plan.cluster.device.kind
+        self.device = Device(kind, masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible)))
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
