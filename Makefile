@@ -5,6 +5,7 @@ VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 VENV_TQ := .venv-transferqueue
 VENV_ENGINES := .venv-engines
+VENV_ENGINES_023 := .venv-engines-023
 VENV_JOBS := .venv-jobs
 BIN := $(VENV)/bin
 SEED ?= 0
@@ -19,7 +20,7 @@ ENGINES ?=
 SEEDS ?= 0 1 2
 MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-jobs lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -76,6 +77,17 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 # vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 20 minutes when they are there.
 test-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/pytest tests/with_engines
+
+# The tests of vLLM by the version that vllm-ascend builds on; about 7 minutes when its packages are there, some 7 GB.
+$(VENV_ENGINES_023)/ready: pyproject.toml constraints/engines-023.txt
+	$(PYTHON) -m venv $(VENV_ENGINES_023)
+	$(VENV_ENGINES_023)/bin/pip install --quiet --constraint constraints/engines-023.txt torch
+	$(VENV_ENGINES_023)/bin/pip install --quiet --no-deps --requirement constraints/engines-023.txt
+	$(VENV_ENGINES_023)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm-023: $(VENV_ENGINES_023)/ready
+	$(VENV_ENGINES_023)/bin/pytest tests/with_engines/test_vllm.py
 
 # Kills processes of runs (PROGRAM=grpo, dapo, pf_ppo or countdown) and counts what that costs: at random, 200 take about an hour, and then
 # each process on two hosts at each point of its work, about as long.
@@ -235,4 +247,4 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_JOBS)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_ENGINES_023) $(VENV_JOBS)
