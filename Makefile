@@ -6,6 +6,7 @@ VENV_TRL := .venv-trl
 VENV_VERL := .venv-verl
 VENV_TQ := .venv-transferqueue
 VENV_ENGINES := .venv-engines
+VENV_ENGINES_023 := .venv-engines-023
 VENV_JOBS := .venv-jobs
 VENV_PYTHON312 := .venv-python312
 VENV_TORCH210 := .venv-torch210
@@ -21,8 +22,9 @@ NAMES ?=
 ENGINES ?=
 STACKS ?=
 SEEDS ?= 0 1 2
+MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -79,6 +81,17 @@ $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 # vLLM and Megatron in the ranks: some 4 GB of packages, in an environment of their own; about 20 minutes when they are there.
 test-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/pytest tests/with_engines
+
+# The tests of vLLM by the version that vllm-ascend builds on; about 7 minutes when its packages are there, some 7 GB.
+$(VENV_ENGINES_023)/ready: pyproject.toml constraints/engines-023.txt
+	$(PYTHON) -m venv $(VENV_ENGINES_023)
+	$(VENV_ENGINES_023)/bin/pip install --quiet --constraint constraints/engines-023.txt torch
+	$(VENV_ENGINES_023)/bin/pip install --quiet --no-deps --requirement constraints/engines-023.txt
+	$(VENV_ENGINES_023)/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
+test-vllm-023: $(VENV_ENGINES_023)/ready
+	$(VENV_ENGINES_023)/bin/pytest tests/with_engines/test_vllm.py
 
 # Kills processes of runs (PROGRAM=grpo, dapo, pf_ppo or countdown) and counts what that costs: at random, 200 take about an hour, and then
 # each process on two hosts at each point of its work, about as long.
@@ -252,6 +265,11 @@ bench-dock: $(VENV)/ready $(VENV_TQ)/ready $(VENV_VERL)/ready
 bench-dock-lengths: $(VENV)/ready
 	$(BIN)/python bench/dock.py --page --lengths $(LENGTHS)
 
+# What our code calls of packages that cannot run here, read from their wheels, 1.4 GB, which are not installed; about two minutes.
+# MINDSPEED=FOLDER: a clone of it, which no registry has; without one what is known of it stays.
+contracts: $(VENV)/ready
+	$(BIN)/python tests/contracts/write.py $(if $(MINDSPEED),--mindspeed $(MINDSPEED))
+
 # What trl and verl compute, to which tests/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
 peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
 	$(VENV_TRL)/bin/python tests/peers/from_trl.py
@@ -263,4 +281,4 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_ENGINES_023) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210)

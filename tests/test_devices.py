@@ -43,6 +43,15 @@ def test_what_is_said_of_each_kind():
     ]
 
 
+def test_ray_calls_devices_alike():
+    """What Ray counts them by, and by which variable it shows an actor its own."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource as manager
+
+    found = {kind.name: manager(kind.resource) for kind in (CUDA, ASCEND)}
+    told = {name: (m.get_resource_name(), m.get_visible_accelerator_ids_env_var()) for name, m in found.items()}
+    assert told == {kind.name: (kind.resource, kind.visible) for kind in (CUDA, ASCEND)}
+
+
 def test_a_kind_that_others_are_adapted_to_needs_what_adapts_them():
     needs = ("torch", "megatron-core", "vllm", "numpy")
     assert CUDA.packages(needs) == HOST.packages(needs) == needs

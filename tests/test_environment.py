@@ -51,7 +51,6 @@ def test_each_pool_wants_what_its_devices_and_its_engines_want():
     }
     assert generate == update | {
         "VLLM_ASCEND_ENABLE_NZ": "0",
-        "VLLM_ASCEND_AUTO_DETECT_QUANTIZATION": "0",
         "TASK_QUEUE_ENABLE": "1",
         "ASCEND_LAUNCH_BLOCKING": "0",
         "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",

@@ -127,9 +127,11 @@ def stages_apart() -> tuple[Any, Any]:
         ends = (tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next)
         return four(*ends, prev_pipeline_rank, next_pipeline_rank, group)
 
-    def shapes(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
+    def shapes(
+        self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Any, Any]:
         into = [torch.empty(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
-        out = [None if t is None else torch.tensor(t.shape) for t in (send_prev, send_next)]
+        out = [None if t is None else torch.tensor(t.shape) for t in (tensor_send_prev, tensor_send_next)]
         for work in four(out[0], into[0], out[1], into[1], self.prev_rank, self.next_rank, self.pp_group):
             work.wait()
         back, on = ([0, 0, 0] if t is None else t.tolist() for t in into)

@@ -103,7 +103,13 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
             self.linear_kv_down_proj = Down(latent.kv_rank + rope, config)
 
         def get_query_key_value_tensors(
-            self, hidden_states: torch.Tensor, _states: Any, _positions: Any, nodes: Any, **_: Any
+            self,
+            hidden_states: torch.Tensor,
+            key_value_states: Any = None,
+            position_ids: Any = None,
+            packed_seq_params: Any = None,  # our nodes
+            inference_context: Any = None,
+            **_: Any,
         ) -> tuple[Any, ...]:
             if latent.q_rank:
                 both, _none = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
@@ -120,7 +126,7 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
 
             query, keys = heads(both, nope + rope), heads(up, nope + value)
             ahead, turning = torch.split(query, [nope, rope], -1)
-            turning, one = turned(turning, heads(key, rope), *nodes.angles)
+            turning, one = turned(turning, heads(key, rope), *packed_seq_params.angles)
             own, values = torch.split(keys, [nope, value], -1)
             found = torch.cat([ahead, turning], -1), torch.cat([own, one.expand(-1, own.shape[1], -1, -1)], -1), values
             # [nodes, 1, heads, size], as Megatron takes them, and the latents, which nobody asks for here.

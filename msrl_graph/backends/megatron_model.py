@@ -99,6 +99,9 @@ def stage(
             )
 
     class Stage(MegatronModule):  # type: ignore[misc]
+        table: torch.Tensor  # `views` gives it both, where the embedding is
+        table_first: int
+
         def __init__(self) -> None:
             super().__init__(config=config)
             experts = model.experts

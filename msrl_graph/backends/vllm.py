@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..hardware.settings import Setting
 from ..ir.work import Work
@@ -42,6 +42,7 @@ from .vllm_memory import Asleep, Memory, Resized
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from vllm.sampling_params import SamplingParams
 
     from ..ir.plan import Placement
     from ..sharding.layout import Layout
@@ -59,8 +60,6 @@ def _settings(situation: Situation) -> Iterator[Setting]:
         return
     lie = "weights are written in place, and lie as they are sent"
     yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", lie, "vllm-ascend, worker/worker.py", fails="[^0].*")
-    stated = "weights are of the type that the plan says"
-    yield Setting("VLLM_ASCEND_AUTO_DETECT_QUANTIZATION", "0", stated, "verl, trainer/constants_ppo.py")
     graph = "no graph is captured with level 2"
     yield Setting("TASK_QUEUE_ENABLE", "1", graph, "verl, perf_tuning_on_ascend.rst", fails="2")
     waits = "graphs cannot be captured where each launch is waited for"
@@ -216,7 +215,7 @@ class Engine:
         each, room = len(rows) // len(prompts), sampling.max_tokens - begun
         drawn = self.drawing.call = Drawn(rows, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(rows))]
-        self._params: dict[int, Any] = {}
+        self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
         self._numbers = count()
         alike: dict[bytes, list[int]] = {}

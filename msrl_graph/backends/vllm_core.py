@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+    from vllm.v1.sample.logits_processor import BatchUpdate
 
     from .devices import Devices
 
@@ -165,14 +166,14 @@ def _processor(drawing: Drawing) -> type:
         def is_argmax_invariant(self) -> bool:
             return False
 
-        def update_state(self, update: Any) -> None:
-            if update is None:
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            if batch_update is None:
                 return
-            for i in update.removed:
+            for i in batch_update.removed:
                 self.batch.pop(i, None)
-            for i, params, *_ in update.added:
+            for i, params, *_ in batch_update.added:
                 self.batch[i] = params.extra_args["number"]
-            for i, j, how in update.moved:
+            for i, j, how in batch_update.moved:
                 here, there = self.batch.pop(i), self.batch.pop(j, None)
                 self.batch[j] = here
                 if how == MoveDirectionality.SWAP and there is not None:
@@ -317,7 +318,9 @@ def settle(module: Any, dtype: Any, turned: bool) -> None:
     for layer in module.modules():
         if hasattr(layer, "w13_weight") and not turned:
             method = layer.quant_method
-            if (isa := getattr(method.moe_kernel.fused_experts, "isa", None)) is None:
+            # What computes them, in vLLM 0.23 on a CPU and elsewhere.
+            kernel = getattr(method, "cpu_fused_moe", None) or getattr(method.moe_kernel, "fused_experts", None)
+            if (isa := getattr(kernel, "isa", None)) is None:
                 method.process_weights_after_loading(layer)
                 continue
             import vllm._custom_ops as operators

@@ -11,11 +11,11 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 TOKENS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 
 
-def mixture(folder):
+def mixture(folder, width=32):
     """A Qwen3-MoE: two layers of four experts, two of them for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32}
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": width}
     return _saved(folder, Qwen3MoeConfig, Qwen3MoeForCausalLM, num_hidden_layers=2, **routed)
 
 
