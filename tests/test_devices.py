@@ -102,9 +102,14 @@ def test_a_preset_has_the_names_that_people_write(names, preset):
 
 
 def test_an_engine_is_installed_for_the_devices_of_the_plan():
-    found = [packages.installing(*asked) for asked in (("vllm", ["vllm"], "ascend"), ("vllm", ["vllm"], "cpu"))]
+    found = [packages.installing("vllm", ["vllm"], kind) for kind in ("cuda", "cpu", "ascend")]
     found.append(packages.installing("mine", ["a", "b"], "cpu"))
-    assert found == ["pip install 'msrl-graph[ascend]'", "pip install 'msrl-graph[vllm]'", "pip install a b"]
+    assert found == [
+        "pip install 'msrl-graph[cuda]'",
+        "pip install 'msrl-graph[vllm]'",
+        "install vllm as the head of constraints/ascend.txt says, or ask msrl-doctor",
+        "pip install a b",
+    ]
 
 
 def test_one_name_is_one_presets():

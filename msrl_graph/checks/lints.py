@@ -15,7 +15,7 @@ from ..ir.plan import Placement, Plan
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     """One diagnostic a message: nodes that share a statement share it."""
-    found: dict[str, Diagnostic] = {}
+    found: dict[str, Diagnostic] = {d.message: d for d in _dies(plan)}
     for placement in plan.placements:
         if placement.pool == "functions":
             continue
@@ -28,6 +28,18 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
             told = Diagnostic("known-bad", lint.message, span, lint.help, "warning")
             found.setdefault(lint.message, told)
     return list(found.values())
+
+
+def _dies(plan: Plan) -> Iterator[Diagnostic]:
+    """A cluster that counts packages as dies, or dies as packages."""
+    cluster, device = plan.cluster, plan.cluster.device
+    each, dies = cluster.devices_per_node, cluster.devices_per_node * device.dies
+    if device.dies > 1 and dies > device.host_dies > 0:
+        message = f"{each} `{device.name}` of {device.dies} dies a host: such hosts have {device.host_dies} dies"
+        help = (
+            f'`devices_per_node = {device.host_dies // device.dies}`, or `device = "{device.name}-die"` to count dies'
+        )
+        yield Diagnostic("known-bad", message, cluster.span, help, "warning")
 
 
 def _follows(plan: Plan, placement: Placement) -> bool:

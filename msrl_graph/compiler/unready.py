@@ -89,7 +89,11 @@ def _refused(plan: Plan) -> list[_Refusal]:
     def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
         found.append(_Refusal(what, brief or what.rstrip(","), span, help, how))
 
-    where = plan.cluster.device.kind.where
+    device, where = plan.cluster.device, plan.cluster.device.kind.where
+    if device.dies > 1:
+        more = plan.cluster.devices_per_node * device.dies
+        help = f'a process has a die: `device = "{device.name}-die"` with `devices_per_node = {more}`'
+        tell(f"devices `{device.name}`, of {device.dies} dies each,", plan.cluster.span, help, "run on")
     for placement in plan.placements:
         if placement.engine.name in ENGINES and not runs(placement.engine.name):
             verb = plan.graph.node(placement.node).verb

@@ -105,6 +105,8 @@ class Device:
     latency: Figure  # seconds that a collective takes at least
     overheads: Overheads
     peaks: tuple[str, ...]  # of SHARES: those figures that are peaks
+    dies: int = 1  # that a device is made of: a process has a die
+    host_dies: int = 0  # that hosts with such devices have; 0: of any number
     fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
     collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -230,6 +232,8 @@ def _ascend_910c(name: str, dies: int) -> Device:
         latency=_LATENCY,
         overheads=OVERHEADS,
         peaks=tuple(name for name in SHARES if name != "host_link"),
+        dies=dies,
+        host_dies=16,
         fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
     )
 
