@@ -113,7 +113,7 @@ def other(value: Any) -> Any:
 
 # What another fact tells: an expression's parts by its text, a bucket's tensors by the number of buckets, the states of
 # a pool by where they are placed, the hosts of warehouses by how many there are, columns of traffic by those of the
-# edge, a phase's pool by its state's, why a variable is set by its name.
+# edge, a phase's pool by its state's, why a variable is set by its name, what a device is made of by its name.
 SILENT = (
     r"graph/.*attributes/.*/(kind|unit|args|keys).*",
     r"graph/columns/\d+/dims/\d+/(size|ragged)",
@@ -121,7 +121,8 @@ SILENT = (
     r"pools/\d+/nodes/.*",
     r"docks/warehouses/.*",
     r"reshards/\d+/buckets/.*",
-    r"surroundings/\d+/settings/\d+/(why|source)",
+    r"surroundings/\d+/settings/\d+/(why|source|fails)",
+    r"cluster/device/(host_)?dies",
     r"reshards/\d+/ways/\d+/(block|across)",  # of a send
     r"traffic/\d+/columns/.*",
     r"memory/\d+/pool",

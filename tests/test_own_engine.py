@@ -146,9 +146,9 @@ def test_a_pipeline_gives_what_one_stage_gives(tmp_path):
 
 @pytest.mark.parametrize(
     ("beside", "order"),
-    [(True, ["generator", "trainer", "reshard"]), (False, ["trainer", "generator", "reshard", "release"])],
+    [(True, ["generator", "trainer", "reshard"]), (False, ["trainer", "reshard", "generator", "release"])],
 )
-def test_where_no_group_is_made_beside_a_sleeping_engine_it_sleeps_when_all_are(alone, monkeypatch, beside, order):
+def test_where_no_group_is_made_beside_a_sleeping_engine_it_is_built_when_all_are(alone, monkeypatch, beside, order):
     """Trainers and resharding make process groups."""
     told = []
     monkeypatch.setitem(DEVICE_KINDS, HOST.name, replace(HOST, groups_beside_sleep=beside))

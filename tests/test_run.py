@@ -197,8 +197,8 @@ BAD = {
         "error[no-resources]: the plan asks for 1 host of 2 GPU; this machine is 1 host of",
         "cluster laptop",
     ),
-    "devices that nothing runs on": (
-        [('device = "cpu"', 'device = "ascend-910b"')],
+    "devices that are packages of dies": (
+        [('device = "cpu"', 'device = "ascend-910c"')],
         1,
         "error[not-yet]",
         "cluster laptop",

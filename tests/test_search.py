@@ -362,7 +362,7 @@ def parted(program: str, device: str, hosts: int, parting: str) -> Plan:
 )
 def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: str, partings: list[str]) -> None:
     open_ = parted(program, "h100", 4, "").search
-    assert open_ is not None and open_.evaluated < 40 and not any(r.wrong for r in open_.runners)
+    assert open_ is not None and open_.evaluated < 60 and not any(r.wrong for r in open_.runners)
     assert open_.optimal == (program == "async") and open_.seconds <= 1.003 * open_.bound
     for parting in partings:
         stated = parted(program, "h100", 4, f"apart {parting}").search

@@ -35,10 +35,9 @@ def _dies(plan: Plan) -> Iterator[Diagnostic]:
     cluster, device = plan.cluster, plan.cluster.device
     each, dies = cluster.devices_per_node, cluster.devices_per_node * device.dies
     if device.dies > 1 and dies > device.host_dies > 0:
-        message = f"{each} `{device.name}` of {device.dies} dies a host: such hosts have {device.host_dies} dies"
-        help = (
-            f'`devices_per_node = {device.host_dies // device.dies}`, or `device = "{device.name}-die"` to count dies'
-        )
+        whole = device.host_dies // device.dies
+        message = f"hosts have {whole} `{device.name}`, of {device.dies} dies each, and {each} are stated"
+        help = f'`devices_per_node = {whole}`, or `device = "{device.name}-die"` to count dies'
         yield Diagnostic("known-bad", message, cluster.span, help, "warning")
 
 

@@ -18,6 +18,8 @@ from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
 from .spec import Pass
 
+# What is not there from the start: the optimizer's moments, and what generations keep when it is fetched.
+LATER = (" optimizer", holdings.KEPT)
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 
@@ -51,8 +53,7 @@ class CountMemory(Pass):
         return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
     def _pool(self, plan: Plan, pool: str) -> list[Memory]:
-        loaded = self._load(plan, pool)
-        by_phase = {"load": [loaded, *self._built(plan, pool, loaded)]}
+        by_phase = {"load": [self._load(plan, pool), *self._built(plan, pool)]}
         by_phase["reshard"] = self._reshards(plan, pool)
         by_phase["swap"] = self._swaps(plan, pool)
         for verb in ("generate", "infer", "update"):
@@ -70,8 +71,7 @@ class CountMemory(Pass):
     def _load(self, plan: Plan, pool: str) -> Memory:
         # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come
         # with the first step, and what generations keep when it is fetched.
-        later = (" optimizer", holdings.KEPT)
-        items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(later)}
+        items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(LATER)}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
         largest = max((plan.model(n).largest_read * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
@@ -88,9 +88,9 @@ class CountMemory(Pass):
             "tensors are read one by one, each cut to its slice",
         )
 
-    def _built(self, plan: Plan, pool: str, loaded: Memory) -> Iterator[Memory]:
-        """Generators are built before all else, one after the other, and what is theirs alone goes again; or after all
-        else, where no process group can be made once they sleep."""
+    def _built(self, plan: Plan, pool: str) -> Iterator[Memory]:
+        """Generators are built before all else, one after the other, and what is theirs alone goes again; or, where no
+        process group can be made once they sleep, last, beside what there is while they generate."""
         early, nodes = plan.cluster.device.kind.groups_beside_sleep, [*plan.graph.verb("generate")]
         own = {f"{n.name} weights" for n in nodes}  # of those that nothing reshards into, which stay
         frozen = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if k in own}
@@ -99,10 +99,15 @@ class CountMemory(Pass):
             if plan.placement(node.name).pool != pool or building is None:
                 continue
             name = f"{node.name} weights" if f"{node.name} weights" in frozen else "generation weights"
-            there = frozen if early else {k: v for k, v in loaded.items.items() if k != "largest tensor"}
-            items = there | {name: holdings.weights(plan, self.engines, node.name)}
+            beside = frozen if early else self._beside(plan, pool, node.name)
+            items = beside | {name: holdings.weights(plan, self.engines, node.name)}
             items |= building(holdings.work(plan, self.engines, node.name))
             yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, which goes again")
+
+    def _beside(self, plan: Plan, pool: str, node: str) -> dict[str, int]:
+        """What there is beside a generation before the first update."""
+        items = holdings.generation_items(plan, self.engines, node)
+        return {k: v for k, v in items.items() if not k.endswith(LATER)} | holdings.masters(plan, self.engines, pool)
 
     def _reshards(self, plan: Plan, pool: str) -> list[Memory]:
         entries = []

@@ -177,7 +177,7 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
     """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context
-    parallelism and other divisions of experts: for what does not fit otherwise."""
+    parallelism, other divisions of experts, and such as are planned and not run: for what does not fit otherwise."""
     model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
@@ -191,8 +191,8 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
                 for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
                     if all(a in axes for a in ("ep", "etp") if getattr(mesh, a) > 1) and (wide or mesh.ep > last):
                         last = mesh.ep
-                        # What an engine runs on such devices, and not all that can be planned for it.
-                        if spec.spread.takes(mesh, model) or not here:
+                        # What the engine runs; what it can be planned for only, where nothing else fits.
+                        if spec.spread.takes(mesh, model) or not here or wide:
                             yield from (replace(mesh, zero=z) for z in (zero if dp > 1 else zero[:1]))
 
 

@@ -68,28 +68,35 @@ class Engines:
         for placement in plan.placements:
             if placement.pool != "functions":
                 self._mesh(placement)
-        # First what leaves the device again, so that none of it is there beside what stays: generators, whose weights
-        # come with resharding, then weights that go to host memory. Where no group can be made beside an engine that
-        # sleeps, generators come last, and sleep when all groups are made.
         early = self.device.kind.groups_beside_sleep
-        for placement in sorted(
-            plan.placements,
-            key=lambda p: (
-                (plan.graph.node(p.node).verb == "generate") != early,
-                not holdings.offloads(plan, p.node, "weights"),
-            ),
-        ):
-            if self.pool and placement.pool == self.pool.name:
-                node = plan.graph.node(placement.node)
+        if early:  # first what leaves the device again: their weights come with resharding
+            self._build_all("generate")
+        self._build_all("infer", "update")
+        for edge in plan.reshards:
+            self._build_reshard(edge.src, edge.dst)
+        if not early:  # when all groups are made, and beside no more than there is while they generate
+            away = [self.swaps[w] for w in {plan.graph.node(e.src).worker for e in plan.reshards if e.mode == "swap"}]
+            for swap in away:
+                swap.swap_out()
+            self._build_all("generate")
+            for name in {edge.dst for edge in plan.reshards} & self.generators.keys():
+                self.generators[name].release()
+            for swap in away:
+                swap.wait()
+        for (_, dst), proof in self.proofs.items():
+            proof.generator = self.generators.get(dst)
+
+    def _build_all(self, *verbs: str) -> None:
+        """Builds the engines of this rank's nodes, first those whose weights go to host memory."""
+        plan = self.plan
+        own = [p for p in plan.placements if self.pool and p.pool == self.pool.name]
+        for placement in sorted(own, key=lambda p: not holdings.offloads(plan, p.node, "weights")):
+            node = plan.graph.node(placement.node)
+            if node.verb in verbs:
                 # What an update states holds for the weights that its worker's other nodes share.
                 node = next((n for n in self._updates() if n.worker == node.worker and node.verb != "generate"), node)
                 with telling(plan, node, self.rank, BUILT):
                     self._build(node)
-        for edge in plan.reshards:
-            self._build_reshard(edge.src, edge.dst)
-        if not early:
-            for name in {edge.dst for edge in plan.reshards} & self.generators.keys():
-                self.generators[name].release()
 
     def _mesh(self, placement: Placement) -> DeviceMesh:
         layout = placement.layout
@@ -190,8 +197,7 @@ class Engines:
         pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
         ends = [self.local if self.pool and self.pool.name == pool else -1 for pool in pools]
         trainer = self.trainers[plan.graph.node(edge.src).worker] if ends[0] >= 0 else None
-        generator = self.generators[edge.dst] if ends[1] >= 0 else None
-        return Proof(plan, edge, self.device, sides, (ends[0], ends[1]), team, trainer, generator)
+        return Proof(plan, edge, self.device, sides, (ends[0], ends[1]), team, trainer)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,

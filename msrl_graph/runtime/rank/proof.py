@@ -62,10 +62,10 @@ class Proof:
         ends: tuple[int, int],
         team: Any,
         trainer: Trainer | None,
-        generator: Generator | None,
     ) -> None:
         self.plan, self.edge, self.ends, self.team = plan, edge, ends, team
-        self.trainer, self.generator = trainer, generator
+        self.trainer = trainer
+        self.generator: Generator | None = None  # which may be built later
         self.model, self.source = plan.model(edge.src), plan.placement(edge.src)
         kinds = [holdings.dtype(plan, n) for n in (edge.src, edge.dst)]
         self.tolerance = max(TOLERANCE[kind] for kind in kinds)
