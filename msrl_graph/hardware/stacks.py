@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from .device_kinds import ASCEND, CUDA, HOST
-
-PYTHON = "Python"
+from .pairs import PYTHON, numbers
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,8 @@ class Range:
 
     def meets(self, other: Range) -> bool:
         """Whether a version can be in both."""
-        least = max(_parts(self.least), _parts(other.least))
-        return all(least < _parts(r.below) for r in (self, other) if r.below)
-
-
-def _parts(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part)
+        least = max(numbers(self.least), numbers(other.least))
+        return all(least < numbers(r.below) for r in (self, other) if r.below)
 
 
 def _exactly(version: str) -> Range:

@@ -18,7 +18,8 @@ from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
 from .spec import Pass
 
-# What is not there from the start: the optimizer's moments, and what generations keep when it is fetched.
+# What is not there from the start: of the optimizer all but the float32 masters beside bf16 weights, since moments come
+# with the first step; and what generations keep when it is fetched.
 LATER = (" optimizer", holdings.KEPT)
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
@@ -69,8 +70,6 @@ class CountMemory(Pass):
         )
 
     def _load(self, plan: Plan, pool: str) -> Memory:
-        # Of the optimizer only the float32 masters beside bf16 weights are there from the start; AdamW's moments come
-        # with the first step, and what generations keep when it is fetched.
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(LATER)}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict, cast
 
-from ..process.facts import own
+from ..process.facts import begun_with, own
 
 OWN = "msrl-graph"
 SMALL = 1 << 16  # bytes of a file that are read
@@ -98,14 +98,7 @@ class Machine:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The environment that processes of a run begin in: this one, or on a host of a cluster that of Ray's server,
-        since Ray changes it in the processes that it starts for others."""
-        parent = Path(f"/proc/{os.getppid()}")
-        with suppress(OSError):
-            if b"raylet" in (parent / "cmdline").read_bytes().split(b"\0")[0]:
-                pairs = (parent / "environ").read_bytes().decode(errors="replace").split("\0")
-                return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        return os.environ
+        return begun_with()
 
     def facts(self) -> dict[str, object]:
         """What needs no question."""

@@ -21,6 +21,7 @@ import psutil
 
 from ...diagnostics import Diagnostic
 from ...emit.words import many
+from ...hardware import masks
 from ...hardware.device_kinds import HOST
 from ...ir.ahead import lanes
 from ...ir.located import remote
@@ -35,7 +36,6 @@ from .docks import begun, missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
 from .probe import probe
-from .variables import masked
 
 if TYPE_CHECKING:
     from .supervisor import Attempt
@@ -276,7 +276,7 @@ def check_machine(plan: Plan) -> None:
     asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
     there = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
-    if hidden := masked(plan, os.environ.get(kind.visible), kind.there()):
+    if hidden := masks.wrong(kind, os.environ.get(kind.visible), kind.there()):
         there, help = hidden, f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
     elif not kind.is_host and cluster.devices_per_node > kind.here():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'

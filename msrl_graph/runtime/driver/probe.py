@@ -24,6 +24,7 @@ from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
 from ...emit.words import many, size
+from ...hardware import masks
 from ...ir.plan import Plan
 from ..process import facts
 from ..process.facts import APART, Asked, Facts, Host
@@ -125,7 +126,7 @@ class Hosts:
             told = f"{many(cluster.devices_per_node, 'device')} a host are planned, and not every host has them"
             yield Column(kind.resource, cells, few, "no-resources", told=told, span=cluster.span)
             seen = [f["variables"].get(kind.visible) for f in self.seen]
-            hidden = [variables.masked(self.plan, mask, f["devices"]) for mask, f in zip(seen, self.seen, strict=True)]
+            hidden = [masks.wrong(kind, mask, f["devices"]) for mask, f in zip(seen, self.seen, strict=True)]
             yield Column(
                 kind.visible,
                 ["-" if mask is None else mask for mask in seen],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 from ...diagnostics import Diagnostic, Severity
-from ...hardware import masks
 from ...hardware.settings import Setting, differing
 from ...ir.plan import Plan
 
@@ -40,9 +39,3 @@ def wanted(plan: Plan, host: int | None = None) -> list[Setting]:
     each = plan.cluster.devices_per_node
     devices = range(plan.cluster.devices) if host is None else range(host * each, (host + 1) * each)
     return [*dict.fromkeys(setting for device in devices for setting in plan.wanted(device))]
-
-
-def masked(plan: Plan, mask: str | None, there: int) -> str:
-    """What a host's mask hides of its devices, in words."""
-    kind = plan.cluster.device.kind
-    return "" if kind.is_host else masks.wrong(kind, mask, there)

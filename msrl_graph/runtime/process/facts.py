@@ -12,6 +12,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,7 +85,7 @@ def look(asked: Asked) -> Facts:
         sizes={path: _size(path) for path in asked["files"]},
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
-        variables={name: value for name, value in _begun_with().items() if name in asked["variables"]},
+        variables={name: value for name, value in begun_with().items() if name in asked["variables"]},
         memory=memory,
         total=total,
         shared=shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0,
@@ -104,14 +105,15 @@ def interface(address: str, stated: str = "") -> tuple[str, str]:
     return (name, own[0]) if own else ("", "")
 
 
-def _begun_with() -> dict[str, str]:
-    """The environment of the process that has started this one: Ray's own on the host, which it leaves to ranks. To a
-    process without devices it may show none."""
-    try:
-        text = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace")
-    except OSError:  # another user's: then what this process has itself
-        return dict(os.environ)
-    return {name: value for name, _, value in (line.partition("=") for line in text.split("\0"))}
+def begun_with() -> Mapping[str, str]:
+    """The environment that processes of a run begin in: this one, or on a host of a cluster that of Ray's server, since
+    Ray changes it in the processes that it starts for others."""
+    parent = Path(f"/proc/{os.getppid()}")
+    with suppress(OSError):
+        if b"raylet" in (parent / "cmdline").read_bytes().split(b"\0")[0]:
+            pairs = (parent / "environ").read_bytes().decode(errors="replace").split("\0")
+            return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return os.environ
 
 
 def _version(names: tuple[str, ...]) -> str:
