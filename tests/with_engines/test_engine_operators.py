@@ -61,7 +61,7 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     model = models.load(str(folder), Path("/"), None, NOWHERE)
-    work = Work(model, engines.ALONE, model.dtype, rows=4, prompts=4, prompt=6, response=8, samples=1)
+    work = Work(model, engines.ALONE, model.dtype, rows=4, prompts=4, prompt=6, response=8, samples=1, on_host=True)
     engine = engines.built("vllm", model, engines.ALONE, 0, engines.mesh(engines.ALONE), work=work)
     for piece in engine.allocate():
         torch.nn.init.normal_(piece.tensor, std=0.02)

@@ -28,7 +28,7 @@ def _vllm(rank, _, layout, model):
     from msrl_graph.backends import vllm_core
     from msrl_graph.backends.devices import Device, Devices
 
-    work = Work(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2)
+    work = Work(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2, on_host=True)
     devices = Devices(Device(), rank, engines.mesh(layout))
     replica = vllm_core.Replica(devices)
     with replica.as_world():
