@@ -6,6 +6,7 @@ from ascend_worker import Worker
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrl_graph.backends import devices
 from msrl_graph.backends.vllm_core import views
 from msrl_graph.backends.vllm_memory import Asleep
 
@@ -38,13 +39,17 @@ def made(nz=False):
 def test_in_whatever_order_the_engine_asks_the_workers_order_is_kept(acts):
     model, worker, memory = made()
     before = dict(model.named_parameters())
+    kinds = {"weights": [*model.parameters(), *model.buffers()], "kv_cache": worker.caches}
     for act in acts:
         getattr(memory, act)()
         assert all(p is before[name] for name, p in model.named_parameters())
         if act == "weights":
             assert "weights" in worker.mapped
+        asleep = {k for k, tensors in kinds.items() if all(not devices.size(t.untyped_storage()) for t in tensors)}
+        assert asleep == {*kinds} - worker.mapped
     memory.cache()
-    assert "kv_cache" in worker.mapped
+    assert "kv_cache" in worker.mapped and not any(map(torch.any, worker.caches))
+    memory.weights()
 
 
 def test_an_iteration_wakes_weights_then_the_cache_and_sleeps_at_level_2():

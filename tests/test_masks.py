@@ -68,33 +68,43 @@ def test_a_device_that_the_mask_does_not_list_is_told():
 
 ASKING = """
 import os, ray, sys
-ray.init(address="local", resources={"NPU": 4}, include_dashboard=False, logging_level="error", _temp_dir=sys.argv[1])
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from msrl_graph.hardware import masks
+from msrl_graph.hardware.device_kinds import DEVICE_KINDS
+from msrl_graph.runtime.process import facts
 
-@ray.remote(resources={"NPU": 1}, num_cpus=0)
+name, folder = sys.argv[1:]
+kind = DEVICE_KINDS[name]
+four = kind.ray(4)
+four.pop("num_cpus")
+ray.init(address="local", include_dashboard=False, logging_level="error", _temp_dir=folder, **four)
+
+@ray.remote
 class Rank:
     def told(self):
-        from msrl_graph.hardware import masks
-        from msrl_graph.hardware.device_kinds import ASCEND
-        from msrl_graph.runtime.process import facts
-        asked = dict(packages={}, files=[], devices="", address="", interface="", variables=[ASCEND.visible])
-        mask, begun = os.environ[ASCEND.visible], facts.look(asked)["variables"]
-        given = ray.get_runtime_context().get_accelerator_ids()[ASCEND.resource]
-        return f"{given[0]} of {mask} is {masks.index(given, mask)}, {begun[ASCEND.visible]}"
+        asked = dict(packages={}, files=[], devices="", address="", interface="", variables=[kind.visible])
+        mask, begun = os.environ[kind.visible], facts.look(asked)["variables"]
+        given = ray.get_runtime_context().get_accelerator_ids()[kind.resource]
+        return f"{given[0]} of {mask} is {masks.index(given, mask)}, {begun[kind.visible]}"
 
-ranks = [Rank.remote() for _ in range(4)]
+group = placement_group([{kind.resource: 4}])
+placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+ranks = [Rank.options(scheduling_strategy=placed, **kind.ray()).remote() for _ in range(4)]
 print(*sorted(ray.get([r.told.remote() for r in ranks])), sep="\\n")
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [ASCEND, CUDA], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("shown", ["its own", "all"])
-def test_real_ray_gives_each_rank_a_device_of_a_subset(tmp_path_factory, shown):
+def test_real_ray_gives_each_rank_a_device_of_a_subset(tmp_path_factory, kind, shown):
     """Ray gives numbers of the host, whether it shows a process its own device alone or is kept from that."""
     mask = "4,5,6,7"
-    around = os.environ | {ASCEND.visible: mask, "RAY_DEDUP_LOGS": "0"}
+    around = os.environ | {kind.visible: mask, "RAY_DEDUP_LOGS": "0"}
     if shown == "all":
-        around[f"RAY_EXPERIMENTAL_NOSET_{ASCEND.visible}"] = "1"
-    command = [sys.executable, "-c", ASKING, str(tmp_path_factory.mktemp("r"))]
+        around[f"RAY_EXPERIMENTAL_NOSET_{kind.visible}"] = "1"
+    command = [sys.executable, "-c", ASKING, kind.name, str(tmp_path_factory.mktemp("r"))]
     done = subprocess.run(command, env=around, capture_output=True, text=True, timeout=120)
     told = [line for line in done.stdout.splitlines() if " of " in line and " is " in line]
     own = [f"{n} of {n} is 0, {mask}" for n in mask.split(",")]

@@ -8,18 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from life import ENGINES, lived
 from recorded_npu import Npu
 from stage import Stage, one_rank, same
 
 from msrl_graph.backends import devices
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
-from msrl_graph.runtime.weights import checkpoint
-
-ENGINES = (
-    "  run {",
-    "  engine actor.generate = hf\n  engine actor.update = fsdp\n  engine reference.infer = fsdp\n  run {",
-)
-EDGE = ("actor.update", "actor.generate")
 
 
 class Standing(Npu):
@@ -44,42 +38,6 @@ class Standing(Npu):
 @pytest.fixture
 def npu():
     return Standing()
-
-
-def lived(folder):
-    """A rank's life: an iteration, a checkpoint, another iteration; and a rank that goes on from the checkpoint. What
-    both have drawn, and end with."""
-    stage, drawn = started(), []
-    drawn.append(iterated(stage))
-    files, steps, failed = stage.checkpoint(str(partial := checkpoint.begin(folder, 1)), {})
-    manifest = checkpoint.Manifest(checkpoint.FORMAT, 1, 0, dict(steps), {}, tuple(files))
-    path = checkpoint.commit(partial, manifest, 1)
-    drawn.append(iterated(stage))
-    again = started()
-    again.resume(str(path), checkpoint.manifest_of(path))
-    drawn.append(iterated(again))
-    assert not failed
-    return drawn, stage.whole(), again.whole()
-
-
-def started():
-    stage = Stage(one_rank(("(lr = 2e-4", "(lr = 1e-2"), ENGINES))
-    stage.generator.release()
-    return stage
-
-
-def iterated(stage):
-    edge = stage.resharders[EDGE]
-    edge.run(stage.generator.allocate)
-    stage.generator.filled()
-    columns = stage.sampled()
-    stage.generator.release()
-    edge.swap.start_in()
-    edge.swap.wait()
-    for node in ("actor.infer", "reference.infer"):
-        columns |= stage.act(node, columns)
-    stage.act("actor.update", columns)
-    return torch.from_numpy(columns["response"].values)
 
 
 def test_a_ranks_life_is_that_on_a_hosts_cores_and_keeps_the_order_that_a_device_wants(alone, tmp_path, npu):

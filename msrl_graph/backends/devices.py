@@ -3,8 +3,8 @@
 Invariant: torch-free at import; what depends on the kind of a device (hardware/device_kinds.py) is asked of a Device,
 and nothing else calls torch's module of a kind. On a host's cores streams and events do nothing.
 
-`cuda` and `npu` have never been run: no such device was at hand. They are written by the documentation of torch.cuda,
-and of torch_npu, which says the same names; torch knows an NPU once torch_npu is imported.
+`npu` has never been run: none was at hand. It is written by the documentation of torch_npu, which says the names of
+torch.cuda; torch knows an NPU once torch_npu is imported. `cuda` was run on one H100 (docs/results.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,6 +33,7 @@ PROCESS = Path("/proc/self")
 # Where host buffers lie: on a host's cores nothing else tells them from what the device holds.
 _buffers: set[int] = set()
 _making = False  # a host buffer, which is not among them yet
+_asleep: set[int] = set()  # storages that an allocator has taken the memory of, which torch does not know
 
 
 class Memory(NamedTuple):
@@ -182,6 +183,23 @@ def of(tensor: torch.Tensor) -> Device:
 
 def is_host_buffer(storage: torch.UntypedStorage) -> bool:
     return storage.data_ptr() in _buffers
+
+
+def sleep(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells of tensors whose memory an engine's allocator has given to others, until they `wake`."""
+    for storage in (t.untyped_storage() for t in tensors):
+        if (at := storage.data_ptr()) not in _asleep:
+            _asleep.add(at)
+            weakref.finalize(storage, _asleep.discard, at).atexit = False
+
+
+def wake(tensors: Iterable[torch.Tensor]) -> None:
+    _asleep.difference_update(t.untyped_storage().data_ptr() for t in tensors)
+
+
+def size(storage: torch.UntypedStorage) -> int:
+    """Bytes that it has memory for."""
+    return 0 if storage.data_ptr() in _asleep else storage.nbytes()
 
 
 def making_buffer() -> bool:

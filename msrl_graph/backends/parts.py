@@ -216,7 +216,8 @@ class Part:
             if steps and len(kinds) == len(self.keeps):  # an optimizer that was another one begins anew
                 # What leaves releases its storage, which must be its own.
                 kept = {kind: of[i].to(self.place, copy=self.away is not None) for kind, of in kinds.items()}
-                self.state[master] = {"step": torch.tensor(float(steps)), **kept}
+                step = torch.tensor(float(steps), device=self.place if self.optimizer.defaults.get("fused") else "cpu")
+                self.state[master] = {"step": step, **kept}
 
     def _write_back(self) -> None:
         """From the masters to the weights."""

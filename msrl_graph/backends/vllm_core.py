@@ -45,6 +45,7 @@ STEP = 8192  # tokens that a step computes at most, unless more sequences run
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # draw.py draws: FlashInfer would compile kernels that nobody calls
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -272,6 +273,7 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         kv_cache_memory_bytes=blocks * block(work) * cache_elements(work) * BYTES[work.dtype],
         # So much of a device must be free as it starts, which others may fill then: the plan has counted all of them.
         gpu_memory_utilization=0.01,
+        async_scheduling=False,  # a step is drawn before the next begins; only for the CPU is that vLLM's default
         enforce_eager=work.on_host,
         enable_sleep_mode=not work.on_host,
         compilation_config={} if work.on_host else GRAPHS,

@@ -4,13 +4,14 @@ Invariant: a parameter is the same object at the same address whenever it has me
 graphs that were captured. What it held is lost. On a host's cores storages are resized; on devices vLLM sleeps (level
 2: nothing is kept), whose allocator maps other memory to the same addresses. The order is that of vLLM's and
 vllm-ascend's workers: asleep, weights, cache, and asleep again; a worker that sleeps twice would give back what it no
-longer has. On devices it has never run.
+longer has. vLLM's has slept so on an H100, vllm-ascend's never.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from . import devices
 from .devices import content, release, take
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def forget(runner: Any) -> None:
     states."""
     for unread in {id(t): t for t in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
         release(unread)
+
+
+def clear(cache: torch.Tensor) -> None:
+    """What kernels read beyond a sequence's end must be numbers."""
+    content(cache.untyped_storage()).zero_()
 
 
 class Resized:
@@ -60,7 +66,7 @@ class Resized:
         if not self._open:
             for cache in self._caches:
                 take(cache, self._sizes[id(cache)])
-                content(cache.untyped_storage()).zero_()  # what kernels read beyond a sequence's end must be numbers
+                clear(cache)
             self._open = True
 
     def give(self) -> None:
@@ -73,6 +79,8 @@ class Asleep:
     """On devices. `worker` is vLLM's, or of a plug-in of it."""
 
     def __init__(self, worker: Any) -> None:
+        from torch.utils._pytree import tree_leaves
+
         self._worker = worker
         forget(worker.model_runner)
         model: torch.nn.Module = worker.model_runner.model
@@ -81,11 +89,13 @@ class Asleep:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
+        self._caches: list[torch.Tensor] = tree_leaves(worker.model_runner.kv_caches)  # of some a layer has two
         self._weights = self._cache = True  # whether they have memory
 
     def weights(self) -> None:
         if not self._weights:
             self._worker.wake_up(tags=["weights"])
+            devices.wake(self._loaded())
             # vllm-ascend turns experts as it wakes, for a load that does not follow here (its pull request 13012).
             for module, name, parameter in self._held:
                 setattr(module, name, parameter)
@@ -94,10 +104,18 @@ class Asleep:
     def cache(self) -> None:
         if not self._cache:
             self._worker.wake_up(tags=["kv_cache"])
+            devices.wake(self._caches)
+            for cache in self._caches:
+                clear(cache)
             self._cache = True
 
     def give(self) -> None:
         if self._weights:
             self.cache()
             self._worker.sleep(level=2)
+            devices.sleep([*self._loaded(), *self._caches])
             self._weights = self._cache = False
+
+    def _loaded(self) -> list[torch.Tensor]:
+        """What was made as the model was loaded."""
+        return [*self._worker.model_runner.model.parameters(), *self._worker.model_runner.model.buffers()]

@@ -71,8 +71,9 @@ class DeviceKind:
         return tuple(dict.fromkeys(p for need in needs for p in (need, adaptors.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
-        """How an actor asks Ray for so many."""
-        return {self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}}
+        """How an actor asks Ray for so many, and for no core beside them, which Ray would add: the placement group
+        that it is put in has none."""
+        return {"num_cpus": 0} | ({self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}})
 
 
 HOST = DeviceKind(

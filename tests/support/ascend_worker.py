@@ -11,7 +11,9 @@ import torch
 class Worker:
     def __init__(self, model, nz=False):
         both = type("Both", (), {"cpu": torch.zeros(8, 4), "gpu": torch.zeros(8, 4)})()
-        self.model_runner = type("Runner", (), {"model": model, "inputs_embeds": both})()
+        self.caches = [torch.zeros(4), torch.zeros(4)]  # keys and values of a layer
+        held = {"model": model, "inputs_embeds": both, "kv_caches": [tuple(self.caches)]}
+        self.model_runner = type("Runner", (), held)()
         self.mapped, self.nz, self.told, self.saved = {"weights", "kv_cache"}, nz, [], {}
 
     def sleep(self, level=1):
@@ -22,7 +24,7 @@ class Worker:
         model = self.model_runner.model
         self.saved = {name: b.clone() for name, b in model.named_buffers()} if level == 2 else {}
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in (*model.parameters(), *model.buffers(), *self.caches):
                 tensor.fill_(float("nan"))
 
     def wake_up(self, tags=None):

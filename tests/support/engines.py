@@ -14,12 +14,13 @@ from msrl_graph.ir.plan import EngineChoice, Placement
 from msrl_graph.sharding.layout import Layout
 
 ALONE = Layout()
+HERE = Device()
 
 
-def built(name, model, layout, rank=0, mesh=None, optimizer=None, work=None, **options):
+def built(name, model, layout, rank=0, mesh=None, optimizer=None, work=None, device=HERE, **options):
     placement = Placement("state", "devices", layout, 0, EngineChoice(name, options), "")
     return ENGINES[name].built(
-        Weights(model, Node("node", "worker", ""), optimizer, work), placement, Devices(Device(), rank, mesh)
+        Weights(model, Node("node", "worker", ""), optimizer, work), placement, Devices(device, rank, mesh)
     )
 
 
@@ -27,8 +28,8 @@ def trainer(model, layout=ALONE, rank=0, mesh=None, optimizer=None, recompute="n
     return built("fsdp", model, layout, rank, mesh, optimizer, recompute=recompute)
 
 
-def generator(model, layout=ALONE, rank=0, mesh=None, micro_batch=0):
-    return built("hf", model, layout, rank, mesh, micro_batch=micro_batch)
+def generator(model, layout=ALONE, rank=0, mesh=None, micro_batch=0, device=HERE):
+    return built("hf", model, layout, rank, mesh, device=device, micro_batch=micro_batch)
 
 
 def loaded(model, folder):
@@ -41,12 +42,12 @@ def loaded(model, folder):
     return engine
 
 
-def mesh(layout, first=0):
+def mesh(layout, first=0, device=HERE):
     """Of the ranks from `first` on, with the axes that the runtime's has."""
     axes = [a for a in ("pp", "dp", "cp", "tp") if a in ("dp", "tp") or getattr(layout, a) > 1]
     sizes = [getattr(layout, a) for a in axes]
     ranks = [first + layout.rank(**dict(zip(axes, at, strict=True))) for at in product(*map(range, sizes))]
-    return DeviceMesh("cpu", torch.tensor(ranks).view(sizes), mesh_dim_names=tuple(axes))
+    return DeviceMesh(device.kind.torch, torch.tensor(ranks).view(sizes), mesh_dim_names=tuple(axes))
 
 
 def train(engine, packed, loss, asked):

@@ -49,8 +49,10 @@ def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
     seen = {s.data_ptr(): s for s in storages}
     seen.pop(0, None)
     away = any(s.device.type != HOST.torch for s in seen.values())  # then what lies on the host is none of a device's
-    host = sum(s.nbytes() for s in seen.values() if devices.is_host_buffer(s) or (away and s.device.type == HOST.torch))
-    return {"device": sum(s.nbytes() for s in seen.values()) - host, "host": host}
+    sizes = {key: devices.size(s) for key, s in seen.items()}
+    buffers = (k for k, s in seen.items() if devices.is_host_buffer(s) or (away and s.device.type == HOST.torch))
+    host = sum(sizes[key] for key in buffers)
+    return {"device": sum(sizes.values()) - host, "host": host}
 
 
 def held() -> dict[str, int]:
@@ -137,6 +139,8 @@ class Peak(TorchDispatchMode):
         if now["device"] > self.peak["device"] or not self.moment:
             self.moment = moment
             self.largest = [
-                (s.nbytes(), made, shape) for s, made, shape in live if s.nbytes() and not devices.is_host_buffer(s)
+                (size, made, shape)
+                for s, made, shape in live
+                if (size := devices.size(s)) and not devices.is_host_buffer(s)
             ]
         self.peak = {place: max(most, now[place]) for place, most in self.peak.items()}

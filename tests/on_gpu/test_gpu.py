@@ -1,0 +1,153 @@
+"""Engines on one GPU: a rank's life by each pair of them, and vLLM asleep and awake.
+
+Each test has a process of its own: vLLM's allocator sleeps for one engine a process. What is compared with another
+engine is compared in the rounding of its kernels; the same engine, asleep and awake again, to the bit.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+import torch
+from life import lived
+from mixture import latent, mixture
+from stage import EXAMPLE, PROMPTS, same
+from torch import distributed as dist
+from torch import multiprocessing
+
+from msrl_graph.backends import transformer
+from msrl_graph.backends.devices import Device
+from msrl_graph.backends.spec import Sampling, collected
+from msrl_graph.backends.vllm_core import SURROUNDINGS
+from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.hardware.device_kinds import CUDA
+from msrl_graph.ir.work import Work
+from msrl_graph.model import models
+from msrl_graph.sharding.layout import Layout
+
+GPU = Device(CUDA)
+PLAIN = Sampling(4, 20, 1.0, 1.0, 0, seed=3, iteration=2, ends=(1,))
+ROUNDING = {"f32": 5e-3, "bf16": 0.15}  # of a token's log-probability: vLLM's kernels multiply f32 in TF32
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def apart(function, *arguments):
+    """Runs it in a process of its own, a rank alone on the GPU."""
+    multiprocessing.spawn(_ranked, (function, arguments), nprocs=1)
+
+
+def _ranked(_, function, arguments):
+    os.environ.update(SURROUNDINGS)
+    torch.set_num_threads(1)
+    GPU.claim()
+    dist.init_process_group(CUDA.backends(), store=dist.HashStore(), rank=0, world_size=1)
+    function(*arguments)
+    dist.destroy_process_group()
+
+
+def _lived(folder, generator, trainer):
+    chosen = (("generate = hf", f"generate = {generator}"), ("update = fsdp", f"update = {trainer}"))
+    drawn, went_on, again = lived(folder, ('device = "cpu"', 'device = "h100"'), *chosen)
+    (folder / "drawn.json").write_text(json.dumps(drawn[0].tolist()))
+    assert torch.equal(drawn[1], drawn[2])
+    assert all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for i in (0, 1) for a, b in zip(went_on[i], again[i], strict=True)
+    )
+    print("to the bit:", same(went_on, again))
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+@pytest.mark.parametrize("generator", ["hf", "vllm"])
+def test_a_rank_lives_as_on_a_hosts_cores(generator, trainer, alone, tmp_path):
+    for name in ("gpu", "host"):
+        (tmp_path / name).mkdir()
+    apart(_lived, tmp_path / "gpu", generator, trainer)
+    drawn, *_ = lived(tmp_path / "host")
+    found = json.loads((tmp_path / "gpu" / "drawn.json").read_text())
+    assert found == drawn[0].tolist()
+
+
+def model(kind, dtype, folder):
+    made = {"dense": lambda _: str(EXAMPLE / "model"), "mixture": mixture, "latent": latent}[kind](folder)
+    return models.load(made, Path("/"), dtype, NOWHERE)
+
+
+def generator(of):
+    work = Work(of, Layout(), of.dtype, rows=16, prompts=4, prompt=26, response=20, samples=4)
+    return engines.built("vllm", of, Layout(), 0, engines.mesh(Layout(), device=GPU), work=work, device=GPU)
+
+
+def filled(engine, of, scale=1.0):
+    transformer.fill(of, engine.allocate())
+    for shard in engine.allocate():
+        if "norm" in shard.name:
+            shard.tensor.mul_(scale)
+    engine.filled()
+    return engine
+
+
+def drawn(engine):
+    return collected(engine.generate(PROMPTS, np.arange(16), PLAIN))
+
+
+def compared(one, other):
+    """How many rows drew the same, and how far log-probabilities are apart as long as rows drew the same."""
+    alike, off = 0, 0.0
+    for tokens, wanted, said, told in zip(one[0], other[0], one[1], other[1], strict=True):
+        most = min(len(tokens), len(wanted))
+        same = int((np.append(tokens[:most] == wanted[:most], False)).argmin())
+        alike += same == len(tokens) == len(wanted)
+        off = max(off, np.abs(said[:same] - told[:same]).max(initial=0.0))
+    return alike, off
+
+
+def _asleep_and_awake(kind, dtype, folder):
+    of = model(kind, dtype, folder)
+    engine = filled(generator(of), of)
+    places = [s.tensor.data_ptr() for s in engine.allocate()]
+    tokens, said = drawn(engine)
+    other = filled(engines.generator(of, device=GPU), of)
+    wanted, told = drawn(other)
+    alike, off = compared((tokens, said), (wanted, told))
+    print(f"{kind} {dtype}: {alike} of 16 rows drawn alike, log-probabilities at most {off:.2g} apart")
+    before = GPU.memory().free
+    engine.release()
+    given = GPU.memory().free - before
+    print(f"  gave {given / 1e6:.0f} MB")
+    assert given > sum(s.tensor.nbytes for s in engine._shards)
+    for scale, same_again in ((1.3, False), (1.0, True)):
+        filled(engine, of, scale)
+        assert [s.tensor.data_ptr() for s in engine._shards] == places
+        now, again = drawn(engine)
+        assert same_again == all(map(np.array_equal, now, tokens))
+        if same_again:
+            print("  to the bit again:", all(map(np.array_equal, again, said)))
+            assert all(np.allclose(a, b, atol=ROUNDING[dtype]) for a, b in zip(again, said, strict=True))
+        engine.release()
+    assert alike >= 12 and off < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("kind", ["dense", "mixture", "latent"])
+def test_vllm_asleep_and_awake(kind, dtype, tmp_path):
+    apart(_asleep_and_awake, kind, dtype, tmp_path)
+
+
+def _ahead(folder):
+    """What a kernel computes while the host goes on is there before a copy reads it."""
+    of = replace(model("dense", "f32", folder))
+    engine = filled(engines.generator(of, device=GPU), of)
+    first, again = drawn(engine), drawn(engine)
+    assert all(map(np.array_equal, first[0], again[0]))
+    assert GPU.peak() > 0 and GPU.memory().total > GPU.memory().free
+    engine.release()
+    assert all(not s.tensor.untyped_storage().nbytes() for s in engine._shards)
+
+
+def test_the_light_engine_draws_the_same_again(tmp_path):
+    apart(_ahead, tmp_path)
