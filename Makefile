@@ -24,7 +24,7 @@ STACKS ?=
 SEEDS ?= 0 1 2
 MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -92,6 +92,13 @@ $(VENV_ENGINES_023)/ready: pyproject.toml constraints/engines-023.txt
 
 test-vllm-023: $(VENV_ENGINES_023)/ready
 	$(VENV_ENGINES_023)/bin/pytest tests/with_engines/test_vllm.py
+
+# Engines on one GPU that nothing else uses, by a Python that has them: pip install --constraint constraints/cuda.txt '.[run,cuda,dev]'.
+test-gpu:
+	$(PYTHON) -m pytest tests/on_gpu
+
+bench-gpu:
+	$(PYTHON) bench/gpu.py
 
 # Kills processes of runs (PROGRAM=grpo, dapo, pf_ppo or countdown) and counts what that costs: at random, 200 take about an hour, and then
 # each process on two hosts at each point of its work, about as long.

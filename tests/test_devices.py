@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from msrl_graph.backends import UNTRIED, devices, packages
+from msrl_graph.backends import ALONE, UNTRIED, devices, packages
 from msrl_graph.backends.devices import Device, Lane
 from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
@@ -38,8 +38,8 @@ def test_what_is_said_of_each_kind():
     assert [kind.backends() for kind in DEVICE_KINDS.values()] == ["gloo", "cpu:gloo,cuda:nccl", "cpu:gloo,npu:hccl"]
     assert [kind.ray(2) for kind in DEVICE_KINDS.values()] == [
         {"num_cpus": 2},
-        {"num_gpus": 2},
-        {"resources": {"NPU": 2}},
+        {"num_cpus": 0, "num_gpus": 2},
+        {"num_cpus": 0, "resources": {"NPU": 2}},
     ]
 
 
@@ -71,7 +71,7 @@ def test_presets_are_of_these_kinds():
     ascend = dict.fromkeys(("ascend-910c", "ascend-910c-die", "ascend-910b"), ASCEND)
     kinds = dict.fromkeys(DEVICES, CUDA) | ascend | {"cpu": HOST, "here": HOST}
     assert found == {name: (kind, kind.resource) for name, kind in kinds.items()}
-    assert set(UNTRIED) <= set(DEVICE_KINDS)
+    assert {*UNTRIED, *ALONE} <= {*DEVICE_KINDS}
 
 
 def test_what_a_process_may_not_see_is_not_here(monkeypatch):

@@ -9,8 +9,9 @@ from . import fsdp, hf, megatron, vllm
 from .spec import EngineSpec
 
 ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
-# Kinds of devices of which none was at hand: they are written for, and have never been tried.
-UNTRIED = (CUDA.name, ASCEND.name)
+# Kinds of devices that are written for: of which none was at hand, and of which one alone was.
+UNTRIED = (ASCEND.name,)
+ALONE = (CUDA.name,)
 
 
 def runs(engine: str) -> bool:

@@ -5,7 +5,7 @@ optimizer are the project's, so that a program's terms see what they see by any 
 rules (steps.py: ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in each
 data-parallel replica. More ranks than key-value heads are left out: Megatron then cuts within a group's heads.
 
-On cuda and npu it has never run: no such device was at hand.
+On npu it has never run: none was at hand.
 """
 
 from __future__ import annotations

@@ -216,8 +216,9 @@ class Part:
             if steps and len(kinds) == len(self.keeps):  # an optimizer that was another one begins anew
                 # What leaves releases its storage, which must be its own.
                 kept = {kind: of[i].to(self.place, copy=self.away is not None) for kind, of in kinds.items()}
-                step = torch.tensor(float(steps), device=self.place if self.optimizer.defaults.get("fused") else "cpu")
-                self.state[master] = {"step": step, **kept}
+                # Where torch counts them: fused kernels do on the device.
+                counts = self.place if self.optimizer.defaults.get("fused") else None
+                self.state[master] = {"step": torch.tensor(float(steps), device=counts), **kept}
 
     def _write_back(self) -> None:
         """From the masters to the weights."""

@@ -4,7 +4,7 @@ Invariant: the shards are views into vLLM's own parameters, so that resharding f
 cache have memory only between `allocate` and `release`. Tokens are drawn by draw.py, not by vLLM: what is drawn for a
 row is what the light engine draws, but for the rounding of logits.
 
-On cuda and npu it has never run: no such device was at hand.
+On npu it has never run: none was at hand.
 """
 
 from __future__ import annotations
