@@ -164,16 +164,3 @@ def test_a_plan_notes_what_a_run_would_refuse_or_warn_of(body: str, device: str,
     told = [d.message.split(" can be")[0] for d in (*unready(plan), *untried(plan))]
     assert [what in "".join(note) for what in told] == [True] * len(note)
     assert [d.severity for d in untried(plan)] == ["warning"] * (device == "h100")
-
-
-@pytest.mark.parametrize(("engine", "told"), [("vllm", True), ("hf", False)])
-def test_experts_by_vllm_on_a_gpu_are_warned_of_where_the_help_leads_on(engine: str, told: bool) -> None:
-    deploy = (
-        'import grpo\ncluster one { device = "h100", devices_per_node = 8 }\ndeploy grpo on one {\n'
-        f' model policy = "qwen3-30b-a3b"\n data source = "x.jsonl"\n engine actor.generate = {engine}\n'
-        " set prompts = 8\n set group = 2\n set prompt_len = 6\n set response_len = 5\n}"
-    )
-    plan = translate(Source("program.rlg", deploy, TESTS)).plan
-    assert plan is not None
-    found = [d for d in untried(plan) if "experts by vllm on cuda" in d.message]
-    assert [d.help for d in found] == ["a run ends where they part; by hf: engine actor.generate = hf"] * told

@@ -37,17 +37,10 @@ def untried(plan: Plan) -> list[Diagnostic]:
     help = "begin with few iterations, and compare them with the same on CPUs: --iterations 2"
     if kind in UNTRIED:
         return [Diagnostic("not-yet", f"nothing has run on devices of kind {kind} yet", span, help, "warning")]
-    found = []
     if kind in ALONE and plan.cluster.devices > 1:
         message = f"nothing has run on more than one device of kind {kind} yet"
-        found.append(Diagnostic("not-yet", message, span, help, "warning"))
-    for node in plan.graph.nodes:
-        # tests/on_gpu/test_gpu.py: one row of sixteen was drawn alike, log-probabilities were 1.4 apart.
-        if kind in ALONE and plan.placement(node.name).engine.name == "vllm" and plan.model(node.name).experts:
-            message = f"experts by vllm on {kind} did not give the log-probabilities that the trainer gives"
-            other = f"a run ends where they part; by hf: engine {node.name} = hf"
-            found.append(Diagnostic("not-yet", message, node.span, other, "warning"))
-    return found
+        return [Diagnostic("not-yet", message, span, help, "warning")]
+    return []
 
 
 def notes(plan: Plan) -> tuple[Note, ...]:

@@ -90,8 +90,8 @@ def generator(of):
 
 
 def filled(engine, of, scale=1.0):
-    transformer.fill(of, engine.allocate())
-    for shard in engine.allocate():
+    transformer.fill(of, shards := engine.allocate())
+    for shard in shards:
         if "norm" in shard.name:
             shard.tensor.mul_(scale)
     engine.filled()
@@ -116,7 +116,7 @@ def compared(one, other):
 def _asleep_and_awake(kind, dtype, folder):
     of = model(kind, dtype, folder)
     engine = filled(generator(of), of)
-    places = [s.tensor.data_ptr() for s in engine.allocate()]
+    places = [s.tensor.data_ptr() for s in engine._shards]
     tokens, said = drawn(engine)
     other = filled(engines.generator(of, device=GPU), of)
     wanted, told = drawn(other)
