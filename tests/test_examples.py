@@ -17,8 +17,12 @@ from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CURVES = runpy.run_path(str(EXAMPLES / "curves.py"))
-# One is planned for only, and what other engines run is tried where these are (with_engines/).
-PROGRAMS = [p for p in sorted(EXAMPLES.glob("*/*.rlg")) if p.parent.name != "paper" and not p.stem.endswith("_vllm")]
+# One is planned for only, and what other engines and devices run is tried where these are (with_engines/, on_gpu/).
+PROGRAMS = [
+    p
+    for p in sorted(EXAMPLES.glob("*/*.rlg"))
+    if p.parent.name != "paper" and not p.stem.endswith("_vllm") and p.stem != "one_gpu"
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
@@ -27,6 +31,12 @@ def test_a_program_of_the_examples_could_be_run(program, tmp_path):
     assert not result.warnings
     made = supervisor.prepare(result.plan, tmp_path / "out")
     assert made.rows and all(made.rows.values()) and not made.warnings
+
+
+def test_the_one_for_a_gpu_is_planned_for_as_the_plan_chooses():
+    result = translate(read(str(EXAMPLES / "arithmetic" / "one_gpu.rlg")))
+    assert not result.warnings
+    assert [result.plan.placement(f"actor.{n}").engine.name for n in ("generate", "update")] == ["vllm", "megatron"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/curve.json")), ids=lambda p: p.parent.name)

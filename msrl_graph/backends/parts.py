@@ -217,7 +217,7 @@ class Part:
                 # What leaves releases its storage, which must be its own.
                 kept = {kind: of[i].to(self.place, copy=self.away is not None) for kind, of in kinds.items()}
                 # Where torch counts them: fused kernels do on the device.
-                counts = self.place if self.optimizer.defaults.get("fused") else None
+                counts = self.place if self.rule.options.get("fused") else None
                 self.state[master] = {"step": torch.tensor(float(steps), device=counts), **kept}
 
     def _write_back(self) -> None:
