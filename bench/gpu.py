@@ -2,7 +2,7 @@
 each pair of engines.
 
 256 responses of 512 tokens an iteration, each to its end, in bfloat16. Prints what each run says of itself and, last,
-one line of JSON: of each pair the medians after the first iteration, and predicted over measured.
+one line of JSON: of each pair the median iteration and its phases, the first one left out, and predicted over measured.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from seconds import EXAMPLE, endless, engines, randomised
+from seconds import EXAMPLE, Round, by, endless, plan_of, randomised
+
+from msrl_graph import run
+from msrl_graph.runtime.metrics import predicted
 
 SHAPE = {
     "hidden_size": 896,
@@ -34,10 +36,7 @@ CHANGES = (
     ("i32[<= 5]", "i32[<= 512]"),
     ("prompts = 64", "prompts = 32"),
     ("mini_batch = 256", "mini_batch = 128"),
-    ('"./model"', '"../half" { dtype = bf16 }'),
-    ('= "t', '= "../t'),
-    ('device = "cpu"', 'device = "DEVICE"'),
-    ("  evaluate held_out { every = 40, report = reward, samples = 1, temperature = 0, label", "  # {"),
+    ('"./model"', '"./model" { dtype = bf16 }'),
 )
 
 
@@ -47,30 +46,23 @@ def main() -> int:
     parser.add_argument("--device", default="h100", help="a preset")
     parser.add_argument("--iterations", type=int, default=4)
     options = parser.parse_args()
-    found = {}
+    changes, found = (*CHANGES, ('device = "cpu"', f'device = "{options.device}"')), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
         endless(folder, "endless")
         randomised(folder, "half", SHAPE, "endless")
         for pair in options.pairs:
-            place = folder / pair.replace(" ", "_")
-            place.mkdir()
-            file, chosen = engines(*pair.split())
-            for source in ("grpo.rlg", "one_rank.rlg"):
-                text = (folder / source).read_text()
-                for old, new in (*CHANGES, chosen):
-                    text = text.replace(old, new.replace("DEVICE", options.device))
-                (place / source).write_text(text)
-            command = ["msrl-run", str(place / file), "--iterations", str(options.iterations), "--measure-memory"]
+            plan, out = plan_of(by("half", changes, options.iterations, *pair.split()), folder), folder / pair
             print(f"{pair}:", flush=True)
-            if subprocess.run([*command, "--out", str(place / "out")]).returncode:
-                return 1
-            lines = [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()][1:]
-            middle = {p: statistics.median(line["phases"].get(p, 0.0) for line in lines) for p in lines[0]["phases"]}
-            seconds = statistics.median(line["seconds"] for line in lines)
-            found[pair] = {"seconds": round(seconds, 3)} | {p: round(s, 4) for p, s in middle.items()}
-    print(json.dumps(found))
+            run(plan, out, measure_memory=True)
+            lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+            estimate = predicted.estimate(plan, lines)
+            assert estimate is not None
+            made = Round(lines, estimate)
+            phases = {p: statistics.median(line["phases"].get(p, 0.0) for line in lines) for p in lines[0]["phases"]}
+            found[pair] = {"seconds": made.seconds, "predicted_over_measured": made.ratio} | phases
+    print(json.dumps({pair: {k: round(v, 4) for k, v in of.items()} for pair, of in found.items()}))
     return 0
 
 

@@ -33,7 +33,8 @@ PROCESS = Path("/proc/self")
 # Where host buffers lie: on a host's cores nothing else tells them from what the device holds.
 _buffers: set[int] = set()
 _making = False  # a host buffer, which is not among them yet
-_asleep: set[int] = set()  # storages that an allocator has taken the memory of, which torch does not know
+# By address: storages that an allocator has taken the memory of, which torch does not know.
+_asleep: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 class Memory(NamedTuple):
@@ -187,19 +188,19 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
     """Tells of tensors whose memory an engine's allocator has given to others, until they `wake`."""
-    for storage in (t.untyped_storage() for t in tensors):
-        if (at := storage.data_ptr()) not in _asleep:
-            _asleep.add(at)
-            weakref.finalize(storage, _asleep.discard, at).atexit = False
+    _asleep.update((s.data_ptr(), weakref.ref(s)) for s in (t.untyped_storage() for t in tensors))
 
 
 def wake(tensors: Iterable[torch.Tensor]) -> None:
-    _asleep.difference_update(t.untyped_storage().data_ptr() for t in tensors)
+    for tensor in tensors:
+        _asleep.pop(tensor.untyped_storage().data_ptr(), None)
 
 
 def size(storage: torch.UntypedStorage) -> int:
     """Bytes that it has memory for."""
-    return 0 if storage.data_ptr() in _asleep else storage.nbytes()
+    sleeper = _asleep.get(storage.data_ptr())
+    # One that is gone may have left its address to another.
+    return 0 if sleeper and sleeper() is not None else storage.nbytes()
 
 
 def making_buffer() -> bool:

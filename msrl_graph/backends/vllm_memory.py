@@ -89,13 +89,14 @@ class Asleep:
             for module in model.modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
+        self._loaded = [*model.parameters(), *model.buffers()]
         self._caches: list[torch.Tensor] = tree_leaves(worker.model_runner.kv_caches)  # of some a layer has two
         self._weights = self._cache = True  # whether they have memory
 
     def weights(self) -> None:
         if not self._weights:
             self._worker.wake_up(tags=["weights"])
-            devices.wake(self._loaded())
+            devices.wake(self._loaded)
             # vllm-ascend turns experts as it wakes, for a load that does not follow here (its pull request 13012).
             for module, name, parameter in self._held:
                 setattr(module, name, parameter)
@@ -113,9 +114,5 @@ class Asleep:
         if self._weights:
             self.cache()
             self._worker.sleep(level=2)
-            devices.sleep([*self._loaded(), *self._caches])
+            devices.sleep([*self._loaded, *self._caches])
             self._weights = self._cache = False
-
-    def _loaded(self) -> list[torch.Tensor]:
-        """What was made as the model was loaded."""
-        return [*self._worker.model_runner.model.parameters(), *self._worker.model_runner.model.buffers()]
