@@ -38,6 +38,7 @@ ELSEWHERE = {
     "unguarded-run",
     "unused-weight",
     "port-taken",
+    "clashing-packages",  # of engines of one's own: those of this package go together (test_interpreters.py)
 }
 
 

@@ -21,7 +21,7 @@ CURVES = runpy.run_path(str(EXAMPLES / "curves.py"))
 PROGRAMS = [
     p
     for p in sorted(EXAMPLES.glob("*/*.rlg"))
-    if p.parent.name != "paper" and not p.stem.endswith("_vllm") and p.stem != "one_gpu"
+    if p.parent.name != "paper" and not p.stem.endswith("_vllm") and p.stem not in ("one_gpu", "two_environments")
 ]
 
 

@@ -15,7 +15,7 @@ from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.settings import Setting
 from msrl_graph.ir.plan import Surroundings
-from msrl_graph.runtime.driver import shipping
+from msrl_graph.runtime.driver import interpreters, shipping
 from msrl_graph.runtime.driver.probe import Hosts
 from msrl_graph.runtime.process import facts
 from msrl_graph.runtime.process.joining import NoResources
@@ -25,6 +25,7 @@ SIZES = {"/m/config.json": 700, "/m/model.safetensors": 5000, "/train.jsonl": 90
 FACTS = facts.Facts(
     name="node-a",
     versions={"Python": "3.11.7", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.13.0+cpu", "numpy": "2.4.6"},
+    others={},
     sizes=SIZES,
     cores=8,
     devices=0,
@@ -137,6 +138,37 @@ deploy grpo on pod {
     return replace(found, surroundings=(Surroundings(found.pools[0].name, (own,)),))
 
 
+def test_an_interpreter_of_a_pool_is_told_on_the_hosts_that_have_processes_of_it():
+    program = """import grpo
+cluster pod { device = "cpu", nodes = 3 }
+deploy grpo on pod {
+  model policy = "tiny"
+  data source = "rows.jsonl" { prompt = "p" }
+  place actor.generate on nodes 1..2
+  engine actor.generate = hf { python = "/opt/python" }
+}
+"""
+    found = {"Python": "3.11.2", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.10.0", "ray": "2.60.0"}
+    own = {**FACTS, "versions": {**FACTS["versions"], "ray": "2.60.0"}}
+    absent = {"/opt/python": facts.Versions(found={}, wrong="No such file or directory")}
+    there = {"/opt/python": facts.Versions(found=found, wrong="")}
+
+    def cluster(*others):
+        each = [{**own, "others": seen, "name": f"node-{i}"} for i, seen in enumerate(others)]
+        made = compile("p.rlg", text=program, sets=dict.fromkeys(("prompts", "group", "response_len"), "8"))
+        return replace(hosts(made, {}, {}), seen=each, here=own)
+
+    assert cluster(absent, there, there).judge(verbose=False) == []
+    assert refused(cluster(absent, there, absent)) == [
+        "host-differs: the interpreter /opt/python is not what the run needs everywhere",
+        "  host               /opt/python",
+        "  10.0.0.1 (node-0)  not used there",
+        "  10.0.0.2 (node-1)  there",
+        "  10.0.0.3 (node-2)  does not run: No such file or directory !",
+        f"= {interpreters.MEND}",
+    ]
+
+
 def test_a_mask_that_hides_devices_of_a_host_is_told_there(on_ascend):
     all_seen, masked = {"devices": 8}, {"devices": 8, "variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,8,9,10,11"}}
     hosted = replace(hosts(on_ascend, masked), seen=[{**FACTS, **all_seen}, {**FACTS, **masked, "name": "node-b"}])
@@ -178,6 +210,7 @@ def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
     (tmp_path / "there").write_text("12345")
     asked = {
         "packages": {"numpy": ("numpy",), "vllm": ("vllm-of-nobody", "pytest")},
+        "others": {"/nowhere/python": ["/nowhere/python"]},
         "files": [str(tmp_path / "there"), str(tmp_path / "none")],
         "devices": "",
         "variables": ["PATH", "SET_BY_NOBODY"],
@@ -188,6 +221,7 @@ def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
     assert found["sizes"] == {str(tmp_path / "there"): 5, str(tmp_path / "none"): -1}
     assert found["versions"]["numpy"] and found["versions"]["vllm"] == pytest.__version__
     assert [*found["variables"]] == ["PATH"]
+    assert found["others"] == {"/nowhere/python": {"found": {}, "wrong": "No such file or directory"}}
     assert (found["interface"], found["speaks"]) == ("lo", "127.0.0.1")
     assert found["versions"]["msrl-graph"].count(" ") == 1 and 0 < found["memory"] <= found["total"]
     assert facts.interface("127.0.0.1", "eth-of-nobody") == ("", "")

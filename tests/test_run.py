@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -63,13 +64,30 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
         assert abs(generating - before) < 20_000  # generation weights in, update weights out: of the same size here
 
 
+def another_environment(folder):
+    """The interpreter of an environment beside this one, with the same packages; its processes tell who they are in
+    `begun`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    (packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    same = [f"import site; site.addsitedir({folder!r})\n" for folder in site.getsitepackages()]
+    (packages / "same.pth").write_text("".join(same))
+    line = "open('/proc/self/cmdline').read().replace(chr(0), ' ') + chr(10)"
+    told = f"open({str(folder / 'begun')!r}, 'a').write({line})"
+    (packages / "sitecustomize.py").write_text(told)
+    return "env/bin/python"
+
+
 @pytest.mark.slow
-def test_generation_on_devices_of_its_own_trains_alike(place, reference):
-    pools = ("layout actor.generate { tp = 2 }", "actor.generate -> reference.infer { stream = 8 }")
+def test_generation_on_devices_and_in_an_environment_of_its_own_trains_alike(place, reference):
+    python = another_environment(place.folder)
+    engine = f'engine actor.generate = hf {{ python = "{python}" }}'
+    pools = ("layout actor.generate { tp = 2 }", f"actor.generate -> reference.infer {{ stream = 8 }}\n{engine}")
     place.write(("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update"), pools, *TRAINED)
     code, _, err = place.run("p.rlg", *THRICE, "--out", "apart", "--measure-memory")
     assert code == 0, err
     place.assert_clean()
+    begun = (place.folder / "begun").read_text()
+    assert begun.count("default_worker.py") == 1  # a rank, of two
     apart = place.folder / "apart"
     assert_alike(reference, apart)
     (edge,) = json.loads((apart / "plan.json").read_text())["reshards"]

@@ -79,6 +79,7 @@ class Lint:
     help: str
 
 
+EVERY = ("python",)  # options of all engines: they are not the engine's, but its processes'
 Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a phase: bytes by item
 
 
@@ -89,12 +90,12 @@ class EngineSpec:
     - How it is made: `build` names a function as `module:name`, which `built` calls with (weights, placement, devices);
       it gives a Trainer, or a Generator where the verb is `generate`. "" where there is none yet: it can be planned.
     - What it can do: `axes`: the mesh axes that may be larger than 1; `families`: the model architectures;
-      `options`: those of `EngineOptions` (ir/options.py) that it has; `off_host`: which axes and families do not run
-      where devices are a host's cores, and can be planned for only; `honours`: the attributes of its nodes that it
-      keeps to (None: all but those that each engine must name), `heeds`: those of these that it names; a run refuses
-      the others; `needs`: the packages; `chosen`: what it is meant for, where a plan may choose it if a program names
-      none; `lints`: what it knows to fail or to crawl; `settings`: the environment variables that it wants of its
-      processes.
+      `options`: those of `EngineOptions` (ir/options.py) that it has beside `EVERY`; `off_host`: which axes and
+      families do not run where devices are a host's cores, and can be planned for only; `honours`: the attributes of
+      its nodes that it keeps to (None: all but those that each engine must name), `heeds`: those of these that it
+      names; a run refuses the others; `needs`: the packages; `chosen`: what it is meant for, where a plan may choose it
+      if a program names none; `lints`: what it knows to fail or to crawl; `settings`: the environment variables that it
+      wants of its processes.
     - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them;

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import algorithms, checks
 from ..backends import ENGINES
-from ..checks import datafiles, folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
+from ..checks import datafiles, environments, folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
 from ..dsl.lower import Context, Refused, lower
@@ -69,7 +69,11 @@ def pipeline(budget: float | None = None) -> Passes:
 PASSES = pipeline()
 ADVICE = Advice(PASSES, ENGINES, lambda plan: bool(layout.check(plan, ENGINES)))
 # What the user's program may have wrong that only a pass brings to light.
-CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {"place": _misplaced, "memory": _too_much}
+CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {
+    "place": _misplaced,
+    "memory": _too_much,
+    "environment": partial(environments.check, engines=ENGINES),
+}
 # The last pass of a stage.
 LAST = {"placed": "reshard", "plan": "environment"}
 

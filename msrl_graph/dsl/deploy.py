@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..backends.spec import EngineSpec
+from ..backends.spec import EVERY, EngineSpec
 from ..diagnostics import Span, nearest
 from ..files.paths import hub_name, is_file
 from ..files.urls import is_url
@@ -264,11 +264,14 @@ class _Deploy:
                 self.problems.tell(
                     "bad-value", message, ref.span, f"these can: {', '.join(f'`{c}`' for c in can)}" if can else ""
                 )
-        kinds = {k: kind for k, kind in EngineOptions.kinds().items() if k in spec.options}
+        kinds = {k: kind for k, kind in EngineOptions.kinds().items() if k in (*spec.options, *EVERY)}
         values = self._read(statement.attrs, f"engine … = {name}", kinds)
         if "offload" in values:
             self._offload(nodes, values["offload"])
-        choice = EngineChoice(name, {k: e.value for k, e in values.items()}, span=statement.span)
+        options = {k: e.value for k, e in values.items()}
+        if python := options.get("python"):
+            options["python"] = str(self.folder(values["python"].span) / str(python))
+        choice = EngineChoice(name, options, span=statement.span)
         self.chosen |= dict.fromkeys(nodes, choice)
 
     def _offload(self, nodes: Sequence[str], stated: Expr) -> None:

@@ -324,7 +324,9 @@ def _estimate(page: Sheet, plan: Plan) -> None:
 
 
 def _surroundings(page: Sheet, plan: Plan) -> None:
-    page.heading("Environment", "variables of the ranks' processes, unless they are set otherwise")
+    page.heading("Environment", "of the ranks' processes; variables, unless they are set otherwise")
+    for of in (s for s in plan.surroundings if s.python):
+        page.line(f"interpreter of {of.pool}: {of.python}")
     found: dict[Setting, list[str]] = {}
     for of in plan.surroundings:
         for setting in of.settings:
@@ -334,7 +336,8 @@ def _surroundings(page: Sheet, plan: Plan) -> None:
         (f"{s.name}={s.value}", f"{s.why} ({s.source})", "all" if len(pools) == len(plan.pools) else ", ".join(pools))
         for s, pools in found.items()
     ]
-    page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
+    if rows:
+        page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
 
 
 def saved(whole: Figure, in_step: Figure) -> str:

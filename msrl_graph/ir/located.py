@@ -1,6 +1,7 @@
 """Where the files of a plan are, said so that it runs from anywhere.
 
-Invariant: nothing but paths changes: of data, models, functions in files, and the run that is gone on with. What lies
+Invariant: nothing but paths changes: of data, models, functions in files, interpreters, and the run that is gone on
+with. What lies
 at a URL is said by it wherever the plan is; each process reads the copy of its own host.
 """
 
@@ -93,4 +94,6 @@ def _moved(plan: Plan, to: Callable[[str], str]) -> Plan:
     models = {name: replace(m, path=to(m.path)) if m.path else m for name, m in deploy.models.items()}
     run = replace(deploy.run, resume=to(deploy.run.resume)) if deploy.run.resume else deploy.run
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
-    return replace(plan, graph=graph, deploy=replace(deploy, data=data, models=models, run=run))
+    around = tuple(replace(s, python=to(s.python)) if s.python else s for s in plan.surroundings)
+    deploy = replace(deploy, data=data, models=models, run=run)
+    return replace(plan, graph=graph, deploy=deploy, surroundings=around)

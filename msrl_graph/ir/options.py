@@ -147,6 +147,13 @@ class EngineOptions(Declared):
         "`layers`: each layer by torch.compile, in fewer and fused kernels; the first passes take up to a minute "
         "longer. Of dense models, and not with `tp`.",
     )
+    python: str = attr(
+        String(),
+        "",
+        "The interpreter of the pool's processes on each host, as `/opt/vllm/bin/python`: an environment of its own, "
+        "for packages that cannot be beside those of other pools ([engines](engines.md)).",
+        "the run's own",
+    )
 
 
 @dataclass(frozen=True)

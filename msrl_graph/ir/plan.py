@@ -326,10 +326,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The environment variables that the processes of a pool are given, unless the user has set them."""
+    """What the processes of a pool begin in: the environment variables that they are given, unless the user has set
+    them, and the interpreter that runs them, "" for the run's own."""
 
     pool: str
     settings: tuple[Setting, ...]
+    python: str = ""
 
 
 @dataclass(frozen=True)
@@ -390,10 +392,11 @@ class Plan(PlanViews):
         layout = placement.layout
         return [placement.device(layout.rank(tp=0, dp=group), each) // each for group in range(layout.dp)]
 
-    def wanted(self, device: int) -> tuple[Setting, ...]:
-        """The environment variables that the process of a device wants."""
-        pool = self.pool_of(device)
-        return next((s.settings for s in self.surroundings if pool is not None and s.pool == pool.name), ())
+    def around(self, at: int | str) -> Surroundings:
+        """What the processes of a pool begin in, or the process of a device."""
+        pool = self.pool_of(at) if isinstance(at, int) else self.pool(at)
+        found = (s for s in self.surroundings if pool is not None and s.pool == pool.name)
+        return next(found, Surroundings(pool.name if pool is not None else "", ()))
 
     def controller(self, node: str) -> Controller:
         return self._by_node[1][node]

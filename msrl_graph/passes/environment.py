@@ -1,4 +1,5 @@
-"""environment: the variables that each pool's processes want, of their devices and of their engines.
+"""environment: what each pool's processes begin in: their interpreter, and the variables that their devices and their
+engines want.
 
 Invariant: a variable stands in a pool once. Of two who want different values of one the first has it, devices before
 engines, engines in the order of the graph, and a note tells of the other.
@@ -34,8 +35,10 @@ class Environment(Pass):
                     own = settings.setdefault(other.name, other)
                     if own.value != other.value:
                         notes.append(_told(pool.name, own, other))
-            if settings:
-                found.append(Surroundings(pool.name, tuple(settings.values())))
+            stated = (p.engine.options.get("python") for p in plan.placements if p.pool == pool.name)
+            python = str(next(filter(None, stated), ""))  # of two the check tells
+            if settings or python:
+                found.append(Surroundings(pool.name, tuple(settings.values()), python))
         return replace(plan, surroundings=tuple(found), notes=(*plan.notes, *dict.fromkeys(notes)))
 
 

@@ -221,7 +221,7 @@ def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
         vllm(of=of)
 
 
-@pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm"])
+@pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm", "two_environments"])
 def test_an_example_could_be_run(name, tmp_path):
     result = translate(read(str(EXAMPLE / f"{name}.rlg")))
     made = supervisor.prepare(result.plan, tmp_path / "out")

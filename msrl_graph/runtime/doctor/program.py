@@ -6,6 +6,7 @@ here too.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 
@@ -15,15 +16,17 @@ from ...compiler.unready import unready, untried
 from ...emit.words import many, size
 from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
-from ...ir.plan import Plan
+from ...ir.plan import FUNCTIONS, Plan
 from ...model import presets
+from ..driver import interpreters
+from ..process.facts import Versions
 from ..process.takes import RANKS_A_CORE, reads, room
 from . import ascend, cuda
 from .devices import listed, seen
-from .finding import Finding, Host, asking
+from .finding import Finding, Host, asking, failed
 from .formats import Die
 from .host import SHARED, memory
-from .machine import Asked
+from .machine import LONG, Asked, Command
 
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
@@ -31,7 +34,8 @@ DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
 
 def wants(plan: Plan) -> Asked:
     """What has to be read of hosts for a plan."""
-    return asking(sizes=sorted({path for paths in _read(plan).values() for path in paths}))
+    tell = [Command(words=c, each="", where="", seconds=LONG) for c in interpreters.commands(plan).values()]
+    return asking(sizes=sorted({path for paths in _read(plan).values() for path in paths}), commands=tell)
 
 
 def _read(plan: Plan) -> dict[str, list[str]]:
@@ -43,7 +47,8 @@ def _read(plan: Plan) -> dict[str, list[str]]:
 def findings(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
     """What lacks of a plan on these hosts."""
     before = [*_runs(plan)]
-    found = [*before, *_packages(plan, hosts), *_devices(plan, hosts), *_memory(plan, hosts), *_files(plan, hosts)]
+    rules = (_packages, _interpreters, _devices, _memory, _files)
+    found = [*before, *(f for rule in rules for f in rule(plan, hosts))]
     if all(f.state == "ok" for f in found):
         yield Finding("program", f"{plan.deploy.name} can run here: {many(plan.cluster.nodes, 'host')} of "
                       f"{plan.cluster.devices_per_node} {plan.cluster.device.resource}")  # fmt: skip
@@ -59,13 +64,27 @@ def _runs(plan: Plan) -> Iterator[Finding]:
 
 def _packages(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
     """Engines that are not installed on every host."""
-    for name in dict.fromkeys(p.engine.name for p in plan.placements if p.engine.name in ENGINES):
+    own = [p for p in plan.placements if p.pool == FUNCTIONS or not plan.around(p.pool).python]
+    for name in dict.fromkeys(p.engine.name for p in own if p.engine.name in ENGINES):
         needs = plan.cluster.device.kind.packages(ENGINES[name].needs)
         lacks = {h.title: [p for p in needs if p not in h.packages] for h in hosts}
         if missing := list(dict.fromkeys(p for packages in lacks.values() for p in packages)):
             told = f"the engine {name} of the program needs {listed(missing)}"
             install = installing(name, missing, plan.cluster.device.backend)
             yield Finding("plan-engines", told, "wrong", install, tuple(t for t, packages in lacks.items() if packages))
+
+
+def _interpreters(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Those of pools that have their own."""
+    for python, command in interpreters.commands(plan).items():
+        for host in hosts:
+            said = host.said(command)
+            wrong = failed(said, python, LONG)
+            found = Versions(found={} if wrong else json.loads(said["text"]), wrong=wrong)
+            here = {**host.packages, "Python": host.seen["python"]}
+            if lacks := interpreters.lacking(found, {p: here.get(p, "") for p in interpreters.SAME}):
+                told = f"the interpreter {python} {lacks}"
+                yield Finding("plan-engines", told, "wrong", interpreters.MEND, (host.title,))
 
 
 def _devices(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:

@@ -14,18 +14,19 @@ from ...checks import folders
 from ...compiler.unready import unready
 from ...diagnostics import Diagnostic, Fault
 from ...files.paths import hub_name
-from ...ir.plan import Plan
+from ...ir.plan import FUNCTIONS, Plan
 from ...model import presets
 from ...model.architecture import Model
 from ..data import dataset as data
 from ..data.tokens import Tokens
+from . import interpreters
 from .pool import check_machine
 
 
 def check(plan: Plan) -> dict[str, data.Looked]:
     """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is
     missing."""
-    found = unready(plan) or [*_packages(plan)]
+    found = unready(plan) or [*_packages(plan), *_interpreters(plan)]
     for model in plan.deploy.models.values():
         if not model.path:
             what = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
@@ -67,7 +68,7 @@ def check(plan: Plan) -> dict[str, data.Looked]:
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
     """Engines that are not installed, each once, where it is named."""
     told, kind = set(), plan.cluster.device.kind
-    for placement in plan.placements:
+    for placement in (p for p in plan.placements if p.pool == FUNCTIONS or not plan.around(p.pool).python):
         spec = ENGINES.get(placement.engine.name)
         needs = kind.packages(spec.needs) if spec and spec.build else ()
         missing = [p for p in needs if not packages.version(p)]
@@ -78,6 +79,11 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 "not-installed", what, span, packages.installing(spec.name, missing, plan.cluster.device.backend)
             )
+
+
+def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
+    """Of a cluster the probe says it for each host."""
+    return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check(plan)
 
 
 def _unreadable(model: Model) -> Diagnostic | None:

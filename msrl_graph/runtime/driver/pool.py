@@ -121,11 +121,12 @@ class Pool:
 
         # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
         text, logs = plan.to_json(), str(self.out / "logs")
-        asks = cluster.device.kind.ray()
         for r in range(cluster.devices):
-            at = cluster.host(r)
+            at, around, asks = cluster.host(r), plan.around(r), cluster.device.kind.ray()
             threads = max(1, hosts[at].cores // cluster.devices_per_node)
-            of = (text, r, threads, hosts[at].folder, logs, plan.wanted(r))
+            of = (text, r, threads, hosts[at].folder, logs, around.settings)
+            if around.python:
+                asks["runtime_env"] = {"py_executable": around.python}
             self.ranks.append(start(rank_host.RankHost, f"rank {r}", at, *of, **asks))
         self.of_docks = [member.host for member in docks]
         self.docks = [

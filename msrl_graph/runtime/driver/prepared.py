@@ -84,6 +84,7 @@ class Prepared:
         return [
             f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
             f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            *(f"{s.pool}: by {s.python}" for s in plan.surroundings if s.python),
             *(f"{s.pool}: {x.name}={x.value}, {x.why}" for s in plan.surroundings for x in s.settings),
             f"data: {rows}",
             *left_out,

@@ -11,7 +11,7 @@ import io
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...backends import ENGINES
-from ...backends.packages import ALIASES
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
 from ...emit.words import many, size
 from ...hardware import masks
@@ -30,12 +28,11 @@ from ..process import facts
 from ..process.facts import APART, Asked, Facts, Host
 from ..process.joining import NoResources
 from ..process.takes import reads, room
-from . import variables, words
+from . import interpreters, variables, words
 from .devices import Reserved
 from .docks import HostLost, missing
 
 PROBE = 30.0  # seconds in which all hosts answer
-NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
 PRECISE = ("msrl-graph",)  # of which any difference is an error
 WRONG = " !"
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
@@ -74,7 +71,7 @@ class Hosts:
 
     def columns(self) -> list[Column]:
         """All that is told of them."""
-        return [*self._versions(), *self._files(), *self._machines(), *self._variables()]
+        return [*self._versions(), *self._interpreters(), *self._files(), *self._machines(), *self._variables()]
 
     def _versions(self) -> Iterator[Column]:
         for package, ours in self.here["versions"].items():
@@ -92,6 +89,21 @@ class Hosts:
                 told=told if all(found) else f"{package} is not installed everywhere",
                 help=INSTALL,
             )
+
+    def _interpreters(self) -> Iterator[Column]:
+        """Those that are not the run's own, on the hosts that have processes of theirs."""
+        plan = self.plan
+        for python in self.seen[0]["others"]:
+            pools = [s.pool for s in plan.surroundings if s.python == python]
+            needed = [any(plan.on_hosts(pool)[host] for pool in pools) for host in range(len(self.seen))]
+            lacks = [
+                interpreters.lacking(f["others"][python], self.here["versions"]) if at else ""
+                for at, f in zip(needed, self.seen, strict=True)
+            ]
+            cells = [lack or ("there" if at else "not used there") for at, lack in zip(needed, lacks, strict=True)]
+            wrong = frozenset(i for i, lack in enumerate(lacks) if lack)
+            told = f"the interpreter {python} is not what the run needs everywhere"
+            yield Column(python, cells, wrong, told=told, help=interpreters.MEND)
 
     def _files(self) -> Iterator[Column]:
         own = {str(p): s for p, s in self.here["sizes"].items()}
@@ -248,7 +260,6 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
     import ray
 
     addresses = reserved.addresses
-    packages = {name: ALIASES.get(name, (name,)) for name in _packages(plan)}
     ray.cloudpickle.register_pickle_by_value(facts)
     actor = ray.remote(num_cpus=0)(Host)
     with ExitStack() as stack:
@@ -258,7 +269,8 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
         def asked(address: str, read: Mapping[str, Sequence[str]]) -> Asked:
             paths = [*markers, *(p for paths in read.values() for p in paths)]
             return Asked(
-                packages=packages,
+                packages=interpreters.packages(plan),
+                others=interpreters.commands(plan),
                 files=paths,
                 devices=plan.cluster.device.kind.files,
                 variables=[*(s.name for s in variables.wanted(plan)), plan.cluster.device.kind.visible],
@@ -316,13 +328,6 @@ def _apart(actor: Any, until: float) -> float:
     there: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
     after = time.time()
     return there - after if there > after else there - before if there < before else 0.0
-
-
-def _packages(plan: Plan) -> Iterable[str]:
-    """What the processes of a plan load."""
-    engines = (ENGINES[p.engine.name] for p in plan.placements if p.engine.name in ENGINES)
-    needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
-    return plan.cluster.device.kind.packages(needed)
 
 
 @contextmanager

@@ -38,4 +38,4 @@ def wanted(plan: Plan, host: int | None = None) -> list[Setting]:
     """What the ranks of a host want, or those of all hosts, each once."""
     each = plan.cluster.devices_per_node
     devices = range(plan.cluster.devices) if host is None else range(host * each, (host + 1) * each)
-    return [*dict.fromkeys(setting for device in devices for setting in plan.wanted(device))]
+    return [*dict.fromkeys(setting for device in devices for setting in plan.around(device).settings)]

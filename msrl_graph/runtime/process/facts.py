@@ -7,9 +7,12 @@ brings: Ray hands over the code of this file, not its name.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,15 +22,19 @@ from pathlib import Path
 from typing import TypedDict
 
 PACKAGE = "msrl_graph"
+PATIENCE = 20.0  # seconds within which an interpreter tells its packages
 APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 SOURCES = (".py", ".rlg", ".lark")
+Packages = Mapping[str, tuple[str, ...]]  # the names that each may be installed by
 
 
 class Asked(TypedDict):
-    """`packages`: the names that each may be installed by; `files`: paths; `devices`: the pattern of their files in
-    /dev; `variables`: of the environment; `address`: Ray's of the host; `interface`: one that must be there, or ""."""
+    """`packages`: of the run's interpreter; `others`: of each other one the command that tells them; `files`: paths;
+    `devices`: the pattern of their files in /dev; `variables`: of the environment; `address`: Ray's of the host;
+    `interface`: one that must be there, or ""."""
 
-    packages: Mapping[str, tuple[str, ...]]
+    packages: Packages
+    others: Mapping[str, list[str]]
     files: list[str]
     devices: str
     variables: list[str]
@@ -35,14 +42,22 @@ class Asked(TypedDict):
     interface: str
 
 
+class Versions(TypedDict):
+    """Of an interpreter, by package, "" where it is not installed; `wrong`: why it does not run, or ""."""
+
+    found: dict[str, str]
+    wrong: str
+
+
 class Facts(TypedDict):
-    """`versions`: by package, "" where it is not installed; `sizes`: by path, -1 where nothing can be read; `memory`,
-    `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm; `variables`: those that are
-    set in the environment in which Ray starts processes; `interface`: that of the
+    """`versions`: by package, "" where it is not installed, `others`: those of other interpreters; `sizes`: by path, -1
+    where nothing can be read; `memory`, `total`, `shared`: bytes that are free, that there are, and that are free in
+    /dev/shm; `variables`: those that are set in the environment in which Ray starts processes; `interface`: that of the
     address, or the one that was asked for; "" where there is none; `speaks`: its own address."""
 
     name: str
     versions: dict[str, str]
+    others: dict[str, Versions]
     sizes: dict[str, int]
     cores: int
     devices: int
@@ -77,11 +92,8 @@ def look(asked: Asked) -> Facts:
     name, speaks = interface(asked["address"], asked["interface"])
     return Facts(
         name=platform.node(),
-        versions={
-            "Python": platform.python_version(),
-            "msrl-graph": own(),
-            **{package: _version(names) for package, names in asked["packages"].items()},
-        },
+        versions=versions(asked["packages"]),
+        others={python: told(command) for python, command in asked["others"].items()},
         sizes={path: _size(path) for path in asked["files"]},
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
@@ -93,6 +105,26 @@ def look(asked: Asked) -> Facts:
         speaks=speaks,
         interfaces=sorted(name for name, addresses in held.items() if addresses),
     )
+
+
+def versions(packages: Packages) -> dict[str, str]:
+    """What the interpreter that runs this has."""
+    found = {package: _version(names) for package, names in packages.items()}
+    return {"Python": platform.python_version(), "msrl-graph": own(), **found}
+
+
+def told(command: list[str]) -> Versions:
+    """What another interpreter of this host has, by a command that has it run this file."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except OSError as error:
+        return Versions(found={}, wrong=error.strerror or str(error))
+    except subprocess.TimeoutExpired:
+        return Versions(found={}, wrong=f"no answer within {PATIENCE:g} s")
+    if done.returncode:
+        said = done.stderr.strip().split("\n")[-1]
+        return Versions(found={}, wrong=said or f"exit status {done.returncode}")
+    return Versions(found=json.loads(done.stdout), wrong="")
 
 
 def interface(address: str, stated: str = "") -> tuple[str, str]:
@@ -165,3 +197,7 @@ def _interfaces() -> dict[str, set[str]]:
 
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {name: {a.address for a in held if a.family in kinds} for name, held in psutil.net_if_addrs().items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(versions(json.loads(sys.argv[1]))))
