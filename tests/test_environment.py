@@ -44,6 +44,7 @@ def test_each_pool_wants_what_its_devices_and_its_engines_want():
     generate, update = wanted(made, 0), wanted(made, 8)
     late = f"{made.deploy.dock.deadline + 60:.0f}"
     assert update == {
+        "HCCL_BUFFSIZE": "200",
         "HCCL_CONNECT_TIMEOUT": late,
         "HCCL_EXEC_TIMEOUT": late,
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",

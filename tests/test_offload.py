@@ -131,7 +131,7 @@ def test_each_optimizer_step_copies() -> None:
 
 
 def test_only_what_must_leave_does() -> None:
-    """An update takes 84.8 GB, of which the optimizer's states are 22.8 and the reference's weights 15.2."""
+    """An update takes 87.6 GB, of which the optimizer's states are 22.8 and the reference's weights 15.2."""
     assert chosen(planned("", "", 128)) == {}
     plan = planned("", "", 80)
     assert chosen(plan) == {"reference.infer": "weights"}
@@ -146,7 +146,7 @@ def test_only_what_must_leave_does() -> None:
     # Where the optimizer has to leave, the weights may stay if that is enough.
     optimizer = {"actor.infer": "optimizer", "actor.update": "optimizer"}
     assert chosen(planned("", "", 68)) == optimizer
-    assert chosen(planned("", "", 50)) == {**optimizer, "reference.infer": "weights"}
+    assert chosen(planned("", "", 52)) == {**optimizer, "reference.infer": "weights"}
     with pytest.raises(Fault):
         planned("", "", 40)
 
@@ -155,9 +155,7 @@ def test_r1_fits_and_says_why() -> None:
     plan = compile(R1, text=WHOLE, deploy="r1")
     assert chosen(plan) == {"actor.update": "optimizer", "actor.infer": "optimizer", "reference.infer": "weights"}
     (note,) = [n.text for n in plan.notes if n.about == "offload"]
-    assert (
-        "the weights of reference.infer, the optimizer states of actor.update; otherwise update needs 96.7 GB" in note
-    )
+    assert "the weights of reference.infer, the optimizer states of actor.update; otherwise update needs 101 GB" in note
     assert all(m.total <= m.capacity.value for m in plan.memory)
 
 

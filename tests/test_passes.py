@@ -14,7 +14,7 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
-from msrl_graph.cost import holdings
+from msrl_graph.cost import groups, holdings
 from msrl_graph.diagnostics import Span
 from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
 from msrl_graph.ir.graph import Dim, Edge, Graph, Node, Value, Worker
@@ -362,7 +362,8 @@ def test_memory_by_phase() -> None:
     at_once = 16 * PLAN.placement("actor.generate").engine.options["micro_batch"]
     # 64 layers, keys and values of 8 heads of 128 over tp 4, 2 bytes, 10,240 tokens.
     assert generate.items["KV cache"] == at_once * 2 * 64 * 2 * 128 * 2 * 10239
-    assert 0.85 < generate.total / 128e9 <= 0.9
+    held = generate.total - generate.items[groups.BUFFERS]  # which lie in what generation leaves free
+    assert 0.85 < held / 128e9 <= 0.9
     assert f"{at_once} of a group's 1,024 sequences at once" in generate.remark
     hosts = {m.phase: m for m in PLAN.memory if m.place == "host"}
     assert hosts["generate"].items["swapped actor weights"] == 8 * PLAN.reshards[0].released_bytes_per_device
@@ -513,7 +514,7 @@ def test_what_does_not_fit_is_told_by_phase() -> None:
     plan = page.plan(on(devices(2, 8, 64e9), layouts=layouts, engines=stated))
     (found,) = memory_check.check(plan)
     assert (found.code, found.span) == ("out-of-memory", span)
-    assert found.message == "update needs 147.4 GB a device, which has 64.0 GB"
+    assert found.message == "update needs 149.9 GB a device, which has 64.0 GB"
     assert [line.split()[0] for line in found.help.split("\n")[:6]] == [
         "load",
         "reshard",

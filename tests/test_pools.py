@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from msrl_graph import compile
 from msrl_graph.backends.spec import BYTES
 from msrl_graph.checks import memory as memory_check
+from msrl_graph.cost import groups
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.placed import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
 from msrl_graph.hardware.cluster import Figure
+from msrl_graph.hardware.device_kinds import ASCEND
 from msrl_graph.ir.plan import Plan, Pool, from_json
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout, Side, elements
@@ -187,8 +189,10 @@ def test_a_send_leaves_the_update_weights_and_fills_the_other_pool() -> None:
     assert phases["devices 2..3", "reshard"] == {
         "generation weights": r.generate_bytes_per_device,
         "bucket": r.bucket_bytes,
+        groups.BUFFERS: 2 * ASCEND.group_bytes,  # of both who generate, and of all who send
     }
-    assert set(phases["devices 2..3", "generate"]) == {"generation weights", "KV cache", "logits"}
+    items = {"generation weights", "KV cache", "logits", groups.BUFFERS}
+    assert set(phases["devices 2..3", "generate"]) == items
     assert phases["devices 0..1", "reshard"]["actor weights"] == r.update_bytes_per_device
     assert "generation weights" not in phases["devices 0..1", "reshard"]
     assert {c.host for c in found.docks.controllers} == {0, 1}

@@ -63,6 +63,7 @@ SPEC = EngineSpec(
     vocabulary_multiple=peaks_megatron.PADDED,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
+    groups=lambda layout: (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1),  # of ends, of experts, and of both
     divides_sequence=True,
     peaks=peaks_megatron.moments,
     stored=peaks_megatron.stored,

@@ -104,7 +104,8 @@ class EngineSpec:
       beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
       see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
       keep for the backward pass, in all. `building`: of a Work, what a generator has beside its weights as it is built,
-      and then gives back with them.
+      and then gives back with them. `groups`: how many process groups it has tensors of its device sent in,
+      beside those of the mesh's axes, or where they are `own_groups` in place of these.
     - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused, as
       they are on devices of the kinds `fused`; `continuous`: a sequence that ends leaves its place to the next at once;
       `shares_beginnings`: on such devices rows of a batch that begin alike are computed once, and a row's last token,
@@ -133,6 +134,8 @@ class EngineSpec:
     heeds: tuple[str, ...] = ()
     chosen: tuple[Where, ...] = ()
     continuous: bool = False
+    own_groups: bool = False
+    groups: Callable[[Layout], int] = lambda layout: layout.ep > 1
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
     calls: Callable[[Act, Layout], Calls] | None = None

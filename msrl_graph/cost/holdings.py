@@ -28,7 +28,7 @@ from .offloading import by_parts
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
-# collectives' buffers.
+# captured graphs, what collectives keep (groups.py, where that is known).
 RESERVE = 1 - EngineOptions.memory
 # A probe, by which trainer and generator are compared as weights arrive (runtime/rank/proof.py): so many prompts of so
 # many tokens, or of a whole block of the generator's cache and these.

@@ -44,6 +44,7 @@ class DeviceKind:
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
+    group_bytes: int = 0  # what a process group keeps on a device beside tensors, where the kind's makers say it
     adaptors: tuple[tuple[str, str], ...] = ()
     settings: Settings = nothing
 
@@ -100,8 +101,14 @@ CUDA = DeviceKind(
 )
 
 
+# A communicator has two buffers of HCCL_BUFFSIZE, one to send and one to receive.
+HCCL_MIB = 200
+
+
 def _hccl(wants: Wants) -> Iterator[Setting]:
     reference, waits = "CANN, environment variables", f"{wants.deadline + 60:.0f}"
+    counted = "MB: each process group keeps twice as much on a device, as memory is counted"
+    yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)
     # HCCL's own 120 s to connect are for ranks that begin at once; these have loaded their weights before.
     for what in ("CONNECT", "EXEC"):
         longer = "longer than the run's deadline, which says who is waited for"
@@ -129,6 +136,7 @@ ASCEND = DeviceKind(
     plugin="torch_npu",
     adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
+    group_bytes=2 * HCCL_MIB << 20,
     settings=_hccl,
 )
 DEVICE_KINDS = {kind.name: kind for kind in (HOST, CUDA, ASCEND)}

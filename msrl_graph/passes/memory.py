@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..backends.spec import BYTES, EngineSpec
-from ..cost import holdings
+from ..cost import groups, holdings
 from ..ir import verify
 from ..ir.ahead import lanes
 from ..ir.attributes import Call
@@ -65,8 +65,9 @@ class CountMemory(Pass):
         return [max(by_phase[p], key=lambda m: m.total) for p in PHASES if by_phase[p]]
 
     def _entry(self, plan: Plan, pool: str, phase: str, items: dict[str, int], remark: str = "") -> Memory:
+        every = {**items, groups.BUFFERS: groups.buffers(plan, self.engines, pool)}
         return Memory(
-            "device", pool, phase, {k: v for k, v in items.items() if v}, holdings.capacity(plan.cluster), remark
+            "device", pool, phase, {k: v for k, v in every.items() if v}, holdings.capacity(plan.cluster), remark
         )
 
     def _load(self, plan: Plan, pool: str) -> Memory:
