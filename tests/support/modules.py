@@ -20,7 +20,12 @@ def of_wheel(path: Path) -> Read:
     """How files of a wheel are read, by their names."""
     archive = zipfile.ZipFile(path)
     names = set(archive.namelist())
-    return lambda name: archive.read(name).decode() if name in names else None
+
+    def read(name: str) -> str | None:
+        # Of what is compiled each byte is a character: what is text in it stays so.
+        return archive.read(name).decode("latin-1" if name.endswith(".so") else "utf-8") if name in names else None
+
+    return read
 
 
 def of_commit(repository: Path, commit: str) -> Read:

@@ -10,14 +10,31 @@ without `self`; `class(a, b=...)`, with what constructs it; `value: type`; or a 
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 
+import schemas
 from modules import Module, Read, decorators_of, names_of, signature_of, statements
 
 # Names that no source binds: what torch_npu registers as it is imported, and what is compiled.
 REGISTERED = {"torch.npu": "torch_npu.npu", "torch.cuda.FloatTensor": "torch.FloatTensor"}
 # Where the rest of a module's names come from, which it takes over in a loop.
-COMPILED = {"torch": ("torch._C", "torch._C._VariableFunctions"), "torch.distributed": ("torch._C._distributed_c10d",)}
+COMPILED = {
+    "torch": ("torch._C", "torch._C._VariableFunctions"),
+    "torch.distributed": ("torch._C._distributed_c10d",),
+    "torch_npu": ("torch_npu.libtorch_npu",),
+}
+# Modules that are a library's operators: its file, and the one that says which of them a package has as functions.
+LIBRARIES = {"torch_npu.libtorch_npu": ("torch_npu/lib/libtorch_npu.so", "torch_npu/utils/custom_ops.py")}
+# Classes that are compiled: the header that declares one, and the library that binds it.
+CLASSES = {
+    "torch_npu._C._distributed_c10d": (
+        "torch_npu/include/torch_npu/csrc/distributed/ProcessGroupHCCL.hpp",
+        "torch_npu/lib/libtorch_npu.so",
+        "ProcessGroupHCCL",
+    )
+}
+EXPORTED = re.compile(r"^torch_npu\.(\w+) = torch\.ops\.npu\.\1$", re.MULTILINE)
 # What types are called in stubs.
 SHORT = {"_int": "int", "_float": "float", "_bool": "bool", "_size": "int", "_dtype": "torch.dtype"}
 RECORDS = ("NamedTuple", "msgspec.Struct")
@@ -80,6 +97,14 @@ class Sources:
     def _module(self, name: str) -> Module | None:
         read, path = self.packages.get(name.partition(".")[0]), name.replace(".", "/")
         found: Module | None = None
+        if name in LIBRARIES and read:
+            library, exports = (read(file) or "" for file in LIBRARIES[name])
+            return Module(name, False, ast.parse(schemas.stub(library, {*EXPORTED.findall(exports)})))
+        if name in CLASSES and read:
+            header, library, one_class = CLASSES[name]
+            return Module(name, False, ast.parse(schemas.bound(read(header) or "", read(library) or "", one_class)))
+        if any(one.startswith(f"{name}.") for one in CLASSES) and "." in name:  # what they are compiled into
+            return Module(name, True, ast.Module([], []))
         for file in (f"{path}/__init__.py", f"{path}.py", f"{path}/__init__.pyi", f"{path}.pyi"):
             if read and (text := read(file)) is not None:
                 one = Module(name, "__init__" in file, ast.parse(text))
