@@ -8,6 +8,7 @@ import pytest
 from contracts import FOLDER, STACKS, Contracts
 from modules import of_wheel, package
 from place import ROOT
+from schemas import bound, stub
 from sources import Sources
 from theirs import THEIRS
 from uses import Uses
@@ -21,7 +22,8 @@ def test_what_we_call_is_there_and_takes_what_we_give(stack):
     assert "\n".join(map(str, uses.problems)) == ""
     # What is walked is what there is: of each of these calls are known.
     found = {path.rpartition("/")[2] for path, *_ in uses.calls}
-    assert found >= {"devices.py", "fsdp.py", "megatron.py", "megatron_model.py", "vllm.py", "vllm_core.py"}
+    held = ("ascend", "devices", "fsdp", "megatron", "megatron_model", "vllm", "vllm_core")
+    assert found >= {f"{name}.py" for name in held}
 
 
 # Wrong calls in our own files: what is changed, the file and the text where it is told, and what is told there.
@@ -53,6 +55,43 @@ WRONG = [
         ("vllm_core.py", "def _distributed_args"),
         f"`_distributed_args(port)` stands for `{LAUNCHER}._distributed_args()` of vllm 0.23.0, "
         "and takes other arguments",
+    ),
+    (
+        ("ascend.py", "epsilon=epsilon", "eps=epsilon"),
+        ("ascend.py", "npu_rms_norm("),
+        "`torch_npu.libtorch_npu.npu_rms_norm` of torch-npu 2.10.0.post4 has no parameter `eps`",
+    ),
+    (
+        ("ascend.py", '"pre_tockens"', '"pre_tokens"'),
+        ("ascend.py", "npu_fusion_attention("),
+        "`torch_npu.libtorch_npu.npu_fusion_attention` of torch-npu 2.10.0.post4 has no parameter `pre_tokens`",
+    ),
+    (
+        ("ascend.py", "[rows], [weights], group_list=ends", "[rows], [weights], ends"),
+        ("ascend.py", "npu_grouped_matmul("),
+        "`torch_npu.libtorch_npu.npu_grouped_matmul` of torch-npu 2.10.0.post4 fits in none of its 2 forms: "
+        "one takes 2 by position, not 3",
+    ),
+    (
+        ("ascend.py", 'name, reduce_op="sum"', 'name, "sum"'),
+        ("ascend.py", "npu_mm_all_reduce_base("),
+        "`torch_npu.libtorch_npu.npu_mm_all_reduce_base` of torch-npu 2.10.0.post4 takes 3 by position, not 4",
+    ),
+    (
+        ("ascend.py", 'rotary_mode="half"', 'mode="half"'),
+        ("ascend.py", "npu_rotary_mul("),
+        "`torch_npu.libtorch_npu.npu_rotary_mul` of torch-npu 2.10.0.post4 has no parameter `mode`",
+    ),
+    (
+        ("ascend.py", "npu_swiglu(joined, dim=-1)", "npu_swiglu(joined, axis=-1)"),
+        ("ascend.py", "npu_swiglu("),
+        "`torch_npu.libtorch_npu.npu_swiglu` of torch-npu 2.10.0.post4 has no parameter `axis`",
+    ),
+    (
+        ("ascend.py", "get_hccl_comm_name(dist.get_rank())", "get_hccl_comm_name()"),
+        ("ascend.py", "get_hccl_comm_name("),
+        "`torch_npu._C._distributed_c10d.ProcessGroupHCCL.get_hccl_comm_name` of torch-npu 2.10.0.post4 "
+        "is called without `rankid`",
     ),
     (
         ("devices.py", ".mem_get_info(", ".memory_info("),
@@ -168,6 +207,36 @@ def problems(their, text, names=None, table=None):
 )
 def test_a_line_says_what_the_source_says(their, name, line):
     assert their.line(name) == line
+
+
+LIBRARY = "\0".join(
+    (
+        "",
+        "npu_norm(Tensor input, float[2] sizes=[1, 2], *, str? how=None, int[]? ends=None) -> (Tensor, Tensor)",
+        'npu_norm.out(Tensor(a!) self, float epsilon=1., str way="") -> Tensor[]',
+        "npu_inner(Tensor x) -> Tensor",
+        "npu_norm(): too few -> 1",
+        "get_name",
+        "",
+    )
+)
+
+
+def test_a_librarys_operators_are_said_as_it_registers_them():
+    assert stub(LIBRARY, {"npu_norm"}).splitlines()[2:] == [
+        "@overload",
+        "def npu_norm(input, sizes=..., *, how=..., ends=...) -> tuple[torch.Tensor, torch.Tensor]: ...",
+        "@overload",
+        "def npu_norm(self, epsilon=..., way=...) -> list[torch.Tensor]: ...",
+    ]
+
+
+def test_of_a_librarys_class_is_said_what_python_is_given():
+    header = "  std::string getName(int rankid, bool init_comm = true);\n  std::string getOther(int rankid);\n"
+    assert bound(header, LIBRARY, "Group").splitlines() == [
+        "class Group:",
+        "    def get_name(self, rankid, init_comm=...): ...",
+    ]
 
 
 RIGHT = """

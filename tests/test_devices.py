@@ -18,15 +18,16 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 
 def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
-    names = "name torch resource collectives asked_as interfaces visible rising files cards plugin"
+    names = "name torch resource collectives asked_as interfaces visible rising files cards plugin kernels"
     facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
+    cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_own")
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES")
     cards = ("19e5d801", "19e5d802", "19e5d803")
-    cuda += (False, "nvidia[0-9]*", ("10de",), "")
+    cuda += (False, "nvidia[0-9]*", ("10de",), "", "torch_own")
     ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES")
-    ascend += (True, "davinci[0-9]*", cards, "torch_npu")
+    ascend += (True, "davinci[0-9]*", cards, "torch_npu", "ascend")
     table = [
-        (("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), ""), (True, True, False, True)),
+        (cpu, (True, True, False, True)),
         (cuda, (False, False, True, True)),
         (ascend, (False, False, True, False)),
     ]
@@ -121,6 +122,7 @@ NAMED = {
     "hardware/cluster.py": {"cpu"},
     "reference/facts.py": {"cpu"},
     "runtime/process/memory.py": {"CPU"},
+    "backends/kernels/ascend.py": {"torch_npu"},
     "backends/megatron_cpu.py": {"cpu", "cuda", "torch.cuda"},  # which lets the one answer for the other
 }
 

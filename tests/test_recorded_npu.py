@@ -10,6 +10,7 @@ import pytest
 import torch
 from life import ENGINES, lived
 from recorded_npu import Npu
+from recorded_operators import Operators
 from stage import Stage, one_rank, same
 
 from msrl_graph.backends import devices
@@ -17,17 +18,22 @@ from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 
 
 class Standing(Npu):
+    def __init__(self):
+        super().__init__()
+        self.operators = Operators()
+
     @contextmanager
-    def standing(self):
+    def standing(self, kernels=ASCEND.kernels):
         """Within, a host's cores stand for an NPU: they have its facts, and their own name for torch."""
-        kind = replace(ASCEND, name=HOST.name, torch=HOST.torch, collectives=HOST.collectives, settings=HOST.settings)
+        same = {"name": HOST.name, "torch": HOST.torch, "collectives": HOST.collectives, "settings": HOST.settings}
+        kind = replace(ASCEND, **same, kernels=kernels)
         alike = torch.empty_like
 
         def unpinned(tensor, pin_memory=False, **named):
             self.told.append("pinned buffer") if pin_memory else None
             return alike(tensor, **named)
 
-        with pytest.MonkeyPatch.context() as patch:
+        with self.operators.there(), pytest.MonkeyPatch.context() as patch:
             patch.setitem(DEVICE_KINDS, HOST.name, kind)
             patch.setattr(devices.Device, "_module", self)
             patch.setattr(devices.Device, "place", torch.device(HOST.torch))
@@ -41,9 +47,10 @@ def npu():
 
 
 def test_a_ranks_life_is_that_on_a_hosts_cores_and_keeps_the_order_that_a_device_wants(alone, tmp_path, npu):
-    with npu.standing():
+    with npu.standing(kernels=HOST.kernels):  # so that both are to the bit the same
         npu.set_device(0)
         on_npu = lived(tmp_path / "npu")
+    assert not npu.operators.calls
     told = [*npu.told]
     on_host = lived(tmp_path / "host")
     assert npu.told == told  # a host's cores are asked nothing of the kind
@@ -57,6 +64,19 @@ def test_a_ranks_life_is_that_on_a_hosts_cores_and_keeps_the_order_that_a_device
     assert told.count("pinned buffer") == 5 * weights
     assert told.count("wait_stream") == told.count("stream") == 2 * 5
     assert {"record", "wait_event", "synchronize", "synchronize event", "set_device"} <= {*told}
+
+
+def test_a_ranks_life_by_an_npus_kernels_is_that_by_torchs_own(alone, tmp_path, npu):
+    with npu.standing():
+        npu.set_device(0)
+        (drawn, *ended) = lived(tmp_path / "npu")
+    (known, *others) = lived(tmp_path / "host")
+    assert all(map(torch.equal, drawn, known))
+    for found, own in zip(ended, others, strict=True):
+        for some, alike in zip(found, own, strict=True):
+            torch.testing.assert_close(some, alike, rtol=0, atol=1e-4)
+    fused = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention"}
+    assert {*npu.operators.calls} == fused  # those of a model without experts, on one rank
 
 
 def test_a_thread_that_asks_before_it_has_a_device_is_refused(npu):

@@ -61,7 +61,8 @@ class Context:
             return torch.nn.functional.pad(x, (0, nodes - len(x)))
 
         if self.size == 1:
-            return replace(tree, **{n: padded(getattr(tree, n)) for n in ("ids", "depth", "place")}), micro_batch
+            longer: Any = {n: padded(getattr(tree, n)) for n in ("ids", "depth", "place")}
+            return replace(tree, **longer), micro_batch
         own, tokens = of == self.rank, torch.nonzero(of[tree.before] == self.rank).flatten()
         ids, depth, before = padded(tree.ids[own]), padded(tree.depth[own]), local[tree.before[tokens]]
         part: Part

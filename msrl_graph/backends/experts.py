@@ -10,33 +10,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .kernels.modules import is_silu
+
 if TYPE_CHECKING:
     import torch
 
     from ..model.architecture import Model
     from ..sharding.layout import Layout
     from .devices import Devices
+    from .kernels import Kernels
 
 
-def install(module: Any, model: Model, layout: Layout, devices: Devices) -> None:
+def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
     """Puts this rank's part of the experts into a transformers model on the meta device: those of its place on `ep`,
     each whole. Of a layout with neither tp nor ep each rank computes them for itself."""
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.among(layout, "pp", "etp", "edp") if layout.ep > 1 else None
     if model.experts is not None:
         for layer in module.model.layers[model.experts.first :]:
-            layer.mlp.experts = module_of(layer.mlp.experts, model.experts.number // layout.ep, tp, ep)
+            layer.mlp.experts = module_of(layer.mlp.experts, model.experts.number // layout.ep, kernels, tp, ep)
 
 
-def module_of(theirs: Any, number: int, tp: Any = None, ep: Any = None) -> Any:
+def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
     """The module of `number` experts of a layer, with the sizes and the activation of `theirs`; `tp` are the ranks that
     have the same tokens, `ep` those that have the other experts."""
     import torch
     from torch.distributed import _functional_collectives as collectives
-    from torch.nn.functional import grouped_mm
 
     width, hidden, activation = theirs.intermediate_dim, theirs.hidden_dim, theirs.act_fn
-    like = theirs.down_proj
+    like, swiglu = theirs.down_proj, kernels.swiglu if is_silu(activation) else None
     part_of, whole_of = _exchanges()
 
     class Experts(torch.nn.Module):
@@ -83,9 +85,12 @@ def module_of(theirs: Any, number: int, tp: Any = None, ep: Any = None) -> Any:
             ends = counts.cumsum(0).to(torch.int32)
 
             def product(x: torch.Tensor, weight: Any) -> torch.Tensor:
-                return grouped_mm(x, weight.transpose(1, 2), offs=ends)
+                return kernels.grouped(x, weight.transpose(1, 2), ends)
 
-            inner = activation(product(rows, self.gate_proj)) * product(rows, self.up_proj)
+            if swiglu is None:
+                inner = activation(product(rows, self.gate_proj)) * product(rows, self.up_proj)
+            else:
+                inner = swiglu(torch.cat([product(rows, self.gate_proj), product(rows, self.up_proj)], dim=-1))
             return product(inner, self.down_proj)
 
     return Experts()

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..ir.stepping import Optimizer
 from ..sharding.layout import Layout, shard
-from . import experts, peaks, prefixes, spread, transformer
+from . import experts, kernels, peaks, prefixes, spread, transformer
 from .activations import Activations
 from .context import Context
 from .devices import local
 from .gradients import Gradients
+from .kernels.modules import divide_rows, install
 from .spec import (
     Act,
     Asked,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from ..ir.plan import Placement
     from ..model.architecture import Model
     from .devices import Devices
+    from .kernels import Kernels
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -113,12 +116,14 @@ class Engine:
         module = transformer.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
-        experts.install(module, model, layout, devices)
+        self.kernels = kernels.of(devices.device.kind)
+        experts.install(module, model, layout, devices, self.kernels)
+        install(module, self.kernels)
         module.requires_grad_(optimizer is not None)
         prefixes.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
-            _divide_tensors(module, devices.axis("tp"), model.scores)
+            _divide_tensors(module, devices.axis("tp"), model.scores, self.kernels)
             self._tie(module)
         module.forward = lambda *args: _outputs(module, *args)
         self._wrapped = []
@@ -173,6 +178,7 @@ class Engine:
         import torch
 
         tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch)
+        tree = replace(tree, attention=self.kernels.attention)
         tree, here = tree.to(self.place), known.to(self.place, non_blocking=True)
         heat = here.get("temperature", asked.temperature)
         with self._passing():
@@ -240,13 +246,17 @@ def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices,
     return [part for part, _ in found] + [*layers, module]
 
 
-def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool) -> None:
+def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, kernels: Kernels) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     for block in module.model.layers:
         for part in (block.self_attn, getattr(block.mlp, "shared_experts", block.mlp)):
             names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
+            if kernels.summed is not None:
+                for name in [n for n in names if n in ROWS]:
+                    divide_rows(getattr(part, name), mesh, kernels.summed)
+                    names.remove(name)
             if names:  # a mixture of routed experts alone has none
                 plan: dict[str, Any] = {n: ColwiseParallel() if n in COLUMNS else RowwiseParallel() for n in names}
                 parallelize_module(part, mesh, plan)

@@ -11,10 +11,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import experts, peaks, transformer
+from . import experts, kernels, peaks, transformer
 from .continuous import Batch
 from .devices import release, take
 from .draw import draw
+from .kernels.modules import install
 from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
 from .stops import looks_for
 from .stretches import in_stretches
@@ -60,7 +61,9 @@ class Engine:
         self.model, self.layout, self.place = model, layout, devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
         self.module = transformer.empty(model).eval().requires_grad_(False)
-        experts.install(self.module, model, Layout(), devices)
+        fused = kernels.of(devices.device.kind)
+        experts.install(self.module, model, Layout(), devices, fused)
+        install(self.module, fused)
         named = transformer.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []

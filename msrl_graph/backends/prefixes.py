@@ -9,13 +9,17 @@ Invariant: log-probabilities and gradients are those of the padded rows, up to r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
+
+from .kernels import torch_own
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from tensordict import TensorDict
+
+    from .kernels import Attention
 
 ATTENTION = "msrl_prefixes"
 
@@ -24,20 +28,22 @@ ATTENTION = "msrl_prefixes"
 class Tree:
     """`ids` and `depth` of each node; `rows` [distinct rows, width] the nodes of a row, padded at the right; `place`
     where in `rows`, laid end to end, a node stands; `before` the node that each response token follows. What a rank
-    has of a tree whose nodes are divided is one too (context.py)."""
+    has of a tree whose nodes are divided is one too (context.py). `attention` computes it."""
 
     ids: torch.Tensor
     depth: torch.Tensor
     rows: torch.Tensor
     place: torch.Tensor
     before: torch.Tensor
+    attention: Attention = field(default=torch_own.attention, kw_only=True)
 
     def to(self, device: torch.device) -> Self:
         import torch
 
         every = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors = {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        there: Any = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **there)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
@@ -57,14 +63,7 @@ class Tree:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
         """Attention over what is laid by row."""
-        import torch
-
-        width, mask = q.shape[2], None
-        if window is not None and width > window:
-            mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
-        )
+        return self.attention(q, k, v, scaling, window)
 
 
 def tree(packed: TensorDict) -> Tree:

@@ -27,7 +27,7 @@ class DeviceKind:
     `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
     in /dev, `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores have none of
     these. `settings` are the variables that its processes want. `adaptors` are the packages that adapt others to it, by
-    these."""
+    these. `kernels` is the file of backends/kernels that layers are computed by."""
 
     name: str
     torch: str
@@ -40,6 +40,7 @@ class DeviceKind:
     files: str = ""
     cards: tuple[str, ...] = ()
     plugin: str = ""
+    kernels: str = "torch_own"
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
@@ -134,6 +135,7 @@ ASCEND = DeviceKind(
     files="davinci[0-9]*",
     cards=("19e5d801", "19e5d802", "19e5d803"),
     plugin="torch_npu",
+    kernels="ascend",
     adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     group_bytes=2 * HCCL_MIB << 20,

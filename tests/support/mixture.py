@@ -27,6 +27,13 @@ def dense(folder, **changes):
     return _saved(folder, Qwen3Config, Qwen3ForCausalLM, **changes)
 
 
+def llama(folder, **changes):
+    """A Llama of two layers, its attention with biases where it is asked for."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return _saved(folder, LlamaConfig, LlamaForCausalLM, num_hidden_layers=2, **changes)
+
+
 def _saved(folder, config, model, **stated):
     torch.manual_seed(0)
     return _written(model(config(dtype="float32", initializer_range=0.2, **SIZES, **HEADS, **TOKENS, **stated)), folder)

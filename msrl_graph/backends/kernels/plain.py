@@ -1,0 +1,58 @@
+"""The formulas, in torch's basic operators: what the tests measure each device's kernels by.
+
+Invariant: none is written for speed or memory, and no engine calls one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    """softmax(q kᵀ · scaling) v, over the keys that a query sees: its own and those before it, in the window."""
+    import torch
+
+    each, at = q.shape[1] // k.shape[1], torch.arange(q.shape[2])
+    k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
+    back = at[:, None] - at  # how far a key lies before a query
+    seen = (back >= 0) & (back < (window or len(at)))
+    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Of each group its rows times its weights."""
+    import torch
+
+    begins = [0, *ends.tolist()]
+    parts = [rows[a:b] @ weight for a, b, weight in zip(begins, begins[1:], weights, strict=False)]
+    return torch.cat(parts)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / √(mean(x²) + ε) · weight"""
+    return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
+
+
+def swiglu(joined: torch.Tensor) -> torch.Tensor:
+    """gate · sigmoid(gate) · up"""
+    gate, up = joined.chunk(2, dim=-1)
+    return gate * gate.sigmoid() * up
+
+
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Of the halves a and b: (a cos - b sin, b cos + a sin)."""
+    import torch
+
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+def summed(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of all ranks' parts, [ranks, ..., in] and [ranks, out, in], what each rank gets: Σ x weightᵀ."""
+    import torch
+
+    return torch.stack([part @ weight.T for part, weight in zip(x, weights, strict=True)]).sum(0)

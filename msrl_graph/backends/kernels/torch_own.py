@@ -1,0 +1,34 @@
+"""Torch's own operators, on whatever device it has them for.
+
+Invariant: nothing is computed here that a model on transformers does not compute too; what memory and time are
+predicted from (peaks.py, the engines' `calls`) counts these operators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from . import Kernels
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
+    import torch
+
+    width, mask = q.shape[2], None
+    if window is not None and width > window:
+        mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import grouped_mm
+
+    return grouped_mm(rows, weights, offs=ends)
+
+
+KERNELS = Kernels(attention, grouped)
