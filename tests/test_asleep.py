@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ascend_worker import Worker
+from ascend_worker import Worker, runner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 
 def made(nz=False):
     model = Model().requires_grad_(False)
-    worker = Worker(model, nz)
+    worker = Worker(runner(model), nz)
     return model, worker, Asleep(worker)
 
 

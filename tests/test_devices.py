@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
     names = "name torch resource collectives asked_as interfaces visible rising files cards plugin kernels"
-    facts = "is_host shares_host_memory runs_ahead groups_beside_sleep"
+    facts = "is_host shares_host_memory runs_ahead groups_beside_sleep group_bytes"
     cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_own")
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES")
     cards = ("19e5d801", "19e5d802", "19e5d803")
@@ -27,9 +27,9 @@ def test_what_is_said_of_each_kind():
     ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES")
     ascend += (True, "davinci[0-9]*", cards, "torch_npu", "ascend")
     table = [
-        (cpu, (True, True, False, True)),
-        (cuda, (False, False, True, True)),
-        (ascend, (False, False, True, False)),
+        (cpu, (True, True, False, True, 0)),
+        (cuda, (False, False, True, True, 0)),
+        (ascend, (False, False, True, False, 419430400)),
     ]
     fields = f"{names} {facts}".split()
     told = [

@@ -3,42 +3,14 @@
 Never run on an NPU: the order of calls is held here, their names and arguments in test_contracts.py.
 """
 
-from contextlib import contextmanager
-from dataclasses import replace
-
 import pytest
 import torch
 from life import ENGINES, lived
-from recorded_npu import Npu
-from recorded_operators import Operators
 from stage import Stage, one_rank, same
+from standing_npu import Standing
 
 from msrl_graph.backends import devices
-from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
-
-
-class Standing(Npu):
-    def __init__(self):
-        super().__init__()
-        self.operators = Operators()
-
-    @contextmanager
-    def standing(self, kernels=ASCEND.kernels):
-        """Within, a host's cores stand for an NPU: they have its facts, and their own name for torch."""
-        same = {"name": HOST.name, "torch": HOST.torch, "collectives": HOST.collectives, "settings": HOST.settings}
-        kind = replace(ASCEND, **same, kernels=kernels)
-        alike = torch.empty_like
-
-        def unpinned(tensor, pin_memory=False, **named):
-            self.told.append("pinned buffer") if pin_memory else None
-            return alike(tensor, **named)
-
-        with self.operators.there(), pytest.MonkeyPatch.context() as patch:
-            patch.setitem(DEVICE_KINDS, HOST.name, kind)
-            patch.setattr(devices.Device, "_module", self)
-            patch.setattr(devices.Device, "place", torch.device(HOST.torch))
-            patch.setattr(torch, "empty_like", unpinned)
-            yield
+from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
 
 
 @pytest.fixture

@@ -6,14 +6,19 @@ the host and weights are lost; waking refuses the NZ format, and turns experts f
 """
 
 import torch
+from torch.utils._pytree import tree_leaves
+
+
+def runner(model):
+    """What a worker has of a model, as much as sleeping looks at."""
+    both = type("Both", (), {"cpu": torch.zeros(8, 4), "gpu": torch.zeros(8, 4)})()
+    caches = (torch.zeros(4), torch.zeros(4))  # keys and values of a layer
+    return type("Runner", (), {"model": model, "inputs_embeds": both, "kv_caches": [caches]})()
 
 
 class Worker:
-    def __init__(self, model, nz=False):
-        both = type("Both", (), {"cpu": torch.zeros(8, 4), "gpu": torch.zeros(8, 4)})()
-        self.caches = [torch.zeros(4), torch.zeros(4)]  # keys and values of a layer
-        held = {"model": model, "inputs_embeds": both, "kv_caches": [tuple(self.caches)]}
-        self.model_runner = type("Runner", (), held)()
+    def __init__(self, runner, nz=False):
+        self.model_runner, self.caches = runner, tree_leaves(runner.kv_caches)
         self.mapped, self.nz, self.told, self.saved = {"weights", "kv_cache"}, nz, [], {}
 
     def sleep(self, level=1):
