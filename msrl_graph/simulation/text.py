@@ -131,7 +131,7 @@ def _bar(spans: list[Span], begin: float, each: float, cells: int, devices: int,
                 busy[cell][s.name] = busy[cell].get(s.name, 0.0) + inside * s.width
     out = ""
     for parts in busy:
-        share = sum(parts.values()) / (each * devices)
+        share = round(sum(parts.values()) / (each * devices), 9)  # Pythons add up with other last digits
         letter = letters[max(parts, key=lambda n: (parts[n], n))] if share >= 0.005 else "."
         out += letter if share >= 0.5 else letter.lower()
     return out
