@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import wraps
 from itertools import chain, combinations, count, takewhile
+from typing import TypeVar
 
 from .attributes import ReshardingEdge
 from .instruction import Instruction, Stream
@@ -23,8 +25,25 @@ from .plan import FUNCTIONS, Evaluation, Plan
 from .rowsets import looping
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
+T = TypeVar("T")
 
 
+def _once(found: Callable[[Plan], T]) -> Callable[[Plan], T]:
+    """Works it out once for all plans of a graph that have its nodes in the same pools: a planner asks of thousands.
+    What comes of it is read only."""
+
+    @wraps(found)
+    def known(plan: Plan) -> T:
+        placed = ((p.node, p.pool) for p in plan.placements)
+        key = (found.__name__, plan.deploy.run.deterministic, *placed, *(p.name for p in plan.pools))
+        views = plan.graph.views
+        made: T = views[key] if key in views else views.setdefault(key, found(plan))
+        return made
+
+    return known
+
+
+@_once
 def leads(plan: Plan) -> dict[str, int]:
     """By pool, how many iterations it may begin before the updates do; only pools that may. One that is pipelined
     begins no more than the next, unless rows are to be as old as they may be: nobody waits for its weights."""
@@ -195,6 +214,7 @@ def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
     return {pool: some - {pool} for pool, some in found.items()}
 
 
+@_once
 def hindered(plan: Plan) -> dict[str, str]:
     """By pool that has to be in step with the updates, why, as the end of a sentence that begins with the pool."""
     found, pool_of = dict[str, str](), _pools(plan)
@@ -232,6 +252,7 @@ def in_turns(plan: Plan) -> dict[str, str]:
     return found | {pool: f"its pool {why}" for pool, why in hindered(plan).items() if pool in turns}
 
 
+@_once
 def _openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
     """By pool with both ends of an edge with `staleness` the nodes of its opening; for those that cannot have one, why.
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
+from ..hardware.cluster import Cluster
 from ..ir import verify
-from ..ir.graph import Node, Value
-from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
+from ..ir.graph import Graph, Node, Value
+from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Note, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.spec import Pass
 from ..sharding.layout import Layout
@@ -57,6 +60,10 @@ class Place(Placing):
     """`engines` are the specs by name."""
 
     engines: Mapping[str, EngineSpec]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[tuple[Graph, Cluster, Deploy], dict[tuple[Any, ...], int]]]:
+        return {}  # what nodes hold, by the ids of a program's parts, which are kept for that
 
     def apply(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
         """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
@@ -267,9 +274,16 @@ class Place(Placing):
         return max(1, bisect_right(range(1, max(1, most) + 1), room, key=lambda n: self._working(plan, placement, n)))
 
     def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
-        """Bytes that a node holds at its peak with such a micro-batch, beside what is resident."""
-        plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
-        return sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
+        """Bytes that a node holds at its peak with such a micro-batch, beside what is resident. It hangs on nothing of
+        the other nodes' places, nor on where its own devices are: many plans of a search ask the same."""
+        engine, of = placement.engine, (plan.graph, plan.cluster, plan.deploy)
+        _, sizes = self._known.setdefault(tuple(map(id, of)), (of, {}))
+        options = tuple((k, v) for k, v in engine.options.items() if k != "micro_batch")
+        key = (placement.node, micro_batch, engine.name, placement.layout, *options)
+        if key not in sizes:
+            plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
+            sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
+        return sizes[key]
 
     def _seconds(self, plan: Plan, placement: Placement) -> float:
         compute, exchange = EstimateTime(self.engines).of_node(replace(plan, placements=(placement,)), placement.node)
