@@ -63,8 +63,10 @@ lint: $(VENV)/ready
 
 # Tests that start runs are two at a time: each waits for its processes now and then.
 SLOW = $(BIN)/pytest -n 2 --dist loadgroup
+# The others stay with those of their file, of which many share ranks, until a worker has nothing left to do.
+QUICK = $(BIN)/pytest -n auto --dist worksteal
 test: lint
-	$(BIN)/pytest -n auto -m "not slow"
+	$(QUICK) -m "not slow"
 	$(SLOW) -m "slow and not long" $$(grep -l mark.slow tests/test_*.py)
 
 # The rest of the tests, of which each has a near twin in the others; about 5 minutes.
