@@ -103,6 +103,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     _cleared(place)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Models are small here, and workers are as many as cores: threads of torch would wait for each other's."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_ranks_stay() -> Iterator[None]:
     """Ranks that wait for another case keep memory that the next module's runs want."""
