@@ -3,7 +3,7 @@ happens, with what is wrong, and no restart goes over it."""
 
 import pytest
 from patched import patched
-from place import SMALL, metrics
+from place import ONE_RANK, SMALL, metrics
 from test_stale import APART, stale
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_copy_to_fetch_that_is_not_renewed(place):
 
 def test_a_run_ends_at_a_drift_that_is_too_large(place):
     """One so small that rounding passes it."""
-    text = place.write(("seed = 0 }", "seed = 0, max_drift = 1e-12, on_drift = stop }"), evaluated=False)
+    text = place.write(*ONE_RANK, ("seed = 0 }", "seed = 0, max_drift = 1e-12, on_drift = stop }"), evaluated=False)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "3", "--out", "out")
     assert code == 3, err
     (line,) = metrics(place.folder / "out")

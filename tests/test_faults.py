@@ -92,7 +92,7 @@ def test_two_kills_cost_seconds_and_no_row():
 @pytest.mark.slow
 def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     """The next iteration's functions are asked for already where they die in one: `make chaos` dies everywhere."""
-    program(place, iterations=12)
+    program(place, *ONE_RANK, iterations=10)
     (points := place.folder / "points").mkdir()
     functions, controllers = "functions of host 0", "dock of host 0"
     deaths = [
@@ -111,7 +111,7 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
         4,
         6,
     ], err
-    assert len(metrics(place.folder / "results")) == 12 + 7
+    assert len(metrics(place.folder / "results")) == 10 + 6
     place.assert_clean()
 
 

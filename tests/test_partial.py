@@ -90,12 +90,10 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_o
     options = [*OPTIONS, "--set", "group=2"]  # few, so that prompts differ in how long they take
     ran(place, *options, "--out", "first")
     process = place.start("p.rlg", *options, "--out", "second")
-    for lines in (2, 4):
-        place.wait_for_lines("second", lines)
-        victims = [p for p in place.processes() if named(p).startswith("ray::RankHost")]
-        os.kill(victims[lines % 2], signal.SIGKILL)
+    place.wait_for_lines("second", 3)
+    os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
-    assert process.returncode == 0 and err.count("starting anew") == 2, err
+    assert process.returncode == 0 and err.count("starting anew") == 1, err
     assert recorded(place, "first") == recorded(place, "second")
     told = [[(line["cut"], line["overdue"]) for line in metrics(place.folder / out)] for out in ("first", "second")]
     assert told[0] == told[1] and sum(overdue for _, overdue in told[0]) > 0

@@ -334,7 +334,7 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     )
     assert head in err and re.search(graph, err), err
     assert not stale.exists()
-    place.write(*changes)  # nobody waits for the reward of an evaluation
+    place.write(*ONE_RANK, *changes)  # nobody waits for the reward of an evaluation
     begin = time.monotonic()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "b")
     assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not come back" in err, err
