@@ -46,6 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item._id = type(item._id).parse(f"{item.nodeid}@{group}")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The scheduler goes by the ends of ids."""
+    if session.config.getoption("loadgroup", False):
+        for item in session.items:
+            for mark in item.iter_markers("xdist_group"):
+                assert item.nodeid.endswith(f"@{mark.args[0]}"), f"{item.nodeid} is in no group"
+
+
 @pytest.fixture
 def update(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--update"))
