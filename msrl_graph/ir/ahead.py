@@ -33,14 +33,14 @@ def _once(found: Callable[[Plan], T]) -> Callable[[Plan], T]:
     What comes of it is read only."""
 
     @wraps(found)
-    def known(plan: Plan) -> T:
+    def once(plan: Plan) -> T:
         placed = ((p.node, p.pool) for p in plan.placements)
         key = (found.__name__, plan.deploy.run.deterministic, *placed, *(p.name for p in plan.pools))
-        views = plan.graph.views
-        made: T = views[key] if key in views else views.setdefault(key, found(plan))
+        known = plan.graph.worked_out
+        made: T = known[key] if key in known else known.setdefault(key, found(plan))
         return made
 
-    return known
+    return once
 
 
 @_once

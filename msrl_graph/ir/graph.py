@@ -227,8 +227,8 @@ class Graph(GraphViews):
     under: tuple[int, ...] = (-1, 0)  # the level above each: several may lie side by side under one
 
     @cached_property
-    def views(self) -> dict[tuple[Any, ...], Any]:
-        return {}  # what was worked out of it, by what was asked: a planner asks of many plans of one graph
+    def worked_out(self) -> dict[tuple[Any, ...], Any]:
+        return {}  # of plans of it, by what was asked: a planner asks thousands the same
 
     @cached_property
     def _index(self) -> tuple[dict[str, Node], dict[str, Column], dict[str, Worker], dict[str, Node]]:

@@ -11,15 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..hardware.cluster import Cluster
 from ..ir import verify
-from ..ir.graph import Graph, Node, Value
-from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Note, Placement, Plan, Pool
+from ..ir.graph import Node, Value
+from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.spec import Pass
 from ..sharding.layout import Layout
@@ -60,10 +58,6 @@ class Place(Placing):
     """`engines` are the specs by name."""
 
     engines: Mapping[str, EngineSpec]
-
-    @cached_property
-    def _known(self) -> dict[tuple[int, ...], tuple[tuple[Graph, Cluster, Deploy], dict[tuple[Any, ...], int]]]:
-        return {}  # what nodes hold, by the ids of a program's parts, which are kept for that
 
     def apply(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
         """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
@@ -276,8 +270,11 @@ class Place(Placing):
     def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
         """Bytes that a node holds at its peak with such a micro-batch, beside what is resident. It hangs on nothing of
         the other nodes' places, nor on where its own devices are: many plans of a search ask the same."""
-        engine, of = placement.engine, (plan.graph, plan.cluster, plan.deploy)
-        _, sizes = self._known.setdefault(tuple(map(id, of)), (of, {}))
+        engine, of = placement.engine, (plan.cluster, plan.deploy, self.engines)
+        # By their ids, which are those of no others while they are kept.
+        known: tuple[Any, dict[tuple[Any, ...], int]] = (of, {})
+        known = plan.graph.worked_out.setdefault(("working", *map(id, of)), known)
+        sizes = known[1]
         options = tuple((k, v) for k, v in engine.options.items() if k != "micro_batch")
         key = (placement.node, micro_batch, engine.name, placement.layout, *options)
         if key not in sizes:
