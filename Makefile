@@ -64,9 +64,9 @@ lint: $(VENV)/ready
 # Tests that start runs are two at a time: each waits for its processes now and then.
 SLOW = $(BIN)/pytest -n 2 --dist loadgroup
 # The others stay with those of their file, of which many share ranks, until a worker has nothing left to do.
-QUICK = $(BIN)/pytest -n auto --dist worksteal
+QUICK = -n auto --dist worksteal -m "not slow"
 test: lint
-	$(QUICK) -m "not slow"
+	$(BIN)/pytest $(QUICK)
 	$(SLOW) -m "slow and not long" $$(grep -l mark.slow tests/test_*.py)
 
 # The rest of the tests, of which each has a near twin in the others; about 5 minutes.
@@ -134,11 +134,11 @@ $(VENV_TORCH210)/ready: pyproject.toml constraints/torch210.txt
 
 # Python 3.12 (make test-python312 PYTHON312=PATH), with the packages of constraints/cpu.txt.
 test-python312: $(VENV_PYTHON312)/ready
-	$(VENV_PYTHON312)/bin/pytest -n auto -m "not slow"
+	$(VENV_PYTHON312)/bin/pytest $(QUICK)
 
 # torch 2.10 and what the Ascend stack has beside it, and the lowest versions of all else that pyproject.toml allows.
 test-torch210: $(VENV_TORCH210)/ready
-	$(VENV_TORCH210)/bin/pytest -n auto -m "not slow"
+	$(VENV_TORCH210)/bin/pytest $(QUICK)
 
 # Whether the versions that are locked for each stack go together, by the index's word: nothing is installed. STACKS="cuda ascend": of these.
 resolve: $(VENV)/ready

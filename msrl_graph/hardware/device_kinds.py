@@ -108,7 +108,7 @@ HCCL_MIB = 200
 
 def _hccl(wants: Wants) -> Iterator[Setting]:
     reference, waits = "CANN, environment variables", f"{wants.deadline + 60:.0f}"
-    counted = "MB: each process group keeps twice as much on a device, as memory is counted"
+    counted = "in MB: each process group keeps two such buffers on a device, and memory has them"
     yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)
     # HCCL's own 120 s to connect are for ranks that begin at once; these have loaded their weights before.
     for what in ("CONNECT", "EXEC"):
