@@ -50,7 +50,7 @@ def facts(plan: Plan) -> dict[str, Section]:
         "Schedule": _schedule(plan),
         "Memory": _memory(plan),
         "Seconds": _seconds(plan),
-        "Environment": {f"{s.pool}, {x.name}": {"": Fact(x.value)} for s in plan.surroundings for x in s.settings},
+        "Environment": _surroundings(plan),
         "Notes": {f"{n.about}: {n.text}": {"": Fact(n.text)} for n in plan.notes},
     }
 
@@ -251,6 +251,11 @@ def _memory(plan: Plan) -> Section:
         total = {"peak": Fact(float(m.total), "bytes"), "of": Fact(m.capacity.value, "bytes", True)}
         found[f"{where}, {m.phase}"] = {**total, **items}
     return found
+
+
+def _surroundings(plan: Plan) -> Section:
+    found = {f"{s.pool}, interpreter": {"": Fact(s.python)} for s in plan.surroundings if s.python}
+    return found | {f"{s.pool}, {x.name}": {"": Fact(x.value)} for s in plan.surroundings for x in s.settings}
 
 
 def _seconds(plan: Plan) -> Section:
