@@ -15,8 +15,7 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.located import absolute
-from msrl_graph.runtime.driver import interpreters
-from msrl_graph.runtime.process import facts
+from msrl_graph.runtime.process import facts, interpreters
 from msrl_graph.runtime.process.facts import Versions
 
 PROGRAM = """import grpo

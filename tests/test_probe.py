@@ -15,9 +15,9 @@ from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.settings import Setting
 from msrl_graph.ir.plan import Surroundings
-from msrl_graph.runtime.driver import interpreters, shipping
+from msrl_graph.runtime.driver import shipping
 from msrl_graph.runtime.driver.probe import Hosts
-from msrl_graph.runtime.process import facts
+from msrl_graph.runtime.process import facts, interpreters
 from msrl_graph.runtime.process.joining import NoResources
 
 FILES = {"model policy": ["/m/config.json", "/m/model.safetensors"], "data source": ["/train.jsonl"]}

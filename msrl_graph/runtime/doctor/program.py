@@ -18,7 +18,7 @@ from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import FUNCTIONS, Plan
 from ...model import presets
-from ..driver import interpreters
+from ..process import interpreters
 from ..process.facts import Versions
 from ..process.takes import RANKS_A_CORE, reads, room
 from . import ascend, cuda

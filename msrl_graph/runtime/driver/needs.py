@@ -19,7 +19,7 @@ from ...model import presets
 from ...model.architecture import Model
 from ..data import dataset as data
 from ..data.tokens import Tokens
-from . import interpreters
+from ..process import interpreters
 from .pool import check_machine
 
 

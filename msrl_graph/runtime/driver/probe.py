@@ -24,11 +24,11 @@ from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
 from ...emit.words import many, size
 from ...hardware import masks
 from ...ir.plan import Plan
-from ..process import facts
+from ..process import facts, interpreters
 from ..process.facts import APART, Asked, Facts, Host
 from ..process.joining import NoResources
 from ..process.takes import reads, room
-from . import interpreters, variables, words
+from . import variables, words
 from .devices import Reserved
 from .docks import HostLost, missing
 

@@ -14,8 +14,8 @@ from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import Diagnostic
 from ...ir.plan import FUNCTIONS, Placement, Plan
-from ..process import facts
-from ..process.facts import Packages, Versions
+from . import facts
+from .facts import Packages, Versions
 
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
 # What processes of one run must have the same of, and how many of the numbers of a version; None: all of it.
