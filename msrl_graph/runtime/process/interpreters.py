@@ -43,8 +43,9 @@ def commands(plan: Plan) -> dict[str, list[str]]:
 
 def check(plan: Plan) -> Iterator[Diagnostic]:
     """What this machine's other interpreters lack."""
-    own = facts.versions(packages(plan))
-    for python, command in commands(plan).items():
+    asked = commands(plan)
+    own = facts.versions(packages(plan)) if asked else {}
+    for python, command in asked.items():
         if wrong := lacking(facts.told(command), own):
             first = next(_placed(plan, python))
             span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
