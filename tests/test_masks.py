@@ -83,7 +83,7 @@ ray.init(address="local", include_dashboard=False, logging_level="error", _temp_
 @ray.remote
 class Rank:
     def told(self):
-        asked = dict(packages={}, files=[], devices="", address="", interface="", variables=[kind.visible])
+        asked = dict(packages={}, others={}, files=[], devices="", address="", interface="", variables=[kind.visible])
         mask, begun = os.environ[kind.visible], facts.look(asked)["variables"]
         given = ray.get_runtime_context().get_accelerator_ids()[kind.resource]
         return f"{given[0]} of {mask} is {masks.index(given, mask)}, {begun[kind.visible]}"
