@@ -60,14 +60,15 @@ def greet(address: str, span: Span = NOWHERE) -> None:
     except (OSError, OverflowError) as error:
         what = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
         raise unreached(f"no Ray cluster is at {address}, which RAY_ADDRESS names: {what.lower()}", span) from None
-    from ray.exceptions import AuthenticationError
+    from ray import exceptions
 
+    refused = getattr(exceptions, "AuthenticationError", ())  # older Rays have no tokens
     answer: Future[None] = Future()
     # Not of a pool, whose threads a process waits for at its end: this one may last.
     Thread(target=_ask, args=(address, answer), daemon=True).start()
     try:
         answer.result(GREET)
-    except AuthenticationError as error:
+    except refused as error:
         said = str(error).partition(" Note:")[0]
         token = "set RAY_AUTH_MODE=token, with the cluster's token in RAY_AUTH_TOKEN or in ~/.ray/auth_token"
         raise unreached(
