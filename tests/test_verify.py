@@ -159,6 +159,14 @@ def test_what_is_dropped_doubled_or_renamed_is_refused(data: st.DataObject) -> N
     assert refused(plan)
 
 
+def test_an_instruction_of_no_node_is_refused() -> None:
+    plan = json.loads(written("apart_two"))
+    for inside, at in parts(plan, "instructions"):
+        node, inside[at]["node"] = inside[at]["node"], ""
+        assert refused(plan)
+        inside[at]["node"] = node
+
+
 def changed(name: str, pool: int, *steps: tuple[str, str] | tuple[str, str, str]) -> Any:
     """A plan whose stream of a pool is these instructions."""
     plan = json.loads(written(name))

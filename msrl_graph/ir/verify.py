@@ -210,7 +210,7 @@ def _misfits(plan: Plan, stream: Stream) -> Iterator[tuple[Instruction, str]]:
             if x.node != filter or x.other not in begun or again:
                 yield x, "does not repeat its rounds of prompts"
             again = True
-        elif x.other or plan.placement(x.node).pool != stream.pool:
+        elif x.other or not x.node or plan.placement(x.node).pool != stream.pool:
             yield x, "is not of its nodes"
         elif x.op == "RUN":
             begun.add(x.node)
