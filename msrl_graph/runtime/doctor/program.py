@@ -16,7 +16,7 @@ from ...compiler.unready import unready, untried
 from ...emit.words import many, size
 from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
-from ...ir.plan import FUNCTIONS, Plan
+from ...ir.plan import Plan
 from ...model import presets
 from ..process import interpreters
 from ..process.facts import Versions
@@ -64,8 +64,7 @@ def _runs(plan: Plan) -> Iterator[Finding]:
 
 def _packages(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
     """Engines that are not installed on every host."""
-    own = [p for p in plan.placements if p.pool == FUNCTIONS or not plan.around(p.pool).python]
-    for name in dict.fromkeys(p.engine.name for p in own if p.engine.name in ENGINES):
+    for name in dict.fromkeys(p.engine.name for p in interpreters.placed(plan) if p.engine.name in ENGINES):
         needs = plan.cluster.device.kind.packages(ENGINES[name].needs)
         lacks = {h.title: [p for p in needs if p not in h.packages] for h in hosts}
         if missing := list(dict.fromkeys(p for packages in lacks.values() for p in packages)):

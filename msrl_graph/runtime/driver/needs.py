@@ -14,7 +14,7 @@ from ...checks import folders
 from ...compiler.unready import unready
 from ...diagnostics import Diagnostic, Fault
 from ...files.paths import hub_name
-from ...ir.plan import FUNCTIONS, Plan
+from ...ir.plan import Plan
 from ...model import presets
 from ...model.architecture import Model
 from ..data import dataset as data
@@ -68,7 +68,7 @@ def check(plan: Plan) -> dict[str, data.Looked]:
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
     """Engines that are not installed, each once, where it is named."""
     told, kind = set(), plan.cluster.device.kind
-    for placement in (p for p in plan.placements if p.pool == FUNCTIONS or not plan.around(p.pool).python):
+    for placement in interpreters.placed(plan):
         spec = ENGINES.get(placement.engine.name)
         needs = kind.packages(spec.needs) if spec and spec.build else ()
         missing = [p for p in needs if not packages.version(p)]

@@ -266,11 +266,13 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
         markers = [stack.enter_context(_marked(folder)) for folder in marks]
         files = [{**reads(plan, i), **{t: [p] for t, p in also.items()}} for i in range(plan.cluster.nodes)]
 
+        others = interpreters.commands(plan)
+
         def asked(address: str, read: Mapping[str, Sequence[str]]) -> Asked:
             paths = [*markers, *(p for paths in read.values() for p in paths)]
             return Asked(
                 packages=interpreters.packages(plan),
-                others=interpreters.commands(plan),
+                others=others if address else {},  # who drives may have none of them
                 files=paths,
                 devices=plan.cluster.device.kind.files,
                 variables=[*(s.name for s in variables.wanted(plan)), plan.cluster.device.kind.visible],

@@ -28,7 +28,7 @@ MEND = (
 
 def packages(plan: Plan, python: str = "") -> Packages:
     """What the processes load that an interpreter runs, "" being the run's own."""
-    engines = (ENGINES[p.engine.name] for p in _placed(plan, python) if p.engine.name in ENGINES)
+    engines = (ENGINES[p.engine.name] for p in placed(plan, python) if p.engine.name in ENGINES)
     needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
     return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
 
@@ -47,7 +47,7 @@ def check(plan: Plan) -> Iterator[Diagnostic]:
     own = facts.versions(packages(plan)) if asked else {}
     for python, command in asked.items():
         if wrong := lacking(facts.told(command), own):
-            first = next(_placed(plan, python))
+            first = next(placed(plan, python))
             span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
             yield Diagnostic("not-installed", f"the interpreter {python} {wrong}", span, MEND)
 
@@ -64,7 +64,8 @@ def lacking(seen: Versions, own: Mapping[str, str]) -> str:
     return f"has {', '.join(f'{p} {found[p]}, and the run {own[p]}' for p in unlike)}" if unlike else ""
 
 
-def _placed(plan: Plan, python: str) -> Iterator[Placement]:
+def placed(plan: Plan, python: str = "") -> Iterator[Placement]:
+    """What an interpreter's processes compute, "" being the run's own."""
     return (p for p in plan.placements if p.pool != FUNCTIONS and plan.around(p.pool).python == python)
 
 
