@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.backends import devices
-from msrl_graph.backends.vllm_core import views
-from msrl_graph.backends.vllm_memory import Asleep
+from msrl_graph.backends.vllm.core import views
+from msrl_graph.backends.vllm.memory import Asleep
 
 HIDDEN, INNER, EXPERTS = 4, 3, 2
 

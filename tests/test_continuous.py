@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engines import EXAMPLE, model, sampling
 
-from msrl_graph.backends.continuous import Batch
+from msrl_graph.backends.generation.continuous import Batch
 from msrl_graph.backends.spec import collected
 
 

@@ -21,8 +21,8 @@ def test_what_we_call_is_there_and_takes_what_we_give(stack):
     uses = Uses(Contracts.of(stack), dict(package(PACKAGE)), THEIRS)
     assert "\n".join(map(str, uses.problems)) == ""
     # What is walked is what there is: of each of these calls are known.
-    found = {path.rpartition("/")[2] for path, *_ in uses.calls}
-    held = ("ascend", "devices", "fsdp", "megatron", "megatron_model", "vllm", "vllm_core")
+    found = {path.partition("backends/")[2] for path, *_ in uses.calls}
+    held = ("kernels/ascend", "devices", "fsdp", "megatron/engine", "megatron/chunk", "vllm/engine", "vllm/core")
     assert found >= {f"{name}.py" for name in held}
 
 
@@ -31,18 +31,18 @@ LAUNCHER = "vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher"
 LATENT = "megatron.core.transformer.transformer_config.MLATransformerConfig"
 WRONG = [
     (
-        ("vllm.py", "mm_features=None,", ""),
-        ("vllm.py", "EngineCoreRequest("),
+        ("vllm/engine.py", "mm_features=None,", ""),
+        ("vllm/engine.py", "EngineCoreRequest("),
         "`vllm.v1.engine.EngineCoreRequest` of vllm 0.23.0 is called without `mm_features`",
     ),
     (
-        ("vllm_core.py", "disable_log_stats=True", "no_log_stats=True"),
-        ("vllm_core.py", "EngineArgs("),
+        ("vllm/core.py", "disable_log_stats=True", "no_log_stats=True"),
+        ("vllm/core.py", "EngineArgs("),
         "`vllm.engine.arg_utils.EngineArgs` of vllm 0.23.0 has no parameter `no_log_stats`",
     ),
     (
-        ("megatron_latent.py", '"moe_router_score_function"', '"moe_router_scores"'),
-        ("megatron.py", "(MLATransformerConfig if"),
+        ("megatron/latent.py", '"moe_router_score_function"', '"moe_router_scores"'),
+        ("megatron/engine.py", "(MLATransformerConfig if"),
         f"`{LATENT}` of megatron-core 0.16.1 has no parameter `moe_router_scores`",
     ),
     (
@@ -51,45 +51,45 @@ WRONG = [
         "`torch_npu.npu.streams.Stream.wait_event` of torch-npu 2.10.0.post4 takes 1 by position, not 2",
     ),
     (
-        ("vllm_core.py", "def _distributed_args(self)", "def _distributed_args(self, port)"),
-        ("vllm_core.py", "def _distributed_args"),
+        ("vllm/core.py", "def _distributed_args(self)", "def _distributed_args(self, port)"),
+        ("vllm/core.py", "def _distributed_args"),
         f"`_distributed_args(port)` stands for `{LAUNCHER}._distributed_args()` of vllm 0.23.0, "
         "and takes other arguments",
     ),
     (
-        ("ascend.py", "epsilon=epsilon", "eps=epsilon"),
-        ("ascend.py", "npu_rms_norm("),
+        ("kernels/ascend.py", "epsilon=epsilon", "eps=epsilon"),
+        ("kernels/ascend.py", "npu_rms_norm("),
         "`torch_npu.libtorch_npu.npu_rms_norm` of torch-npu 2.10.0.post4 has no parameter `eps`",
     ),
     (
-        ("ascend.py", '"pre_tockens"', '"pre_tokens"'),
-        ("ascend.py", "npu_fusion_attention("),
+        ("kernels/ascend.py", '"pre_tockens"', '"pre_tokens"'),
+        ("kernels/ascend.py", "npu_fusion_attention("),
         "`torch_npu.libtorch_npu.npu_fusion_attention` of torch-npu 2.10.0.post4 has no parameter `pre_tokens`",
     ),
     (
-        ("ascend.py", "[rows], [weights], group_list=ends", "[rows], [weights], ends"),
-        ("ascend.py", "npu_grouped_matmul("),
+        ("kernels/ascend.py", "[rows], [weights], group_list=ends", "[rows], [weights], ends"),
+        ("kernels/ascend.py", "npu_grouped_matmul("),
         "`torch_npu.libtorch_npu.npu_grouped_matmul` of torch-npu 2.10.0.post4 fits in none of its 2 forms: "
         "one takes 2 by position, not 3",
     ),
     (
-        ("ascend.py", 'name, reduce_op="sum"', 'name, "sum"'),
-        ("ascend.py", "npu_mm_all_reduce_base("),
+        ("kernels/ascend.py", 'name, reduce_op="sum"', 'name, "sum"'),
+        ("kernels/ascend.py", "npu_mm_all_reduce_base("),
         "`torch_npu.libtorch_npu.npu_mm_all_reduce_base` of torch-npu 2.10.0.post4 takes 3 by position, not 4",
     ),
     (
-        ("ascend.py", 'rotary_mode="half"', 'mode="half"'),
-        ("ascend.py", "npu_rotary_mul("),
+        ("kernels/ascend.py", 'rotary_mode="half"', 'mode="half"'),
+        ("kernels/ascend.py", "npu_rotary_mul("),
         "`torch_npu.libtorch_npu.npu_rotary_mul` of torch-npu 2.10.0.post4 has no parameter `mode`",
     ),
     (
-        ("ascend.py", "npu_swiglu(joined, dim=-1)", "npu_swiglu(joined, axis=-1)"),
-        ("ascend.py", "npu_swiglu("),
+        ("kernels/ascend.py", "npu_swiglu(joined, dim=-1)", "npu_swiglu(joined, axis=-1)"),
+        ("kernels/ascend.py", "npu_swiglu("),
         "`torch_npu.libtorch_npu.npu_swiglu` of torch-npu 2.10.0.post4 has no parameter `axis`",
     ),
     (
-        ("ascend.py", "get_hccl_comm_name(dist.get_rank())", "get_hccl_comm_name()"),
-        ("ascend.py", "get_hccl_comm_name("),
+        ("kernels/ascend.py", "get_hccl_comm_name(dist.get_rank())", "get_hccl_comm_name()"),
+        ("kernels/ascend.py", "get_hccl_comm_name("),
         "`torch_npu._C._distributed_c10d.ProcessGroupHCCL.get_hccl_comm_name` of torch-npu 2.10.0.post4 "
         "is called without `rankid`",
     ),
@@ -103,7 +103,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("change", "where", "says"), WRONG, ids=[change[2] or change[1] for change, *_ in WRONG])
 def test_a_wrong_call_of_ours_is_told(change, where, says):
-    files = {path.rpartition("/")[2]: [module, path, text] for module, (path, text) in package(PACKAGE / "backends")}
+    backends = package(PACKAGE / "backends")
+    files = {path.partition("backends/")[2]: [module, path, text] for module, (path, text) in backends}
     file, before, after = change
     assert before in files[file][2]
     files[file][2] = files[file][2].replace(before, after)

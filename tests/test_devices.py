@@ -123,7 +123,7 @@ NAMED = {
     "reference/facts.py": {"cpu"},
     "runtime/process/memory.py": {"CPU"},
     "backends/kernels/ascend.py": {"torch_npu"},
-    "backends/megatron_cpu.py": {"cpu", "cuda", "torch.cuda"},  # which lets the one answer for the other
+    "backends/megatron/cpu.py": {"cpu", "cuda", "torch.cuda"},  # which lets the one answer for the other
 }
 
 

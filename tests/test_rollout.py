@@ -15,8 +15,8 @@ from test_carried import PROGRAM, saved
 from test_engines import sampling
 
 from msrl_graph import compile
+from msrl_graph.backends.generation.stretches import in_stretches
 from msrl_graph.backends.spec import Response
-from msrl_graph.backends.stretches import in_stretches
 from msrl_graph.ir.attributes import Generate
 from msrl_graph.runtime.driver.carried import Carried
 from msrl_graph.runtime.process.report import Report

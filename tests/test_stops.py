@@ -13,8 +13,8 @@ from test_engines import PROMPTS, model, sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import transformer
+from msrl_graph.backends.generation.stops import Stops
 from msrl_graph.backends.spec import collected
-from msrl_graph.backends.stops import Stops
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 TEXT = ["the naïve 日本語 text </tool> of 🙂🙃 and </toolbox> ends\n\nhere", "日本 </too </tool>日 \n🙂🙃🙃 the end"]

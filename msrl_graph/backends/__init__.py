@@ -5,8 +5,10 @@ Invariant: an engine is named here and in its own file, and nowhere else: what r
 from __future__ import annotations
 
 from ..hardware.device_kinds import ASCEND, CUDA
-from . import fsdp, hf, megatron, vllm
+from . import fsdp, hf
+from .megatron import engine as megatron
 from .spec import EngineSpec
+from .vllm import engine as vllm
 
 ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
 # Kinds of devices that are written for: of which none was at hand, and of which one alone was.

@@ -2,8 +2,8 @@
 device.
 
 Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
-(steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the gathered
-weights after forward.
+(optimizer/steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the
+gathered weights after forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from . import experts, kernels, peaks, prefixes, spread, transformer
 from .activations import Activations
 from .context import Context
 from .devices import local
-from .gradients import Gradients
 from .kernels.modules import divide_rows, install
+from .optimizer.gradients import Gradients
+from .optimizer.steps import Steps, calls
 from .spec import (
     Act,
     Asked,
@@ -36,7 +37,6 @@ from .spec import (
     compiled,
     offloads,
 )
-from .steps import Steps, calls
 
 if TYPE_CHECKING:
     import torch

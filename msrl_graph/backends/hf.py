@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
 from . import experts, kernels, peaks, transformer
-from .continuous import Batch
 from .devices import release, take
-from .draw import draw
+from .generation.continuous import Batch
+from .generation.draw import draw
+from .generation.stops import looks_for
+from .generation.stretches import in_stretches
 from .kernels.modules import install
 from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
-from .stops import looks_for
-from .stretches import in_stretches
 
 if TYPE_CHECKING:
     import numpy as np

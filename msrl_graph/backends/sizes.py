@@ -1,4 +1,4 @@
-"""Sizes of what a rank computes with, which the accounts of engines share (peaks.py, peaks_megatron.py), and what an
+"""Sizes of what a rank computes with, which the accounts of engines share (peaks.py, megatron/peaks.py), and what an
 optimizer's step holds.
 
 Invariant: bytes of the busiest rank, at the columns' bounds, of storages of tensors. Of experts it is what they get
@@ -223,8 +223,8 @@ def around(s: Sizes, backward: bool) -> int:
 
 
 def step(s: Sizes) -> Moments:
-    """The optimizer's step (steps.py): the sum over copies by bucket, the norm in float64 by chunk, then part by
-    part on float32 gradients."""
+    """The optimizer's step (optimizer/steps.py): the sum over copies by bucket, the norm in float64 by chunk, then
+    part by part on float32 gradients."""
     work, layout = s.work, s.work.layout
     gradients = GRADIENT * s.elements
     # Of what every token passes, and of experts.

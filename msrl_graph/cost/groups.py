@@ -1,8 +1,8 @@
 """The process groups in which a rank's device takes part, and what a library of collectives keeps for them there.
 
 Invariant: those count in which tensors of devices are sent, since a library makes its buffers as it is first asked to
-send some: of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/parts.py), of the edges over which
-weights move (runtime/weights). A group of one rank is none.
+send some: of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/parts.py), of the edges
+over which weights move (runtime/weights). A group of one rank is none.
 """
 
 from __future__ import annotations

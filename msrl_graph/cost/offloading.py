@@ -1,6 +1,7 @@
 """What offloading leaves on a device for a while, and adds to what a device computes.
 
-Invariant: an optimizer's parts are as backends/steps.py cuts them; any engine that steps by it holds the same.
+Invariant: an optimizer's parts are as backends/optimizer/steps.py cuts them; any engine that steps by it holds
+the same.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import multiprocessing
 from msrl_graph.backends import transformer
 from msrl_graph.backends.devices import Device
 from msrl_graph.backends.spec import Sampling, collected
-from msrl_graph.backends.vllm_core import SURROUNDINGS
+from msrl_graph.backends.vllm.core import SURROUNDINGS
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import CUDA
 from msrl_graph.ir.work import Work

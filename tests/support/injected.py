@@ -20,7 +20,7 @@ FAULTS = Path(__file__).with_name("faults.json")
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "msrl_graph.backends.vllm":
+        if name != "msrl_graph.backends.vllm.engine":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing
 
-from msrl_graph.backends.vllm_core import SURROUNDINGS
+from msrl_graph.backends.vllm.core import SURROUNDINGS
 
 _teams = {}  # by size: starting ranks takes seconds
 # Nearly all of them to import these, which one process does for all of the ranks, before it has threads.

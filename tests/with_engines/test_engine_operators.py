@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import ENGINES, megatron, vllm
+from msrl_graph.backends import ENGINES
+from msrl_graph.backends.megatron import engine as megatron
 from msrl_graph.backends.spec import Asked, Calls, Sampling, collected
+from msrl_graph.backends.vllm import engine as vllm
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.work import Work
 from msrl_graph.model import models

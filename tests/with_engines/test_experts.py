@@ -25,8 +25,8 @@ def planned(engine, layout, model, rank):
 
 def _vllm(rank, _, layout, model):
     """vLLM as the engine makes it."""
-    from msrl_graph.backends import vllm_core
     from msrl_graph.backends.devices import Device, Devices
+    from msrl_graph.backends.vllm import core as vllm_core
 
     work = Work(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2, on_host=True)
     devices = Devices(Device(), rank, engines.mesh(layout))
@@ -59,7 +59,7 @@ def _megatron(rank, _, stated, model):
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from msrl_graph.backends import megatron_cpu
+    from msrl_graph.backends.megatron import cpu as megatron_cpu
 
     routed = model.experts
     sizes = {

@@ -12,9 +12,9 @@ from stage import Stage, same
 from standing_npu import Standing
 from torch import distributed as dist
 
-from msrl_graph.backends import vllm
-from msrl_graph.backends.vllm_core import GRAPHS, ON_HOST
-from msrl_graph.backends.vllm_memory import Asleep
+from msrl_graph.backends.vllm import engine as vllm
+from msrl_graph.backends.vllm.core import GRAPHS, ON_HOST
+from msrl_graph.backends.vllm.memory import Asleep
 from msrl_graph.hardware.device_kinds import HOST
 
 GENERATES = ("engine actor.generate = hf", "engine actor.generate = vllm")

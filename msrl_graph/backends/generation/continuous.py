@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .spec import Response, Sampling
+from ..spec import Response, Sampling
 from .stops import Stops, joined
 
 if TYPE_CHECKING:

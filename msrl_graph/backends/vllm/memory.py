@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import devices
-from .devices import content, release, take
+from .. import devices
+from ..devices import content, release, take
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 Invariant: layers, their tensor and pipeline parallelism and the schedule are Megatron's; embedding, head, loss and
 optimizer are the project's, so that a program's terms see what they see by any engine and weights step by the same
-rules (steps.py: ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in each
+rules (optimizer/steps.py: ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in each
 data-parallel replica. More ranks than key-value heads are left out: Megatron then cuts within a group's heads.
 
 On npu it has never run: none was at hand.
@@ -16,24 +16,25 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..ir.stepping import Optimizer
-from ..model.architecture import copied
-from ..sharding.layout import shard
-from . import megatron_cpu, megatron_latent, megatron_model, peaks_megatron, prefixes, spread, transformer, vocabulary
-from .activations import Activations
-from .context import Context
-from .gradients import Gradients, add_up
-from .spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
-from .steps import Steps, calls
+from ...ir.stepping import Optimizer
+from ...model.architecture import copied
+from ...sharding.layout import shard
+from .. import prefixes, spread, transformer, vocabulary
+from ..activations import Activations
+from ..context import Context
+from ..optimizer.gradients import Gradients, add_up
+from ..optimizer.steps import Steps, calls
+from ..spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
+from . import chunk, cpu, latent, peaks
 
 if TYPE_CHECKING:
     import torch
 
-    from ..ir.graph import Node
-    from ..ir.plan import Placement
-    from ..model.architecture import Model
-    from ..sharding.layout import Layout
-    from .devices import Devices
+    from ...ir.graph import Node
+    from ...ir.plan import Placement
+    from ...model.architecture import Model
+    from ...sharding.layout import Layout
+    from ..devices import Devices
 
 
 # What a pass takes of Python beside its operators, in operators that take as long: of forward passes alone Megatron's
@@ -56,17 +57,17 @@ SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
     axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
-    build="msrl_graph.backends.megatron:Engine",
+    build="msrl_graph.backends.megatron.engine:Engine",
     options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1),
     spread=spread.MEGATRON,
-    vocabulary_multiple=peaks_megatron.PADDED,
+    vocabulary_multiple=peaks.PADDED,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
     groups=lambda layout: (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1),  # of ends, of experts, and of both
     divides_sequence=True,
-    peaks=peaks_megatron.moments,
-    stored=peaks_megatron.stored,
+    peaks=peaks.moments,
+    stored=peaks.stored,
     chosen=("device",),
     calls=_calls,
     fused=("device",),
@@ -111,7 +112,7 @@ class Engine:
                 config = _config(
                     model, layout, whole.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
-                module = megatron_model.stage(model, config, whole, layers, first, last, self.groups, self.place)
+                module = chunk.stage(model, config, whole, layers, first, last, self.groups, self.place)
                 module.config, module.model_type = self.config, _kind()
                 module.vp_stage = i if layout.vpp > 1 else None
                 away = weights.optimizer is not None and placement.engine.options.get("activations") == "offload"
@@ -119,7 +120,7 @@ class Engine:
                 self.chunks.append(module)
         boxes = {t.name: shard(t, SPEC.side(layout), devices.rank) for t in model.tensors}
         pairs = list(zip(self.chunks, stretches, strict=True))
-        self._shards = list(megatron_model.views(pairs, boxes, self.first, self.last, model, self.place))
+        self._shards = list(chunk.views(pairs, boxes, self.first, self.last, model, self.place))
         transformer.fill(model, self._shards)
         self._rules, self._optimizer = weights.optimizer, None
         self._pieces = _pieces(self.chunks, self._shards)
@@ -135,9 +136,9 @@ class Engine:
         """Where Megatron's code runs."""
         with ExitStack() as stack:
             if self.devices.device.kind.is_host:
-                stack.enter_context(megatron_cpu.answering())
+                stack.enter_context(cpu.answering())
                 if self.layout.pp > 1:
-                    for patch in megatron_cpu.stages_apart():
+                    for patch in cpu.stages_apart():
                         stack.enter_context(patch)
             yield
 
@@ -192,7 +193,7 @@ class Engine:
                 p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if self.layout.pp > 1 else None,
                 pg_collection=self.groups,
             )
-            megatron_model.forget(self.chunks)
+            chunk.forget(self.chunks)
         return found if loss is None and self.last else []
 
     def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: Asked) -> Outputs:
@@ -297,7 +298,7 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
     from transformers.activations import ACT2FN
 
     if model.latent:
-        more |= megatron_latent.sizes(model.latent)
+        more |= latent.sizes(model.latent)
     if found := model.experts:
         more |= {
             "num_moe_experts": found.number,
@@ -311,7 +312,7 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
             "moe_shared_expert_intermediate_size": found.shared or None,
         }
         if found.corrected:
-            more |= megatron_latent.router(found, stated)
+            more |= latent.router(found, stated)
     dtype = getattr(torch, transformer.DTYPES[model.dtype])
     return (MLATransformerConfig if model.latent else TransformerConfig)(
         **more,

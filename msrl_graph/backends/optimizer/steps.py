@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..ir.stepping import PARTS, Optimizer, Rule
-from ..sharding.layout import Layout, Side, box_at, elements, stages
+from ...ir.stepping import PARTS, Optimizer, Rule
+from ...sharding.layout import Layout, Side, box_at, elements, stages
+from ..sizes import CHUNK
+from ..spec import Calls, Shard
 from .gradients import add_up
 from .muon import Matrices
 from .parts import MomentTensors, Part, copies
-from .sizes import CHUNK
-from .spec import Calls, Shard
 
 if TYPE_CHECKING:
     import torch
 
-    from ..sharding.layout import Tensor
-    from .devices import Devices
+    from ...sharding.layout import Tensor
+    from ..devices import Devices
 
 
 def calls(layout: Layout) -> Calls:

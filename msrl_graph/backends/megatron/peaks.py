@@ -1,5 +1,5 @@
 """What Megatron holds in an infer or an update beside weights and optimizer states at rest, moment by moment, as
-megatron.py runs it: eager layers without Transformer Engine, sequence parallelism with tp, 1F1B.
+engine.py runs it: eager layers without Transformer Engine, sequence parallelism with tp, 1F1B.
 
 Invariant: a moment is what lives at one instant on the busiest rank of one stage: storages of tensors, each derived
 from what autograd, or a variable of a layer that is under way, keeps of it. bench/memory.py --engines "megatron vllm"
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from ..ir.work import Work, in_flight
-from ..model.architecture import copied
-from ..sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from .sizes import CHUNK, GRADIENT, Sizes, around, step
-from .spec import Moments
+from ...ir.work import Work, in_flight
+from ...model.architecture import copied
+from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
+from ..sizes import CHUNK, GRADIENT, Sizes, around, step
+from ..spec import Moments
 
 # To a multiple of this a rank's part of the vocabulary is padded (make_vocab_size_divisible_by).
 PADDED = 128

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .spec import Response, Sampling
+from ..spec import Response, Sampling
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..model.architecture import Experts, Latent, Model
+from ...model.architecture import Experts, Latent, Model
 
 if TYPE_CHECKING:
     import torch

@@ -1,8 +1,8 @@
 """Generation by vLLM in the rank's own process (vllm-ascend on Ascend).
 
 Invariant: the shards are views into vLLM's own parameters, so that resharding fills them box by box; parameters and
-cache have memory only between `allocate` and `release`. Tokens are drawn by draw.py, not by vLLM: what is drawn for a
-row is what the light engine draws, but for the rounding of logits.
+cache have memory only between `allocate` and `release`. Tokens are drawn by generation/draw.py, not by vLLM: what is
+drawn for a row is what the light engine draws, but for the rounding of logits.
 
 On npu it has never run: none was at hand.
 """
@@ -15,14 +15,14 @@ from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ..hardware.settings import Setting
-from ..ir.work import Work
-from ..sharding.layout import shard
-from . import spread, transformer
-from .spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
-from .stops import joined, looks_for
-from .stretches import in_stretches
-from .vllm_core import (
+from ...hardware.settings import Setting
+from ...ir.work import Work
+from ...sharding.layout import shard
+from .. import spread, transformer
+from ..generation.stops import joined, looks_for
+from ..generation.stretches import in_stretches
+from ..spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
+from .core import (
     BLOCK,
     DRAWN,
     Drawing,
@@ -37,16 +37,16 @@ from .vllm_core import (
     stepped,
     views,
 )
-from .vllm_memory import Asleep, Memory, Resized
+from .memory import Asleep, Memory, Resized
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from vllm.sampling_params import SamplingParams
 
-    from ..ir.plan import Placement
-    from ..sharding.layout import Layout
-    from .devices import Devices
+    from ...ir.plan import Placement
+    from ...sharding.layout import Layout
+    from ..devices import Devices
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -122,7 +122,7 @@ SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
     axes=("tp", "pp", "dp", "ep", "etp"),
-    build="msrl_graph.backends.vllm:Engine",
+    build="msrl_graph.backends.vllm.engine:Engine",
     options=("micro_batch", "dtype", "memory"),
     vocabulary_multiple=64,
     pads_whole=True,
@@ -152,12 +152,12 @@ class Engine:
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
-        self.model, self.drawing = weights.model, Drawing()
+        self.model, self.generation = weights.model, Drawing()
         self.replica = Replica(devices)
         with self.replica.as_world():
             group = self.replica.group
-            self.drawing.group = group if placement.layout.tp * placement.layout.pp > 1 else None
-            self.core = core(weights.model, weights.work, devices, group, self.drawing)
+            self.generation.group = group if placement.layout.tp * placement.layout.pp > 1 else None
+            self.core = core(weights.model, weights.work, devices, group, self.generation)
         worker = self.core.model_executor.driver_worker.worker
         runner, kind = worker.model_runner, devices.device.kind
         self._memory: Memory = Resized(runner, placement.layout.pp) if kind.is_host else Asleep(worker)
@@ -215,7 +215,7 @@ class Engine:
 
         self._memory.cache()
         each, room = len(rows) // len(prompts), sampling.max_tokens - begun
-        drawn = self.drawing.call = Drawn(rows, begun, room, sampling)
+        drawn = self.generation.call = Drawn(rows, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(rows))]
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
@@ -251,7 +251,7 @@ class Engine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        drawn, number = self.drawing.call, next(self._numbers)
+        drawn, number = self.generation.call, next(self._numbers)
         length = int(drawn.lengths[rows[0]])
         tokens = np.concatenate([self._prompts[rows[0]], drawn.tokens[rows[0], :length]])
         room = int(drawn.room[rows].max()) - length
@@ -289,7 +289,7 @@ class Engine:
         with the whole blocks that they share; a request without rows ends."""
         import numpy as np
 
-        drawn = self.drawing.call
+        drawn = self.generation.call
         found, ran = self.core.step_fn()
         self.core.post_step(ran)
         outputs = [o for o in (found[0].outputs if found and 0 in found else ()) if o.new_token_ids]

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ..ir.work import Work, kv_elements
-from ..model.architecture import Model
-from ..model.config import ROUTER, fields
-from ..sharding.layout import Box, elements
-from .draw import draw
-from .spec import BYTES, Sampling, Shard
-from .transformer import DTYPES
+from ...ir.work import Work, kv_elements
+from ...model.architecture import Model
+from ...model.config import ROUTER, fields
+from ...sharding.layout import Box, elements
+from ..generation.draw import draw
+from ..spec import BYTES, Sampling, Shard
+from ..transformer import DTYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-    from .devices import Devices
+    from ..devices import Devices
 
 # Tokens of a block of the cache: of these alone do prompts share the beginning. vLLM's kernels for the CPU take
 # multiples of 32, vllm-ascend's 128 alone (attention_v1.py, get_supported_kernel_block_sizes).
@@ -45,7 +45,7 @@ STEP = 8192  # tokens that a step computes at most, unless more sequences run
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # draw.py draws: FlashInfer would compile kernels that nobody calls
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # generation/draw.py draws: FlashInfer would compile kernels that nobody calls
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -10,15 +10,15 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ..ir.stepping import Rule
-from ..sharding.layout import Box, slices
+from ...ir.stepping import Rule
+from ...sharding.layout import Box, slices
+from ..spec import Shard
 from .parts import Part
-from .spec import Shard
 
 if TYPE_CHECKING:
     import torch
 
-    from ..sharding.layout import Tensor
+    from ...sharding.layout import Tensor
 
 ITERATIONS = 5  # of Newton and Schulz
 

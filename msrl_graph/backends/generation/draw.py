@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from .spec import Sampling
+    from ..spec import Sampling
 
 
 def draw(
@@ -26,7 +26,7 @@ def draw(
     import torch
     from torch import distributed as dist
 
-    from .. import noise
+    from ... import noise
 
     heat = torch.as_tensor(sampling.temperature, dtype=torch.float32, device=logits.device).reshape(-1, 1)
     cold = heat == 0

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ir.stepping import Rule
-from ..sharding.layout import Layout
-from .away import Away
-from .devices import release, take
-from .sizes import CHUNK
-from .spec import Shard
+from ...ir.stepping import Rule
+from ...sharding.layout import Layout
+from ..away import Away
+from ..devices import release, take
+from ..sizes import CHUNK
+from ..spec import Shard
 
 if TYPE_CHECKING:
     import torch
 
-    from ..sharding.layout import Tensor
-    from .devices import Devices
+    from ...sharding.layout import Tensor
+    from ..devices import Devices
 
 MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor
 

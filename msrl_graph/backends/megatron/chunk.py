@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..model.architecture import HEAD, Model
-from ..sharding.layout import Box, elements
-from . import megatron_latent, prefixes
-from .spec import Shard
-from .transformer import DTYPES
+from ...model.architecture import HEAD, Model
+from ...sharding.layout import Box, elements
+from .. import prefixes
+from ..spec import Shard
+from ..transformer import DTYPES
+from . import latent
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def stage(
     scale = theirs.scaling
 
     class Norm(torch.nn.RMSNorm):
-        """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (megatron.py)."""
+        """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (engine.py)."""
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
             super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
@@ -132,7 +133,7 @@ def stage(
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
             attention.submodules.core_attention = Attend
             if model.latent is not None:
-                megatron_latent.put(attention, model, model.latent, theirs, Norm, groups, place)
+                latent.put(attention, model, model.latent, theirs, Norm, groups, place)
                 return layer
             attention.module = Attention
             if config.qk_layernorm:
@@ -200,7 +201,7 @@ def views(
     dtype = getattr(torch, DTYPES[model.dtype])
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     found: dict[str, torch.Tensor] = {}
-    names_of = NAMES | (megatron_latent.NAMES if model.latent else {})
+    names_of = NAMES | (latent.NAMES if model.latent else {})
     for module, layers in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(layers):

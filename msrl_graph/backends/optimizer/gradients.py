@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .devices import local
-from .sizes import CHUNK
+from ..devices import local
+from ..sizes import CHUNK
 
 if TYPE_CHECKING:
     import torch
