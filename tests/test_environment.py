@@ -84,7 +84,7 @@ def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
 
 
 def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
-    """They are there before anything of torch is loaded; the plan is none, so no rank is made."""
+    """They are there before anything of torch is loaded; outside an actor of Ray's no rank is made, nor Ray started."""
     wanted = (Setting("FIRST", "1", "so", "a page"), Setting("SECOND", "2", "so", "a page"))
     make = f"""import os
 from msrl_graph.hardware.settings import Setting
@@ -94,7 +94,8 @@ try:
 finally:
     open("seen", "w").write(os.environ["FIRST"] + os.environ["SECOND"])
 """
-    subprocess.run([sys.executable, "-c", make], env=os.environ | {"SECOND": "7"}, cwd=tmp_path, capture_output=True)
+    variables = os.environ | {"SECOND": "7", "RAY_ENABLE_AUTO_CONNECT": "0"}
+    subprocess.run([sys.executable, "-c", make], env=variables, cwd=tmp_path, capture_output=True)
     assert (tmp_path / "seen").read_text() == "17"
 
 

@@ -174,10 +174,10 @@ def device(kernels_of):
     return Device(replace(HOST, kernels=kernels_of.kernels))
 
 
-def computed(model, kind, layout=engines.ALONE, rank=0, mesh=None):
+def computed(model, kind, layout=engines.ALONE, rank=0, mesh=None, per_host=0):
     """Log-probabilities, and the norm of a gradient."""
     rule = adamw(lr=0.0, weight_decay=0.0)
-    engine = engines.built("fsdp", model, layout, rank, mesh, rule, device=device(kind))
+    engine = engines.built("fsdp", model, layout, rank, mesh, rule, device=device(kind), per_host=per_host)
     prompts, responses = asks()
     packed = pack([prompts], [responses], np.arange(6))
     with torch.no_grad():
@@ -277,6 +277,11 @@ def divided(rank, folder, weights, layout):
     torch.testing.assert_close(other, own, rtol=0, atol=0.1)
     assert like == pytest.approx(norm, rel=0.05)
     assert operators.calls["npu_mm_all_reduce_base"] == 2 * 2 * model.layers  # o_proj and down_proj, twice
+    # Over the links of a host alone: of hosts with one device each, no group of tp is on one.
+    for per_host, fused in ((1, False), (layout.devices, True)):
+        with Operators().there() as operators:
+            computed(model, ASCEND, layout, rank, engines.mesh(layout), per_host)
+        assert ("npu_mm_all_reduce_base" in operators.calls) is fused
 
 
 @pytest.mark.slow

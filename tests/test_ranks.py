@@ -264,10 +264,11 @@ def test_a_swap_gives_an_engine_back_the_storage_it_had():
 
 
 def test_threads_of_a_rank_soon_leave_the_core_while_they_wait(tmp_path):
-    # OpenMP says itself what it goes by, as torch loads it; the plan is none, so no rank is made.
+    # OpenMP says itself what it goes by, as torch loads it; outside an actor of Ray's no rank is made, nor Ray started.
     rank = "RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', ())"
     make = f"from msrl_graph.runtime.rank.host import RankHost\n{rank}"
-    variables = {k: v for k, v in os.environ.items() if k not in WAITS} | {"OMP_DISPLAY_ENV": "verbose"}
+    variables = {k: v for k, v in os.environ.items() if k not in WAITS}
+    variables |= {"OMP_DISPLAY_ENV": "verbose", "RAY_ENABLE_AUTO_CONNECT": "0"}
     policy = "OMP_WAIT_POLICY"
     for stated, turns in (({}, "10000"), ({policy: "active"}, "30000000000"), ({policy: "passive"}, "0")):
         done = subprocess.run(

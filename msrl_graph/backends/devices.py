@@ -147,11 +147,13 @@ class Lane:
 class Devices:
     """Where an engine is built: this rank's `device`, its number `rank` in the layout, and the `mesh` of all ranks of
     the layout by axis: dp and tp always, of the others those that are larger than 1. None: a rank alone. An engine that
-    needs further groups makes them among its own ranks (`among`)."""
+    needs further groups makes them among its own ranks (`among`). `per_host`: of the mesh's ranks, in the order of
+    their numbers, each host has so many; 0: one host has all."""
 
     device: Device = Device()
     rank: int = 0
     mesh: DeviceMesh | None = None
+    per_host: int = 0
 
     # Groups that were made, by their ranks.
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
@@ -159,6 +161,11 @@ class Devices:
     def axis(self, name: str) -> DeviceMesh:
         assert self.mesh is not None
         return self.mesh[name]
+
+    def on_one_host(self, axis: str) -> bool:
+        """Whether the ranks along an axis of the mesh are, this one's."""
+        ranks = self.axis(axis).mesh.tolist()
+        return not self.per_host or len({r // self.per_host for r in ranks}) == 1
 
     def among(self, layout: Layout, *alike: str) -> Any:
         """The process group of the ranks of a layout that stand where this one does on the axes `alike`, in the

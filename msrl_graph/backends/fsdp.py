@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ..ir.plan import Placement
     from ..model.architecture import Model
     from .devices import Devices
-    from .kernels import Kernels
+    from .kernels import Summed
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
@@ -123,7 +123,9 @@ class Engine:
         prefixes.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
-            _divide_tensors(module, devices.axis("tp"), model.scores, self.kernels)
+            # A fused sum goes over the links of one host.
+            summed = self.kernels.summed if devices.on_one_host("tp") else None
+            _divide_tensors(module, devices.axis("tp"), model.scores, summed)
             self._tie(module)
         module.forward = lambda *args: _outputs(module, *args)
         self._wrapped = []
@@ -246,7 +248,7 @@ def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices,
     return [part for part, _ in found] + [*layers, module]
 
 
-def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, kernels: Kernels) -> None:
+def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed | None) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -254,9 +256,9 @@ def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, kernels: Kernel
     for block in module.model.layers:
         for part in (block.self_attn, getattr(block.mlp, "shared_experts", block.mlp)):
             names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
-            if kernels.summed is not None:
+            if summed is not None:
                 for name in [n for n in names if n in ROWS]:
-                    divide_rows(getattr(part, name), mesh, kernels.summed)
+                    divide_rows(getattr(part, name), mesh, summed)
                     names.remove(name)
             if names:  # a mixture of routed experts alone has none
                 plan: dict[str, Any] = {n: ColwiseParallel() if n in COLUMNS else RowwiseParallel() for n in names}

@@ -135,7 +135,7 @@ class Engines:
         plan, placement = self.plan, self.plan.placement(node.name)
         spec, model = ENGINES[placement.engine.name], plan.model(node.name)
         model = replace(model, dtype=str(placement.engine.options.get("dtype") or model.dtype))
-        devices = Devices(self.device, self.local, self._mesh(placement))
+        devices = Devices(self.device, self.local, self._mesh(placement), self.per_host)
         weights = Weights(model, node, work=holdings.work(plan, ENGINES, node.name))
         if node.verb == "generate":
             generator = self.generators[node.name] = spec.built(weights, placement, devices)
