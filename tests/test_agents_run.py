@@ -69,29 +69,26 @@ deploy talk on laptop {{
 """
 
 
-def test_a_policy_that_is_asked_learns_from_what_it_drew_and_nothing_else(place):
-    """On two ranks that share the model, and on two that share the rows: the same conversations."""
+# That ranks which share the model write what those do which share the rows, tests/test_agents.py shows without a run.
+@pytest.mark.parametrize("layout", ["dp = 2", pytest.param("tp = 2", marks=pytest.mark.long)])
+def test_a_policy_that_is_asked_learns_from_what_it_drew_and_nothing_else(place, layout):
     chat.model(place.folder / "talker", QWEN, parts=2)
     questions = ["one plus two", "two plus two", "one", "what is three"]
     (place.folder / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in questions))
     (place.folder / "talks.py").write_text(AGENT)
-    found = []
-    for layout in ("tp = 2", "dp = 2"):
-        (place.folder / "p.rlg").write_text(PROGRAM.format(layout=layout))
-        code, _, err = place.run("p.rlg", "--out", layout[:2], "--record")
-        assert code == 0, err
-        place.assert_clean()
-        found.append(rows_of(place.folder / layout[:2], 0))
-        for line in (x for x in metrics(place.folder / layout[:2]) if "iteration" in x):
-            assert line["turns"] == 2 and line["updates"] == 1 and line["reward"] > 0
-            assert line["policy_tokens"] + line["environment_tokens"] == line["response_tokens"]
-            assert line["logp_drift"] < 1e-4 and "agent" in line["phases"]
-            assert line["left_out_answers"] == line["left_out_tokens"] == line["strayed"] == 0
-        assert weights(place.folder / layout[:2])
-    one, other = found
-    assert one.column("response").to_pylist() == other.column("response").to_pylist()
+    (place.folder / "p.rlg").write_text(PROGRAM.format(layout=layout))
+    code, _, err = place.run("p.rlg", "--out", "out", "--record")
+    assert code == 0, err
+    place.assert_clean()
+    for line in (x for x in metrics(place.folder / "out") if "iteration" in x):
+        assert line["turns"] == 2 and line["updates"] == 1 and line["reward"] > 0
+        assert line["policy_tokens"] + line["environment_tokens"] == line["response_tokens"]
+        assert line["logp_drift"] < 1e-4 and "agent" in line["phases"]
+        assert line["left_out_answers"] == line["left_out_tokens"] == line["strayed"] == 0
+    assert weights(place.folder / "out")
+    rows = rows_of(place.folder / "out", 0)
     for ids, mask, logp, drawn in zip(
-        *(one.column(c).to_pylist() for c in ("response", "mask", "response_logp", "drawn")), strict=True
+        *(rows.column(c).to_pylist() for c in ("response", "mask", "response_logp", "drawn")), strict=True
     ):
         assert np.array(ids)[np.array(mask)].tolist() == (json.loads(drawn) if isinstance(drawn, str) else drawn)
         assert np.isnan(np.array(logp)).tolist() == [not m for m in mask]

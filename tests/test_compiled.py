@@ -14,7 +14,7 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.diagnostics import Fault
 from msrl_graph.sharding.layout import Layout
 
-LAYOUTS = [pytest.param(Layout(), marks=pytest.mark.long), Layout(dp=2, zero=3)]
+LAYOUTS = [Layout(), pytest.param(Layout(dp=2, zero=3), marks=pytest.mark.long)]
 
 
 @pytest.mark.slow

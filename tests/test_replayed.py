@@ -19,8 +19,8 @@ def wanted(tmp_path_factory):
     return recorded(tmp_path_factory.mktemp("recorded") / "one")
 
 
-# Twins of Ulysses, which is long: the ring here, and Ulysses on two ranks in tests/test_training_ranks.py.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if "Ulysses" in n else n for n in HOWS])
+# Those that are long have twins: the ring here, and Ulysses and micro-batches on ranks in tests/test_training_ranks.py.
+@pytest.mark.parametrize("name", [n if "ring" in n else pytest.param(n, marks=pytest.mark.long) for n in HOWS])
 def test_a_replay_computes_the_numbers_of_the_recorded_run(name, wanted, tmp_path):
     hold(name, HOWS[name], wanted, tmp_path)
 

@@ -392,7 +392,8 @@ def test_a_run_ends_at_the_first_wrong_number(place):
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_step_and_says_so(place):
     (place.folder / "mine.py").write_text(NAN)
-    place.write(("call = exact_match()", 'call = "mine.py:score", per = batch'), SKIP, evaluated=False)
+    changes = [("call = exact_match()", 'call = "mine.py:score", per = batch'), SKIP]
+    place.write(*ONE_RANK, *changes, evaluated=False)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 0, err
     for i, line in enumerate(metrics(place.folder / "a")):
