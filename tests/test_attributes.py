@@ -28,9 +28,13 @@ from msrl_graph.sharding.layout import Layout
 PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 DECLARED = [(of, name, attribute) for of, said in STATEMENTS.items() for name, attribute in said.declared().items()]
 NAMES = {name for _, name, _ in DECLARED}
-TREES = {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
 # Words of the reference for a default that no program can state.
 EMPTY = (None, 0, "", (), math.inf)
+
+
+@functools.cache
+def trees():
+    return {p.relative_to(PACKAGE).as_posix(): ast.parse(p.read_text()) for p in PACKAGE.rglob("*.py")}
 
 
 @pytest.mark.parametrize(("of", "name", "attribute"), DECLARED, ids=lambda x: x if isinstance(x, str) else "")
@@ -66,18 +70,18 @@ def test_the_default_is_what_the_reference_shows(of, name, attribute):
 @functools.cache
 def names(path):
     """The names and the attributes that stand in a file."""
-    nodes = list(ast.walk(TREES[path]))
+    nodes = list(ast.walk(trees()[path]))
     return {n.id for n in nodes if isinstance(n, ast.Name)}, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
 @pytest.mark.parametrize("said", [Worker, Source, Generate, Update, Call, SampleEdge, ReshardingEdge, LayoutOptions])
 def test_each_attribute_is_read_by_somebody(said):
     """By a file that names the declaration, or by a rule of its own."""
-    others = [names(path) for path in TREES if path not in ("ir/attributes.py", "ir/options.py")]
+    others = [names(path) for path in trees() if path not in ("ir/attributes.py", "ir/options.py")]
     found = {name for here, taken in others if said.__name__ in here | taken for name in taken}
     own = next(
         c
-        for c in ast.walk(TREES["ir/attributes.py" if said is not LayoutOptions else "ir/options.py"])
+        for c in ast.walk(trees()["ir/attributes.py" if said is not LayoutOptions else "ir/options.py"])
         if getattr(c, "name", "") == said.__name__
     )
     found |= {
@@ -93,7 +97,7 @@ def test_each_attribute_is_read_by_somebody(said):
 
 def test_attributes_are_looked_up_by_name_for_messages_only():
     """`stated` and `at` are asked for attributes that there are; nobody takes one from the dictionary by its name."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for call in ast.walk(tree):
             asks = (
                 isinstance(call, ast.Call)

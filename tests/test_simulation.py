@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -57,10 +58,12 @@ deploy grpo on four {{
 """
 
 
+@cache
 def small(more: str = "", nodes: int = 2, prompts: int = 8, group: int = 4, text: str = SMALL) -> Plan:
     return compile("small.rlg", text=text.format(more=more, nodes=nodes, prompts=prompts, group=group))
 
 
+@cache
 def page(*changes: tuple[str, str]) -> Plan:
     text = PAGE
     for old, new in changes:
@@ -142,10 +145,10 @@ ROWS = st.sampled_from([("lognormal", 0.8), ("uniform", 0.5), ("geometric", 0.0)
 # like length.
 ALONE, APART = ENGINE.format("megatron", 3), "apart actor.generate, actor.update"
 PLANS = {
-    "colocated": small(ALONE),
-    "apart": small(f"{ALONE}\n{APART}"),
-    "continuous": small(f"{ALONE}\n{APART}\nengine actor.generate = vllm {{ micro_batch = 1 }}"),
-    "waves": small(f"{ALONE}\nengine actor.generate = hf {{ micro_batch = 1 }}"),
+    "colocated": lambda: small(ALONE),
+    "apart": lambda: small(f"{ALONE}\n{APART}"),
+    "continuous": lambda: small(f"{ALONE}\n{APART}\nengine actor.generate = vllm {{ micro_batch = 1 }}"),
+    "waves": lambda: small(f"{ALONE}\nengine actor.generate = hf {{ micro_batch = 1 }}"),
 }
 
 
@@ -159,7 +162,7 @@ def lengths(kind: tuple[str, float], middle: int) -> str:
 @given(st.sampled_from(sorted(PLANS)), ROWS, st.integers(2, 400), st.integers(0, 200), st.integers(0, 3))
 @settings(max_examples=40)
 def test_longer_rows_never_take_less(name: str, kind: tuple[str, float], middle: int, more: int, seed: int) -> None:
-    plan = PLANS[name]
+    plan = PLANS[name]()
     short, long = (simulate(plan, iterations=2, lengths=lengths(kind, m), seed=seed) for m in (middle, middle + more))
     assert all(a <= b for a, b in zip(short.lengths[1]["response"], long.lengths[1]["response"], strict=True))
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in zip(short.iterations, long.iterations, strict=True))
@@ -178,14 +181,14 @@ def test_more_and_slower_stragglers_never_take_less(
     name: str, some: float, more: float, slow: float, slower: float, seed: int
 ) -> None:
     found = [
-        simulate(PLANS[name], iterations=2, lengths="lognormal(150, 0.8)", stragglers=f"{s:.4f} x{f:.4f}", seed=seed)
+        simulate(PLANS[name](), iterations=2, lengths="lognormal(150, 0.8)", stragglers=f"{s:.4f} x{f:.4f}", seed=seed)
         for s, f in ((some, slow), (max(some, more), slow + slower))
     ]
     assert all(a.seconds <= b.seconds * (1 + 1e-9) for a, b in zip(*(f.iterations for f in found), strict=True))
 
 
 def test_one_slow_device_of_all_slows_the_iteration() -> None:
-    plan = PLANS["colocated"]
+    plan = PLANS["colocated"]()
     whole = simulate(plan, iterations=1, stragglers="100% x3").seconds
     assert (
         simulate(plan, iterations=1).seconds
@@ -286,15 +289,17 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
 
 
 DOCKS = {
-    "whole": small(),
-    "streamed": small("actor.generate -> actor.infer { stream = 5 }\nactor.generate -> host.reward { stream = 3 }"),
-    "balanced": small("actor.generate -> actor.infer { stream = 7, balance = tokens }", group=3, prompts=16),
-    "by tokens": small(
+    "whole": lambda: small(),
+    "streamed": lambda: small(
+        "actor.generate -> actor.infer { stream = 5 }\nactor.generate -> host.reward { stream = 3 }"
+    ),
+    "balanced": lambda: small("actor.generate -> actor.infer { stream = 7, balance = tokens }", group=3, prompts=16),
+    "by tokens": lambda: small(
         "actor.generate -> actor.infer { stream_tokens = 900, balance = tokens }\n"
         "actor.generate -> host.reward { stream = 3, stream_tokens = 700 }\n"
         "source -> actor.generate { stream_tokens = 300 }"
     ),
-    "mini-batches": page(
+    "mini-batches": lambda: page(
         ("optimizer = adamw(lr = 1e-6)", "optimizer = adamw(lr = 1e-6)\n    mini_batch = 64, epochs = 2")
     ),
 }
@@ -306,7 +311,7 @@ DOCKS = {
 def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
     """Rows come to a run's controllers one by one, in the order in which the simulation has them, to groups that are
     all on one host."""
-    plan, random = DOCKS[name], Random(seed)
+    plan, random = DOCKS[name](), Random(seed)
     flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
     prompts = plan.graph.rows[0]
     for reader in readers(plan):
@@ -473,7 +478,7 @@ def test_distributions(text: str, middle: float, average: float) -> None:
 
 
 def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
-    plan = PLANS["colocated"]
+    plan = PLANS["colocated"]()
     draws = Draws(plan, read(plan, ["lognormal(300, 2)"], "", {}, 5))
     assert draws.tokens("response", 3) == draws.tokens("response", 3) != draws.tokens("response", 4)
     assert {min(draws.tokens("response", i)) >= 1 for i in range(50)} == {True}
@@ -483,7 +488,7 @@ def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
 
 
 def test_a_file_of_lengths_reproduces_them(tmp_path: Path) -> None:
-    plan, path = PLANS["waves"], tmp_path / "lengths.jsonl"
+    plan, path = PLANS["waves"](), tmp_path / "lengths.jsonl"
     drawn = simulate(plan, iterations=3, lengths=["lognormal(150, 1)", "prompt=uniform(10, 100)"], seed=4)
     rows = [json.dumps([n["prompt"][r // 4], n["response"][r]]) for n in drawn.lengths for r in range(32)]
     path.write_text("\n".join(rows), encoding="utf-8")
@@ -502,7 +507,7 @@ def test_metrics_of_a_run_give_means(tmp_path: Path) -> None:
         ),
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
-    found = simulate(PLANS["colocated"], iterations=2, lengths=str(tmp_path))
+    found = simulate(PLANS["colocated"](), iterations=2, lengths=str(tmp_path))
     assert [set(n["response"]) for n in found.lengths] == [{50}, {60}]
     assert [set(n["prompt"]) for n in found.lengths] == [{20}, {20}]
 
@@ -553,7 +558,7 @@ NO_FILE = (
 )
 def test_what_cannot_be_read_is_told(option: str, value: object, told: str) -> None:
     with pytest.raises(Fault) as error:
-        simulate(PLANS["colocated"], **{option: value})  # type: ignore[arg-type]
+        simulate(PLANS["colocated"](), **{option: value})  # type: ignore[arg-type]
     (found,) = error.value.diagnostics
     assert f"{found.message}; {found.help}" == told
 
@@ -563,7 +568,7 @@ def test_a_file_that_holds_no_lengths_is_told(tmp_path: Path, line: str) -> None
     path = tmp_path / "lengths.jsonl"
     path.write_text(f"12\n{line}\n", encoding="utf-8")
     with pytest.raises(Fault) as error:
-        simulate(PLANS["colocated"], lengths=str(path))
+        simulate(PLANS["colocated"](), lengths=str(path))
     assert error.value.diagnostics[0].message == f"the file {path} does not hold lengths"
 
 
@@ -591,7 +596,7 @@ def test_what_filters_drop_is_not_known() -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    for plan in (stale(1, 0.5), PLANS["colocated"]):
+    for plan in (stale(1, 0.5), PLANS["colocated"]()):
         assert max(map(len, simulation_text(simulate(plan, iterations=2), width).split("\n"))) <= width
 
 
