@@ -278,7 +278,7 @@ def far(places: str, staleness: int, device: str = "ascend-910c", model: str = "
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
-@pytest.mark.parametrize("staleness", [1, 2, 3])
+@pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("places", (PLACES | PIPELINED).values(), ids=PLACES | PIPELINED)
 @pytest.mark.parametrize("machine", [("ascend-910c", "qwen2.5-7b"), ("cpu", "tiny")], ids=["accelerators", "CPUs"])
 def test_the_estimate_is_the_simulation_in_the_long_run(places: str, staleness: int, machine: tuple[str, str]) -> None:
@@ -300,7 +300,7 @@ def test_the_estimate_is_the_simulation_in_the_long_run(places: str, staleness: 
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
-@pytest.mark.parametrize(("staleness", "every"), [(1, 2), (2, 2), (2, 3), (3, 2), (4, 4)])
+@pytest.mark.parametrize(("staleness", "every"), [(1, 2), (2, 3), (3, 2), (4, 4)])
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 def test_the_estimate_is_the_simulation_where_not_every_version_is_sent(
     places: str, staleness: int, every: int

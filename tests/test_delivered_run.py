@@ -52,6 +52,7 @@ def line_of(text, word):
     return text[: text.index(word)].count("\n") + 1
 
 
+@pytest.mark.long
 def test_a_tensor_that_is_not_sent(place):
     edge = "actor.update => actor.generate"
     line = line_of(place.write(evaluated=False), edge)

@@ -124,6 +124,7 @@ cluster laptop"""
     assert "turn 1: it ended its process with status 5" in said
 
 
+@pytest.mark.long
 def test_a_run_of_which_all_rows_fail_ends_with_the_reasons(shop):
     (shop.folder / "fragile.py").write_text(FRAGILE.replace('== "1"', '!= "x"'))
     text = PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout="dp = 2")

@@ -68,8 +68,13 @@ def begun(plan):
     return environment.begin(batch, np.arange(len(PROMPTS) * GROUP), Task("train", 3, 4, 2))
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("on_failure", ["drop_row", "drop_group"])
+# Of a group what differs is who goes: a way for each of what ends a turn, a process and an episode.
+GROUPS = [way for way in WAYS if way.startswith(("raise V", "__import__('os')._", "return 'x', 'm"))]
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "way"), [*(("drop_row", way) for way in WAYS), *(("drop_group", way) for way in GROUPS)]
+)
 def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failure, tmp_path):
     path = tool(tmp_path, step=BAD.format(way))
     failed = [4]  # of the third prompt's responses the one with an odd number, by its generator

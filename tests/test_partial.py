@@ -38,7 +38,7 @@ def recorded(place, out):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["apart and ahead", "on one pool, two groups"])
+@pytest.mark.parametrize("way", ["apart and ahead", pytest.param("on one pool, two groups", marks=pytest.mark.long)])
 def test_every_token_is_of_the_version_that_is_told_and_no_older_than_it_may_be(place, way):
     written(place, way)
     ran(place, *OPTIONS, "--out", "out")

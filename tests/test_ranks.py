@@ -140,7 +140,7 @@ MIXED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["untied", "tied", "mixture", "latent"])
+@pytest.mark.parametrize("kind", ["untied", pytest.param("tied", marks=pytest.mark.long), "mixture", "latent"])
 def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
     made = {"tied": tied, "mixture": mixture, "latent": latent}
     weights = made[kind](tmp_path / kind) if kind in made else str(FOLDER / "model")

@@ -311,12 +311,14 @@ def test_a_function_that_fails_is_named_with_its_line(place):
     place.assert_clean()
 
 
+HURRIED = [MINE, ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
+
+
 @pytest.mark.slow
 def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place):
     place.function("time.sleep(600)\n    return 0.0")
-    changes = [MINE, ("run { iterations", "dock { deadline = 3 s }\n  run { iterations")]
     # Under tensor parallelism a rank waits in a collective while the first one asks.
-    place.write(*changes, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
+    place.write(*HURRIED, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
     (
         stale := place.temporary / "msrl-run-x"
     ).mkdir()  # as a run leaves it of which all was killed: the next one removes it
@@ -334,7 +336,15 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     )
     assert head in err and re.search(graph, err), err
     assert not stale.exists()
-    place.write(*ONE_RANK, *changes)  # nobody waits for the reward of an evaluation
+    place.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_work_of_an_evaluation_that_never_ends_is_ended(place):
+    """For whose rewards nobody waits."""
+    place.function("time.sleep(600)\n    return 0.0")
+    place.write(*ONE_RANK, *HURRIED)
     begin = time.monotonic()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "b")
     assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not come back" in err, err

@@ -106,33 +106,45 @@ def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_k
         assert rows_of(place.folder / "first", number).equals(rows_of(place.folder / "second", number))
 
 
-@pytest.mark.slow
-def test_on_the_same_devices_the_next_rows_are_drawn_before_the_update(place):
-    """With the weights that it begins with, and the same whatever is killed; rewards come meanwhile. A checkpoint is of
-    a moment at which nothing is ahead."""
+def ahead(place):
+    """A run that generates on the devices of the update, one version ahead."""
     place.function("time.sleep(0.02)\n    return float(len(response) % 2)")
     layouts = [item for item in APART if not item[0].startswith("layout")]
     run = ("seed = 0", "seed = 0, save = 4, keep = 9, deterministic = true")
     place.write(*layouts, stale(1), MINE, run, evaluated=False)
     ran(place, *SMALL, "--iterations", "8", "--record", "--out", "first")
+
+
+@pytest.mark.slow
+def test_on_the_same_devices_the_next_rows_are_drawn_before_the_update(place):
+    """With the weights that it begins with; rewards come meanwhile. A checkpoint is of a moment at which nothing is
+    ahead."""
+    ahead(place)
+    first = metrics(place.folder / "first")
+    assert [line["staleness"] for line in first] == [0, 1, 1, 1, 0, 1, 1, 1]
+    for number in range(8):
+        rows = rows_of(place.folder / "first", number)
+        assert {v for made in rows["made"].to_pylist() for v in made} == {number - int(first[number]["staleness"])}
+    drawn = rows_of(place.folder / "first", 4).to_pylist()
+    assert apart(saved(place, "first", 4), drawn[:8]) < 1e-5
+    assert apart(saved(place, "first", 4), rows_of(place.folder / "first", 5).to_pylist()[:8]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_on_the_same_devices_too_rows_are_the_same_whatever_is_killed(place):
+    ahead(place)
     process = place.start("p.rlg", *SMALL, "--iterations", "8", "--record", "--out", "second")
     place.wait_for_lines("second", 7)
     os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 1, err
-    first, second = (metrics(place.folder / out) for out in ("first", "second"))
-    assert [line["staleness"] for line in first] == [0, 1, 1, 1, 0, 1, 1, 1]
-    for one, other in zip(first, second, strict=True):
+    for one, other in zip(*(metrics(place.folder / out) for out in ("first", "second")), strict=True):
         assert all(
             one.get(key) == other.get(key) for key in ("staleness", "rows", "reward", "loss", "after_iterations")
         )
     for number in range(8):
-        rows = rows_of(place.folder / "first", number)
-        assert rows.equals(rows_of(place.folder / "second", number))
-        assert {v for made in rows["made"].to_pylist() for v in made} == {number - int(first[number]["staleness"])}
-    drawn = rows_of(place.folder / "first", 4).to_pylist()
-    assert apart(saved(place, "first", 4), drawn[:8]) < 1e-5
-    assert apart(saved(place, "first", 4), rows_of(place.folder / "first", 5).to_pylist()[:8]) < 1e-5
+        assert rows_of(place.folder / "first", number).equals(rows_of(place.folder / "second", number))
 
 
 def named(pid):

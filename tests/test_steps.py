@@ -33,7 +33,8 @@ STATED = {
     "sgd": "sgd(lr = linear(0.05, warmup = 2, steps = 6), momentum = 0.9, nesterov = true, weight_decay = 0.01)",
     "muon": "muon(lr = cosine(1e-3, warmup = 2, min = 1e-4, steps = 6), eps = 1e-3)",
 }
-LAYOUTS = ("dp = 2, zero = 0", "dp = 2, zero = 1", "dp = 2, zero = 2", "dp = 2, zero = 3", "tp = 2", "cp = 2")
+LAYOUTS = ("dp = 2, zero = 1", "dp = 2, zero = 3", "tp = 2", "cp = 2")
+LONG = [pytest.param(f"dp = 2, zero = {n}", marks=pytest.mark.long) for n in (0, 2)]
 pytestmark = pytest.mark.filterwarnings(
     "ignore::msrl_graph.diagnostics.ProgramWarning"
 )  # columns that the shorter loss leaves
@@ -207,7 +208,7 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *LONG])
 def test_steps_of_two_ranks_are_those_of_torch(learnt, layout, tmp_path):
     judge, columns, *_ = learnt
     ranks.run(2, learn, layout, judge, columns, 1, tmp_path)

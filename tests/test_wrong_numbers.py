@@ -372,6 +372,7 @@ def own_model(place):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_ends_at_the_first_wrong_number(place):
     (place.folder / "mine.py").write_text(NAN)
     place.write(*ONE_RANK, ("call = exact_match()", 'call = "mine.py:score", per = batch'), evaluated=False)
