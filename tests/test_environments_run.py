@@ -172,6 +172,7 @@ deploy judged on laptop {
 """
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_takes_its_group_along_even_where_it_ends_its_process(place):
     sums = [(12, 9), (12, 23), (37, 9), (58, 23)]
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]

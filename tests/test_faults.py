@@ -113,6 +113,7 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     place.function("os.kill(os.getpid(), 9)")
     program(place, *ONE_RANK, MINE)
