@@ -11,7 +11,7 @@ from test_dock import reader
 
 from msrl_graph.ir.rowsets import Sieve
 from msrl_graph.runtime.dock.controller import Again, Question
-from msrl_graph.runtime.dock.host import DockHost, DockTimeout
+from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
 from msrl_graph.runtime.dock.wire import Member, News, Place, Way
 from msrl_graph.runtime.process.task import Task
 
@@ -29,12 +29,12 @@ def ray():
     ray.shutdown()
 
 
-def controllers(ray, deadline):
+def controllers(ray, deadline, capacity=0):
     """The controllers of a host: of a filter that may ask three times for two more prompts with four responses each."""
     found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
     member = Member("dock", 0, 0, frozenset(found.hears))
     made = DockHost.options(name="dock").remote(
-        [member], 0, [found], deadline, Way({}, [], [], b""), f"msrl-test-{os.getpid()}", 0
+        [member], 0, [found], deadline, Way({}, [], [], b"", capacity), f"msrl-test-{os.getpid()}", 0
     )
     ray.get(made.open.remote(TASK))
     return made
@@ -89,3 +89,15 @@ def test_a_question_of_ones_own_is_passed_on_and_waits_like_those_that_there_are
     assert [w.who for w in status.waits] == ["`filter`"] and status.moves == 1
     ray.get(responses(made, 1))
     assert ray.get(asked, timeout=30) == 8
+
+
+def test_who_waits_for_a_place_that_nobody_leaves_is_told(ray):
+    """At once where nothing ends before; else at the deadline, as of devices that are ahead of themselves."""
+    made, ahead = controllers(ray, 2.0, 100), Task("train", 1, 2)
+    ray.get(made.open.remote(ahead))
+    assert ray.get(made.place.remote(TASK.key, "source", "a.0", 100, True)) == 0
+    full = "has 1 bytes of rows more in train/{}, and the 100 bytes of the dock's `capacity` are full on every host"
+    with pytest.raises(DockFull, match=full.format(0)):
+        ray.get(made.place.remote(TASK.key, "source", "b.0", 1, True), timeout=30)
+    with pytest.raises(DockTimeout, match=full.format(1) + "; in 2 s no task has ended"):
+        ray.get(made.place.remote(ahead.key, "source", "c.0", 1, True), timeout=30)
