@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,13 @@ import numpy as np
 import pytest
 import transformers
 
+from msrl_graph import compile
+from msrl_graph.cli import run_main
+from msrl_graph.diagnostics import Fault
+from msrl_graph.files import urls
 from msrl_graph.runtime.data.tokens import Tokens
+from msrl_graph.runtime.driver import shipping
+from msrl_graph.runtime.process import shipped
 from msrl_graph.runtime.weights import saved
 
 WORDS = [
@@ -139,6 +146,126 @@ def test_a_model_whose_template_stands_in_a_file_of_its_own_renders_messages_as_
     target = copied(source, tmp_path / "copy")
     messages = [{"role": "user", "content": "what is one plus two"}]
     assert Tokens(str(target)).prompt(messages) == Tokens(str(source)).prompt(messages) != ""
+
+
+# Links in a model's folder.
+
+PROGRAM = """
+import grpo
+cluster one {{ device = "cpu", devices_per_node = 1 }}
+deploy grpo on one {{
+  set prompts = 2
+  set prompt_len = 16
+  set group = 2
+  set response_len = 4
+  model policy = "{model}"
+  data source  = "rows.jsonl" {{ prompt = "question", answer = "answer" }}
+}}
+"""
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of the user's, outside of any model's folder."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "shadow").write_text("secret")
+    return tmp_path / "home" / "shadow"
+
+
+def linked(folder: Path, secret: Path) -> Path:
+    """A stranger's model, each of whose links leads to the secret, but for one that leads to its own config."""
+    shutil.copytree(chat.EXAMPLE, folder)
+    (folder / "secret.txt").symlink_to(secret)
+    (folder / "again.txt").symlink_to("secret.txt")
+    (folder / "additional_chat_templates").symlink_to(secret.parent)
+    (folder / "same.json").symlink_to("config.json")
+    os.mkfifo(folder / "pipe.txt")
+    return folder
+
+
+def test_what_links_in_a_models_folder_lead_out_to_is_not_copied_with_its_weights(tmp_path: Path, secret: Path) -> None:
+    source = linked(tmp_path / "model", secret)
+    copied(source, tmp_path / "copy")
+    assert "secret" not in {p.read_text() for p in (tmp_path / "copy").rglob("*") if p.is_file()}
+    own = {p.name for p in chat.EXAMPLE.iterdir() if p.suffix != ".safetensors"}
+    assert files(tmp_path / "copy") == own | {"same.json"}
+    assert (tmp_path / "copy" / "same.json").read_text() == (source / "config.json").read_text()
+
+
+def test_the_links_of_a_snapshot_in_the_hubs_cache_lead_to_its_own_blobs_and_to_no_others(
+    tmp_path: Path, secret: Path
+) -> None:
+    repository = tmp_path / "models--owner--name"
+    source = repository / "snapshots" / "abc"
+    source.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "one").write_text("{}")
+    (repository / "blobs" / "two").symlink_to(secret)
+    (source / "tokenizer.json").symlink_to("../../blobs/one")
+    (source / "secret.txt").symlink_to("../../blobs/two")
+    (source / "else.txt").symlink_to(secret)
+    assert files(copied(source, tmp_path / "copy")) == {"tokenizer.json"}
+    assert saved.links_out(source) == dict.fromkeys((source / "else.txt", source / "secret.txt"), secret)
+    (repository / "blobs" / "one").unlink()
+    (repository / "blobs" / "two").unlink()
+    (repository / "blobs").rmdir()
+    (repository / "blobs").symlink_to(secret.parent)
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to("../../blobs/shadow")
+    assert not files(copied(source, tmp_path / "again"))
+
+
+def test_a_link_that_is_put_in_a_files_place_meanwhile_is_not_followed(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "notes.txt").symlink_to(secret)
+    monkeypatch.setattr(saved, "escape", lambda *_: None)  # as it was when somebody looked
+    assert not files(copied(source, tmp_path / "copy"))
+
+
+def test_a_run_of_a_model_with_a_link_out_of_its_folder_is_refused_with_the_way_out(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = linked(tmp_path / "model", secret)
+    Path("rows.jsonl").write_text('{"question": "12+3=", "answer": "15"}\n' * 4)
+    Path("program.rlg").write_text(PROGRAM.format(model="./model"))
+    assert run_main(["program.rlg", "--dry-run"]) == 1
+    told = capsys.readouterr().err
+    for name in ("again.txt", "secret.txt", "additional_chat_templates/shadow"):
+        assert f"`{name}` in the model folder {source} is a link out of it, to {secret}" in told, told
+    assert "same.json" not in told and "help: remove the link, or copy the file into the folder" in told
+    plan = compile("program.rlg")
+    sent = shipping.files(plan)
+    assert str(source / "same.json") in sent and not [p for p, content in sent.items() if b"secret" in content]
+    # The fix that the message names.
+    for name in ("again.txt", "secret.txt", "additional_chat_templates"):
+        (source / name).unlink()
+    (source / "secret.txt").write_text(secret.read_text())
+    assert run_main(["program.rlg", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_what_links_of_a_model_at_a_url_lead_out_to_is_not_fetched(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = linked(tmp_path / "model", secret)
+    (source / "pipe.txt").unlink()
+    (source / "additional_chat_templates").unlink()
+    for name in ("again.txt", "secret.txt"):
+        with pytest.raises(Fault, match=f"its file {name} is a link that leads out of the folder"):
+            urls.copy(f"file://{source}", folder=True)
+        (source / name).unlink()
+    assert (urls.copy(f"file://{source}", folder=True) / "same.json").read_text()
+
+
+def test_a_shipped_file_is_laid_inside_the_runs_folder_whatever_its_path_is(tmp_path: Path) -> None:
+    up = "../" * (len(tmp_path.parts) + 8)
+    path = f"{tmp_path}/{up}planted/one.py"
+    folder = shipped.lay({path: b"planted"})
+    assert (folder / shipped.FILES / "planted" / "one.py").read_bytes() == b"planted"
 
 
 def umask() -> int:

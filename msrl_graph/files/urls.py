@@ -24,6 +24,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from .contained import escape
 
 T = TypeVar("T")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.DOTALL)
@@ -121,6 +122,8 @@ def _looked(url: str, folder: bool) -> There:
     if folder:
         found = {os.path.relpath(p, path): info for p, info in fs.find(path, maxdepth=2, detail=True).items()}
         found = {n: i for n, i in found.items() if not n.startswith("..")}
+        if link := next((n for n, i in found.items() if _leads_out(fs, path, n, i)), ""):
+            raise OSError(f"its file {link} is a link that leads out of the folder")
         # What lists a folder may know no sizes, as a page of links does.
         found = {n: i if i.get("size") is not None else fs.info(f"{path.rstrip('/')}/{n}") for n, i in found.items()}
     else:
@@ -134,6 +137,14 @@ def _looked(url: str, folder: bool) -> There:
     ]
     version = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
     return There({n: i["size"] for n, i in found.items()}, version)
+
+
+def _leads_out(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bool:
+    """Whether a file of a folder is a link to somewhere else, which a copy would follow. Only of files on this host can
+    be said where a link leads to."""
+    if "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,)):
+        return escape(Path(path, file), Path(path)) is not None
+    return bool(info.get("islink")) or info.get("type") == "link"
 
 
 def _timed(ask: Callable[[], T]) -> T:
@@ -212,7 +223,12 @@ def send(folder: Path, url: str, some: Sequence[str], whole: bool = False) -> No
     name when all of it is there, which costs some file systems a copy. Raises OSError, whatever goes wrong."""
     try:
         fs, path = opened(url)
-        for file in (f for n in some for f in (sorted((folder / n).rglob("*")) or [folder / n]) if f.is_file()):
+        for file in (
+            f
+            for n in some
+            for f in (sorted((folder / n).rglob("*")) or [folder / n])
+            if f.is_file() and not f.is_symlink()
+        ):
             target = PurePosixPath(file.relative_to(folder))
             above = "/".join((path.rstrip("/"), *target.parts[:-1]))
             fs.makedirs(above, exist_ok=True)

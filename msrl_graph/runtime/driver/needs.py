@@ -20,6 +20,7 @@ from ...model.architecture import Model
 from ..data import dataset as data
 from ..data.tokens import Tokens
 from ..process import interpreters
+from ..weights import saved
 from .pool import check_machine
 
 
@@ -39,6 +40,7 @@ def check(plan: Plan) -> dict[str, data.Looked]:
                 found.append(
                     Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span)
                 )
+        found += _links(model)
     if not found:
         found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
     if not found:
@@ -63,6 +65,15 @@ def check(plan: Plan) -> dict[str, data.Looked]:
     if not os.environ.get("RAY_ADDRESS"):
         check_machine(plan)
     return sizes
+
+
+def _links(model: Model) -> Iterator[Diagnostic]:
+    """Links that lead out of a model's folder: their content would be copied with the model."""
+    folder = Path(model.path)
+    for file, target in (saved.links_out(folder) if folder.is_dir() else {}).items():
+        what = f"`{file.relative_to(folder)}` in the model folder {model.path} is a link out of it, to {target}"
+        help = "remove the link, or copy the file into the folder: a run copies the folder's files with the weights"
+        yield Diagnostic("missing-file", what, model.span, help)
 
 
 def _packages(plan: Plan) -> Iterator[Diagnostic]:

@@ -1,8 +1,8 @@
 """What is shipped to the hosts of a cluster: what is small and lies where the run is driven.
 
 Invariant: of the user's Python files it is those that the program calls and what these import from their own folder, of
-a model's folder all but its weights: tokenizer, config, chat template. What is too large to be shipped is refused
-before anything is sent.
+a model's folder all but its weights: tokenizer, config, chat template, and nothing that a link in it leads out to. What
+is too large to be shipped is refused before anything is sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
 from ...emit.words import size
+from ...files.contained import open_inside
 from ...files.urls import is_url
 from ...ir.plan import Plan
 from ..process.joining import called
@@ -43,7 +44,16 @@ def files(plan: Plan) -> dict[str, bytes]:
                 "what is large is read by its path on each host: leave it out of the folder, or read it from elsewhere",
             )
         )
-    return {str(file): file.read_bytes() for file in found}
+    folders = {Path(m.path).absolute() for m in plan.deploy.models.values() if m.path and not is_url(m.path)}
+    return {str(file): _content(file, of if (of := found[file]) in folders else None) for file in found}
+
+
+def _content(file: Path, folder: Path | None) -> bytes:
+    """Read a user's file, or a file of a model's `folder`."""
+    if folder is None:
+        return file.read_bytes()
+    with open_inside(file, folder) as given:
+        return given.read()
 
 
 def modules(path: Path) -> Iterator[Path]:

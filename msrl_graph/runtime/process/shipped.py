@@ -8,6 +8,7 @@ shipped the path itself; whatever is told of a shipped file names the user's own
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from collections.abc import Mapping
 from importlib.machinery import FileFinder, SourceFileLoader
@@ -69,7 +70,8 @@ def module(path: str) -> ModuleType:
 
 
 def _below(folder: Path, path: Path) -> Path:
-    return folder / path.absolute().relative_to("/")
+    """Return the place of a path's copy, which is inside the folder for any number of `..`."""
+    return folder / os.path.relpath(os.path.normpath(path.absolute()), "/")
 
 
 def _finder(folder: str) -> FileFinder:

@@ -1,15 +1,18 @@
 """Files of tensors, and what lies beside the weights in a model's folder.
 
 Invariant: what is written has the mode that the umask gives, and a failure is an OSError, whichever library writes.
+Nothing outside a model's folder is copied out of it: links that lead out are refused before a run, and left out after.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ...files.contained import OutsideError, escape, open_inside
 
 if TYPE_CHECKING:
     import torch
@@ -75,14 +78,25 @@ def companions(source: Path, target: Path) -> None:
     for file in beside(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)  # not its mode: a cache's files may be read-only
+        # Not its mode: a cache's files may be read-only.
+        with suppress(OutsideError), open_inside(file, source) as given, copy.open("wb") as taken:
+            shutil.copyfileobj(given, taken)
 
 
 def beside(source: Path) -> Iterator[Path]:
-    """The files of a model's folder but its weights."""
-    for file in source.iterdir():
+    """The files of a model's folder but its weights, without links that lead out of it."""
+    yield from (file for file in _listed(source) if escape(file, source) is None)
+
+
+def links_out(source: Path) -> dict[Path, Path]:
+    """Return where links in a model's folder lead outside it, for the files that would be copied with the model."""
+    return {file: target for file in sorted(_listed(source)) if (target := escape(file, source))}
+
+
+def _listed(folder: Path) -> Iterator[Path]:
+    for file in folder.iterdir():
         if file.name in FOLDERS and file.is_dir():
-            yield from beside(file)
+            yield from _listed(file)
         elif file.is_file() and not _is_left(file):
             yield file
 
