@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.characters import half_character, half_character_within
 from ...data.chat import Messages, are_messages
 from ...ir.graph import Column
 from .columns import DTYPES, Array
@@ -38,18 +39,20 @@ def take(value: Any, column: Column) -> str | Messages | Array:
     """A field's value for a column: text, which for `json` and for messages in a `text` column is JSON; messages, for
     tokens; or the numbers of a row, flat, in the dtype of the column's element. Raises Misfit."""
     if column.element == "json":
-        return _json(value)
+        return as_json(value)
     if column.element == "text":
         if are_messages(value):
-            return _json(_stated(value))
+            return as_json(_stated(value))
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return str(value)
         return _text(value, "text, a number or messages belong")
     if not holds_tokens(column):
         return _numbers(value, column)
-    if are_messages(value):
-        return _stated(value)
     wanted = "text, messages or token ids belong"
+    if are_messages(value):
+        if half := half_character_within(value):
+            raise Misfit(half, wanted)
+        return _stated(value)
     return _numbers(value, column, wanted) if isinstance(value, list) else _text(value, wanted)
 
 
@@ -61,15 +64,13 @@ def holds_tokens(column: Column) -> bool:
 def _text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
         raise Misfit(type(value).__name__, wanted)
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise Misfit(f"half a character (U+{ord(value[error.start]):04X})", wanted) from None
+    if half := half_character(value):
+        raise Misfit(half, wanted)
     return value
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """A value as JSON. Raises Misfit for what JSON does not know."""
     try:
         return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
     except (TypeError, ValueError) as error:

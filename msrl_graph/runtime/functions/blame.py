@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.characters import escaped
 from ...ir.attributes import CALLED
 from ...ir.graph import Node
 from ..process import log
@@ -45,7 +46,7 @@ class Told:
 
     @classmethod
     def of(cls, error: BaseException) -> Told:
-        return cls(reason(error), tuple(steps(error)), "".join(traceback.format_exception(error)))
+        return cls(reason(error), tuple(steps(error)), escaped("".join(traceback.format_exception(error))))
 
 
 def blame(node: Node, error: BaseException | Told, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
@@ -61,13 +62,13 @@ def blame(node: Node, error: BaseException | Told, where: str, given: Iterable[t
     lines = [*told.steps, *(f"{name}: {shown(value)}" for name, value in values)]
     if log.file():
         lines.append(f"all of it is in logs/{log.file()}")
-    return "\n  ".join([head, *lines])
+    return escaped("\n  ".join([head, *lines]))
 
 
 def reason(error: BaseException) -> str:
     """An error in a line: its kind, the first line of what it says, and where a debugger would stop in the user's own
     code."""
-    said = str(error).splitlines()
+    said = escaped(str(error)).splitlines()
     what = f"{type(error).__name__}: {said[0] if said else ''}{' …' if len(said) > 1 else ''}"
     found = _own(error)
     return what if isinstance(error, BadResult) or not found else f"{what}, at {found[-1].filename}:{found[-1].lineno}"

@@ -31,7 +31,7 @@ from ..process.task import Task
 from .blame import BadResult, blame
 from .instances import Failure
 from .note import Note, ProcessDied
-from .values import Filled, Returned, brief, called, seen
+from .values import Filled, NotNumbers, Returned, brief, by_row, called, pure_numbers, seen
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -137,7 +137,7 @@ class Function:
                         )
                     one = not grouped or self.alone or self.written[name] == self.reader.unit != self.reader.rows
                     for row, at, item in zip(
-                        wanted, first, [value] if one else self._by_row(name, value, len(wanted)), strict=True
+                        wanted, first, [value] if one else by_row(name, value, len(wanted)), strict=True
                     ):
                         where = where if one else f"{self.scope} {unit}, row {row}"
                         lengths = self._lengths(name, batch, rows.start + int(at))
@@ -260,20 +260,14 @@ class Function:
             if d.like in batch.columns
         }
 
-    def _by_row(self, name: str, values: Any, size: int) -> Any:
-        """The results of a group for a column, one a row."""
-        if not hasattr(values, "__len__") or isinstance(values, str) or len(values) != size:
-            raise BadResult(
-                f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs"
-            )
-        return values
-
     def _next(self, name: str, value: Any) -> float:
         """The next value of a state."""
         try:
-            number = np.asarray(value, np.float64)
-        except (TypeError, ValueError):
-            number = np.full(1, np.nan)
+            number = pure_numbers(value, np.float64)
+        except NotNumbers:
+            raise BadResult(
+                f"it returned {brief(value)} for the state `{name}`, where one finite number belongs"
+            ) from None
         if number.ndim or (self.returned.stops and not np.isfinite(number)):
             raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
@@ -281,6 +275,8 @@ class Function:
 
 def _array(result: Any) -> Array:
     """What numpy makes of a result, whatever it is."""
+    if np.ma.is_masked(result):
+        return np.asarray(None)
     try:
         return np.asarray(result)
     except ValueError:  # lists of unlike lengths
@@ -315,9 +311,12 @@ class Weigher:
         given = {p: states[name] for p, name in self.bound if name in states} | self.columns
         try:
             result = self.call(**given, **self.options, **self.filled(task.number, 0))
-            found = np.asarray(result, np.float64)
         except Exception as error:
             raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
+        try:
+            found = pure_numbers(result, np.float64)
+        except NotNumbers:
+            found = np.zeros(0)
         what = f"`weights` of the source ({self.source.span.place})"
         if found.shape != (self.rows,):
             raise RunError(

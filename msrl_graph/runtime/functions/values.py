@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from ... import algorithms, noise
+from ...data.characters import half_character
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.signatures import GIVEN, CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
+from ..data.fields import Misfit, as_json
 from ..data.tokens import Tokens, of_node
 from ..data.wrong import vocabulary
 from ..process import shipped
@@ -24,6 +28,14 @@ from ..process.report import RunError
 from .blame import BadResult, reason, steps
 
 LARGEST = float(np.finfo(np.float32).max)
+
+
+class NotNumbers(TypeError):
+    """A value that a numeric column cannot hold; `item` says which of several values is the first odd one."""
+
+    def __init__(self, item: str = "") -> None:
+        super().__init__(item)
+        self.item = item
 
 
 class Returned:
@@ -41,23 +53,16 @@ class Returned:
             return value
         column = self.graph.column(name)
         if column.element == "json":
-            return json.dumps(value)
+            return _json(name, value)
         if column.element == "text":
-            if not isinstance(value, str):
-                raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
-            return value
+            return _text(name, value)
         try:
-            with np.errstate(invalid="ignore"):
-                array: Array = np.asarray(value, DTYPES[column.element])
-            given = np.asarray(value)
-            if (
-                value is None
-                or given.dtype.kind in "SU"
-                or (array.dtype.kind in "ib" and not np.array_equal(array, given))
-            ):
-                raise TypeError  # numpy makes nan of None, 3.5 of "3.5", and of 3.5 the whole number 3
-        except (TypeError, ValueError, OverflowError):
-            raise BadResult(f"it returned {brief(value)} for `{name}`, where {column.element} belongs") from None
+            array = pure_numbers(value, DTYPES[column.element])
+        except NotNumbers as error:
+            inside = f" with {error.item} in it" if error.item else ""
+            raise BadResult(
+                f"it returned {brief(value)}{inside} for `{name}`, where {column.element} belongs"
+            ) from None
         if array.ndim != len(column.dims):
             belongs = (
                 "one number"
@@ -148,3 +153,93 @@ def brief(value: Any) -> str:
         return f"{type(value).__name__} of {len(value)}"
     plain = value.item() if isinstance(value, np.generic) else value
     return "None" if value is None else f"{type(value).__name__} {plain!r:.40}"
+
+
+def by_row(name: str, values: Any, size: int) -> Any:
+    """What is returned for the `size` rows of a group, in their order: a sequence, or an array of any library.
+
+    Raises BadResult for anything else, as a dict, a set or a generator: what these give when they are iterated over is
+    not a value for each row.
+    """
+    rows, hint = values, ""
+    if not isinstance(values, Sequence) and hasattr(values, "__array__"):
+        rows = _array(values) if not _masked(values) else None
+    if isinstance(rows, str | bytes | bytearray | memoryview) or not isinstance(rows, Sequence | np.ndarray):
+        hint = ", in their order: return a list, a tuple or an array"
+    elif getattr(rows, "ndim", 1) > 0 and len(rows) == size:
+        return rows
+    raise BadResult(f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs{hint}")
+
+
+def pure_numbers(value: Any, dtype: Any) -> Array:
+    """A number, or a sequence of numbers, as an array of `dtype`.
+
+    Rounding to the precision of `dtype` is allowed. Raises NotNumbers where anything else would be lost: text, None,
+    complex numbers, masked values, a fraction in a whole number, or a finite number beyond the range of `dtype`.
+    """
+    if _masked(value):
+        raise NotNumbers("masked values")
+    try:
+        given = _array(value)
+        kind = given.dtype.kind
+        wrong = np.zeros(given.shape, bool)
+        if kind == "O":
+            wrong = np.reshape([not isinstance(item, Real | Decimal) for item in given.flat], given.shape)
+        elif kind not in "biuf" and not (kind == "V" and np.can_cast(given.dtype, np.float32)):  # V: bfloat16 of jax
+            wrong[...] = True
+        if not wrong.any():
+            with np.errstate(invalid="ignore", over="ignore"):
+                array: Array = given.astype(dtype)
+                if array.dtype.kind in "ib":
+                    wrong = array != given
+                elif (lost := ~np.isfinite(array)).any():
+                    wrong[lost] = np.isfinite(given[lost].astype(np.float64))
+            if not wrong.any():
+                return array
+    except (TypeError, ValueError, OverflowError):
+        raise NotNumbers from None
+    raise NotNumbers(brief(given[wrong][0]) if given.ndim else "")
+
+
+def _array(value: Any) -> Array:
+    """What numpy makes of a value, torch's tensors on any device too."""
+    if isinstance(value, list | tuple) and len(value) and hasattr(value[0], "detach"):
+        value = [_array(item) for item in value]
+    elif hasattr(value, "detach"):  # without an import of torch, which takes seconds
+        value = value.detach().cpu()
+        value = value.float() if "bfloat16" in str(value.dtype) else value
+    return np.asarray(value)
+
+
+def _masked(value: Any) -> bool:
+    return isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
+    if half := half_character(value):
+        fix = 'whole text is `text.encode("utf-8", "replace").decode()`'
+        raise BadResult(f"it returned {half} for `{name}`, where text belongs; {fix}")
+    return value
+
+
+def _json(name: str, value: Any) -> str:
+    """A value as JSON from which the same value is read, but for tuples, which become lists."""
+    try:
+        text = as_json(value)
+        if (key := _odd_key(value)) is not None:
+            raise Misfit(f"a key that is no text: {brief(key)}", "JSON belongs")
+    except Misfit as misfit:
+        raise BadResult(f"it returned {brief(value)} for `{name}`: {misfit}") from None
+    return text
+
+
+def _odd_key(value: Any) -> Any:
+    """A key of a dictionary, however deep, that is not text: JSON would make it text, and of two keys one."""
+    if isinstance(value, dict):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        return odd if odd is not None else _odd_key(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next((odd for item in value if (odd := _odd_key(item)) is not None), None)
+    return None
