@@ -140,7 +140,7 @@ RELEASES = (
         {
             PYTHON: Range("3.11"),
             "torch": Range("2.10"),
-            "ray": Range("2.50"),
+            "ray": Range("2.52"),
             "transformers": Range("5.5.4"),
             "numpy": Range("2.0"),
             "tensordict": Range("0.11"),

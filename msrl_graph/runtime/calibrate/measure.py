@@ -42,6 +42,7 @@ from ..dock.wire import Batch, Share
 from ..functions.calling import Function
 from ..metrics.record import Recorder
 from ..process import computing
+from ..process.joining import own_ray
 from ..process.processes import MARK, ROWS, Temporary, nicer
 from ..process.report import Event, Report
 from ..process.surroundings import waits
@@ -70,7 +71,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             str(rounds),
             str(most),
         ]
-        environment = {**os.environ, MARK: str(folder), "TMPDIR": str(folder)}
+        environment = {**os.environ, **own_ray(), MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment

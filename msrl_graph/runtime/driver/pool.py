@@ -30,6 +30,7 @@ from ..dock.readers import members, readers
 from ..process import joining
 from ..process.joining import NoResources
 from ..process.processes import ROWS, alive
+from ..process.report import RunError
 from ..process.takes import RANKS_A_CORE, room
 from . import devices, function_hosts, shipping
 from .docks import begun, missing, results
@@ -94,6 +95,8 @@ class Pool:
                 _temp_dir=self.folder,
                 **ray_options,
             )
+            if (at := ray.util.get_node_ip_address()) != joining.LOOPBACK:
+                raise RunError(f"Ray listens at {at}, and a run on one machine keeps to {joining.LOOPBACK}")
 
     def start(self) -> None:
         """Starts the actors, and returns when all are ready."""

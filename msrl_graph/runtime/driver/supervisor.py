@@ -30,7 +30,7 @@ from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
 from ..metrics.record import read
-from ..process.joining import NoResources
+from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, sweep
 from ..weights import checkpoint
 from . import mirror
@@ -274,6 +274,7 @@ class Supervisor:
         environment = {
             **os.environ,
             **nicer(attempt.options.nice),
+            **({} if os.environ.get("RAY_ADDRESS") else own_ray()),
             MARK: attempt.folder,
             "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         }

@@ -6,6 +6,7 @@ Invariant: a cluster that does not answer is named at once.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -26,6 +27,17 @@ START = (
     "to run on this machine"
 )
 LOOPBACK = "127.0.0.1"
+# Ray reads it as it is imported: with "0" its servers and workers listen at the loopback alone, on any system.
+_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def own_ray() -> dict[str, str]:
+    """Return the environment of a process that starts Ray for this machine alone.
+
+    Ray then listens at the loopback only, and asks for a token that nobody else has. Both must be there before Ray is
+    imported. What the caller has set for other clusters does not apply to this one.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _ALONE: "0"}
 
 
 class NoResources(Fault):
@@ -116,4 +128,4 @@ def living() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-__all__ = ["NoResources", "called", "greet", "living", "speak", "unreached"]
+__all__ = ["NoResources", "called", "greet", "living", "own_ray", "speak", "unreached"]
