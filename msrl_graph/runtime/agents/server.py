@@ -1,7 +1,8 @@
 """The endpoint: an HTTP server that takes OpenAI's requests and has the policy answer them.
 
 Invariant: a request belongs to the row whose key it bears, and to no other; who bears no key of a row that is under way
-is refused. All runs in one event loop, so that a row's conversations change at one place at a time.
+is refused, and keeps no connection for long (process/gate.py). All runs in one event loop, so that a row's
+conversations change at one place at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +18,7 @@ from aiohttp import web
 
 from ..data.columns import Array
 from ..data.tokens import BadMessages
+from ..process.gate import Gate, accept, listen
 from .conversations import Answer, Conversations, Full
 from .requests import Asked, Refused, Said, read, templated
 from .template import Speech
@@ -45,6 +48,7 @@ class Endpoint:
         self.rows: dict[str, Row] = {}
         self.left_out: dict[str, None] = {}  # what requests say and the run decides
         self.base_url = ""
+        self.gate = Gate()
 
     async def start(self, address: str = LOOPBACK) -> None:
         """Listens at an address of this host, at a port that the system chooses."""
@@ -56,10 +60,18 @@ class Endpoint:
         # A request whose program has gone away is to be known of.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, address, 0).start()
-        self.base_url = f"http://{address}:{self._runner.addresses[0][1]}/v1"
+        self._listening = listen(address)
+        self._accepting = asyncio.ensure_future(accept(self._listening, self.gate, self._serve))
+        host = f"[{address}]" if ":" in address else address
+        self.base_url = f"http://{host}:{self._listening.getsockname()[1]}/v1"
+
+    async def _serve(self, connection: socket.socket) -> None:
+        assert self._runner.server is not None
+        await asyncio.get_running_loop().connect_accepted_socket(self._runner.server, connection)
 
     async def stop(self) -> None:
+        self._accepting.cancel()
+        self._listening.close()
         await self._runner.cleanup()
 
     def _row(self, request: web.Request) -> Row:
@@ -68,6 +80,8 @@ class Endpoint:
         if row is None:
             what = "this is the `api_key` of no row under way: an agent is given its own, which ends with it"
             raise Refused(what, "invalid_api_key", status=401)
+        if request.transport is not None:
+            self.gate.prove(request.transport.get_extra_info("socket").fileno())
         return row
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
