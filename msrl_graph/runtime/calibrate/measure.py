@@ -99,7 +99,7 @@ class Prober:
         self.store: Any = None
 
     def address(self) -> int:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = computing.meeting("127.0.0.1")
         return int(self.store.port)
 
     def join(self, port: int, rank: int, world: int) -> None:

@@ -9,11 +9,24 @@ import ctypes
 from contextlib import suppress
 
 import torch
+from torch._C._distributed_c10d import TCPStore
+
+from .gate import listen
 
 # Of mallopt(3): the size from which memory is the system's own, and how much free memory at the end of the heap goes
 # back.
 TRIM, MMAP = -1, -3
 LARGEST, KEPT = 32 << 20, 256 << 20  # bytes; glibc allows no more for the first
+
+
+def meeting(host: str) -> TCPStore:
+    """Return the store by which ranks find each other, which listens at this address of the host only.
+
+    By itself a TCPStore listens at every address, and whoever reaches it may read and write what ranks say there.
+    """
+    listening = listen(host)
+    port = listening.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def prepare(threads: int) -> None:

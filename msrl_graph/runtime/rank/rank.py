@@ -167,7 +167,7 @@ class Rank(Training, Generation):
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
         host = speak(self.plan.cluster)
-        self.store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.store = computing.meeting(host)
         return host, self.store.port
 
     def start(self, address: tuple[str, int], way: Way) -> None:
