@@ -70,6 +70,7 @@ def results(
     named="",
     prompts=2,
     on_failure="stop",
+    given=(),
     **more,
 ):
     """What a function in a file makes of four responses to two prompts."""
@@ -102,6 +103,7 @@ def results(
             "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),
             "score": columns.Column(np.array([1, 2, 3, 4], np.float32)),
             "rate": columns.Column(np.array([0.25, 0.25, 0.5, 0.5])),
+            **dict(given),
         },
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

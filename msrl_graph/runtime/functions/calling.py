@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,9 +172,9 @@ class Function:
             return task.states[name]
         column = batch.columns[name]
         if name in self.node.states:
-            return column.values if self.node.per == "batch" else _OfUnit(column.values.tolist())
+            return column.values.copy() if self.node.per == "batch" else _OfUnit(column.values.tolist())
         if not self.single and column.offsets is None:
-            return column.values
+            return column.values.copy()
         text = parameter in self.signature.text
         tokens = self.tokens.get(name) if text else None
         return seen(column, self.graph.column(name).element, range(len(column)), text, tokens)
@@ -294,21 +295,24 @@ class Weigher:
         self.options, renamed = options_of(expr), expr.columns()
         self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
         self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
-        self.columns: dict[str, Any] = {}  # of the data, by parameter: they stay as they are
+        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets values of its own
         for parameter, name in self.bound:
             if name in source.weighs:
                 text = parameter in signature.text
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
                 column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
-                plain = column.offsets is None
-                self.columns[parameter] = (
-                    column.values if plain else seen(column, element, range(self.rows), text, tokens)
-                )
+                if column.offsets is None:
+                    self.columns[parameter] = column.values.copy
+                elif text or element == "text":  # what takes long to decode, and nobody can change
+                    self.columns[parameter] = seen(column, element, range(self.rows), text, tokens).copy
+                else:
+                    self.columns[parameter] = partial(seen, column, element, range(self.rows), text, tokens)
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
         """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
-        states = {**task.states, **tables}
-        given = {p: states[name] for p, name in self.bound if name in states} | self.columns
+        states = {**task.states, **{name: np.array(table) for name, table in tables.items()}}
+        given = {p: states[name] for p, name in self.bound if name in states}
+        given |= {parameter: values() for parameter, values in self.columns.items()}
         try:
             result = self.call(**given, **self.options, **self.filled(task.number, 0))
         except Exception as error:

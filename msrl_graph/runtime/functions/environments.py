@@ -82,12 +82,18 @@ class Environment:
         """An instance for each of the rows, of which equally many belong to each row of the batch."""
         return Episodes(self, batch, rows, task)
 
-    def given(self, batch: Batch, row: int) -> dict[str, Any]:
-        """What `reset` is given of the columns of a row of a batch."""
-        found = {}
+    def given(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
+        """What `reset` is given in each episode, `fan` of which belong to each row of a batch: values of its own, which
+        an environment may change."""
+        found: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
         for name in self.reads:
-            text, element = name in self.text, self.graph.column(name).element
-            found[name] = seen(batch.columns[name], element, range(row, row + 1), text, self.tokens.get(name))[0]
+            text, element, column = name in self.text, self.graph.column(name).element, batch.columns[name]
+            times = 1
+            if not text and element != "text":  # texts cannot be changed, and may take long to decode
+                column, times = column.take(np.repeat(np.arange(len(column)), fan)), fan
+            values = seen(column, element, range(len(column)), text, self.tokens.get(name))
+            for i, episode in enumerate(found):
+                episode[name] = values[i * times // fan]
         return found
 
 
@@ -107,10 +113,8 @@ class Episodes:
     def reset(self) -> list[tuple[str, bool]]:
         """What the environment says first in each row, and whether the episode is over already."""
         self.instances = self.environment.instances(len(self.rows), self.fan)
-        given = [self.environment.given(self.batch, row) for row in range(len(self.batch.rows))]
-        asked: dict[int, Ask] = {
-            i: Reset(self.task.number, int(row), given[i // self.fan]) for i, row in enumerate(self.rows)
-        }
+        given = self.environment.given(self.batch, self.fan)
+        asked: dict[int, Ask] = {i: Reset(self.task.number, int(row), given[i]) for i, row in enumerate(self.rows)}
         return self._asked(asked, "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[str, bool]]:
@@ -124,9 +128,15 @@ class Episodes:
 
     def end(self, lengths: Mapping[str, Array]) -> Array:
         """Ends the instances; which rows stay, True. `lengths` are those of what the generation wrote."""
+        try:
+            return self._checked(lengths)
+        finally:  # only now: an instance that is closed may change what it returned
+            if self.instances is not None:
+                self.instances.end()
+
+    def _checked(self, lengths: Mapping[str, Array]) -> Array:
+        """Which rows have values that fit their columns."""
         returned = self.environment.returned
-        if self.instances is not None:
-            self.instances.end()
         for place, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
             for i in np.flatnonzero(~self.standing.lost).tolist():

@@ -119,12 +119,13 @@ class Filled:
 
 def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
     """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too;
-    tokens as arrays, or decoded where a tokenizer is given."""
+    tokens as arrays, or decoded where a tokenizer is given. Each value is the caller's own, to be changed as it
+    pleases."""
     if element in ("text", "json"):
         texts = [column.text(row) for row in rows]
         return texts if element == "text" or text else [json.loads(t) for t in texts]
     found = [column[row] for row in rows]
-    return tokens.decode(found) if tokens else found
+    return tokens.decode(found) if tokens else [row.copy() for row in found]
 
 
 def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
