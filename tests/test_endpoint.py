@@ -1,8 +1,11 @@
 """The endpoint as the openai package asks it: chats, tools, streams, log-probabilities, and what it refuses."""
 
 import asyncio
+import json
 import threading
 import time
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import chat
@@ -209,6 +212,57 @@ def test_what_is_not_there_is_refused_by_name(served, more, error, code, says):
     with pytest.raises(error) as told:
         client.chat.completions.create(**{"model": "policy", "messages": [USER], **more})
     assert told.value.code == code and says in told.value.message
+
+
+HALF = rb"half \ud83d"  # as JSON has it
+CHAT, COMPLETION = "chat/completions", "completions"
+
+
+def post(served, row, path, body, charset="utf-8"):
+    """The status and the body of what a program is answered that writes its request itself."""
+    head = {"Authorization": f"Bearer {row.api_key}", "Content-Type": f"application/json; charset={charset}"}
+    request = urllib.request.Request(f"{served.endpoint.base_url}/{path}", body, head)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or "{}")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "says"),
+    [
+        (CHAT, b'"messages": [{"role": "user", "content": "%s"}]', "invalid_text", "half a character (U+D83D)"),
+        (CHAT, b'"messages": [{"role": "user", "content": "x", "%s": 1}]', "invalid_text", "half a character (U+D83D)"),
+        (CHAT, b'"messages": [{"role": "user", "content": "x"}], "stop": "%s"', "invalid_text", "half a character"),
+        (COMPLETION, b'"prompt": "%s"', "invalid_text", "half a character (U+D83D)"),
+        (COMPLETION, b'"prompt": "\xed\xa0\xbd"', "invalid_json", "the body is no JSON: 'utf-8' codec"),
+        (COMPLETION, b'"prompt": ' + b"[" * 200_000, "invalid_json", "the body is no JSON: "),
+        (COMPLETION, b'"prompt": [3, 1000000]', "invalid_token", "token 1000000 is not in the vocabulary"),
+    ],
+)  # fmt: skip
+def test_what_no_tokenizer_takes_is_refused_and_no_client_asks_again(served, path, body, code, says):
+    """A client asks again after a 500."""
+    status, answer = post(served, served.row(), path, b'{"model": "policy", %s}' % body.replace(b"%s", HALF))
+    assert (status, answer["error"]["code"]) == (400, code), answer
+    assert says in answer["error"]["message"]
+
+
+def test_a_whole_character_in_two_halves_is_one(served):
+    served.texts = ["one"]
+    body = rb'{"model": "policy", "messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
+    assert post(served, served.row(), CHAT, body, "none-such")[0] == 200
+
+
+def test_half_a_character_that_the_policy_writes_in_a_call_is_no_call(served):
+    served.texts = [CALL.replace("1", '"\\ud83d"'), "two"]
+    client = served.client(served.row())
+    message = ask(client, tools=[TOOL]).choices[0].message
+    assert message.tool_calls is None and message.content.endswith("</tool_call>")
+    # Nor do such arguments of a call that a program makes up itself end its conversation.
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud83d"}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert ask(client, [USER, said, USER], tools=[TOOL]).choices[0].message.content == "two"
 
 
 def test_how_tokens_are_drawn_is_the_runs_and_what_a_request_says_of_it_is_noted(served):

@@ -38,6 +38,18 @@ WAYS = {  # what an instance does, how its failure is counted, and what is told
         "rubbish",
         "turn 1: BadResult: what `step` returned cannot leave its process: ",
     ),
+    "return 'half \\ud83d', 1.0, '', True": (
+        "rubbish",
+        "turn 1: BadResult: it returned half a character (U+D83D), where the text belongs that it says",
+    ),
+    "return 'x', 1.0, 'half \\ud83d', True": (
+        "rubbish",
+        "the last turn: BadResult: it returned half a character (U+D83D) for `said`, where text belongs",
+    ),
+    "return 'x', 1 + 2j, '', True": (
+        "rubbish",
+        "the last turn: BadResult: it returned complex (1+2j) for `reward`, where f32 belongs",
+    ),
     "return 'x', 'much', '', True": (
         "rubbish",
         "the last turn: BadResult: it returned str 'much' for `reward`, where f32 belongs",
@@ -85,7 +97,7 @@ def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failu
     assert [over for _, over in episodes.reset()] == [False] * 8
     for turn in (1, 2):
         said = episodes.step(going, [f"{i} in {turn}" for i in going], turn)
-        late = failed if "much" in way else gone  # what is no number is seen at the end of the episode
+        late = failed if told.startswith("the last") else gone  # what no column holds is seen at the end of the episode
         assert [over for _, over in said] == [bool(i in late or (turn == 2 and i // 2 == 1)) for i in going]
         assert all(said[p][0].startswith("=6") for p, i in enumerate(going) if i not in gone)
         going = np.array([i for i in going if i not in late])

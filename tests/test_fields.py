@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from msrl_graph.data.chat import messages
 from msrl_graph.ir.graph import Column, Dim
 from msrl_graph.runtime.data.fields import Misfit, take
 
 MOST, FOUR, LIKE = Dim(9, ragged=True), Dim(4), Dim(like="chosen")
 CHAT = [{"role": "user", "content": "hello"}]
+HALF_MESSAGE = "half a character (U+D800), where text, messages or token ids belong"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,8 @@ def test_what_is_taken(element, dims, value, taken):
         ("i32", (MOST,), {}, "dict, where text, messages or token ids belong"),
         ("i32", (MOST,), "\ud800", "half a character (U+D800), where text, messages or token ids belong"),
         ("text", (), [], "list, where text, a number or messages belong"),
+        ("i32", (MOST,), [{"role": "user", "content": "\ud800"}], HALF_MESSAGE),
+        ("i32", (MOST,), [{"role": "user", "content": "", "\ud800": 1}], HALF_MESSAGE),
         ("json", (), {"a": ["\ud800"]}, "half a character (U+D800), where JSON belongs"),
         (
             "json",
@@ -81,3 +85,9 @@ def test_what_is_not(element, dims, value, message):
     with pytest.raises(Misfit) as misfit:
         take(value, Column("c", element, dims))
     assert str(misfit.value) == message
+
+
+def test_what_a_policy_writes_is_no_conversation_where_a_template_could_not_write_it():
+    """A judge reads it as the text that it is."""
+    assert messages('[{"role": "user", "content": "\\ud83d"}]') is None
+    assert messages('[{"role": "user", "content": "\\ud83d\\ude00"}]') == [{"role": "user", "content": "\U0001f600"}]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .characters import half_character_within
+
 Messages = list[dict[str, Any]]
 
 
@@ -26,11 +28,11 @@ def _is_message(value: Any) -> bool:
 
 
 def messages(text: str) -> Messages | None:
-    """The messages that a text is the JSON of; None for any other text."""
+    """The messages that a text is the JSON of; None for any other text, as for JSON with half a character in it."""
     if not text.lstrip().startswith("["):
         return None
     try:
         value: Messages = json.loads(text)
     except (ValueError, RecursionError):  # whatever a function or a model wrote
         return None
-    return value if are_messages(value) else None
+    return value if are_messages(value) and not half_character_within(value) else None

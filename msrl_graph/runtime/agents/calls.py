@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ...data.characters import half_character_within
+
 Call = tuple[str, dict[str, Any]]  # the name of a tool, and its arguments
 Calls = Callable[[str], tuple[str, list[Call]]]  # from a text to what is said beside the calls, and these
 
@@ -39,6 +41,8 @@ class Format:
     def _read(self, text: str) -> Iterator[Call]:
         with suppress(ValueError, RecursionError):  # whatever a policy wrote
             value = json.loads(text)
+            if half_character_within(value):
+                return
             for call in value if isinstance(value, list) else [value]:
                 arguments = call.get(self.arguments, {}) if isinstance(call, dict) else None
                 if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):

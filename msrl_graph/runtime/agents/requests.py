@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.characters import half_character_within
 from ...data.chat import Messages, are_messages
 from ..data.columns import Array
 from .calls import Call
@@ -149,8 +150,10 @@ def _call(call: Any) -> dict[str, Any]:
     if not _is_tool(call):
         raise Refused("each of `tool_calls` has a function with a name and arguments", "invalid_type", "messages")
     arguments = call["function"].get("arguments", "")
-    with suppress(ValueError):  # a template renders what is no JSON as it is
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # a template renders what is no JSON as it is
+            read = json.loads(arguments)
+            arguments = arguments if half_character_within(read) else read
     return {**call, "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 

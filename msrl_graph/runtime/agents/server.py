@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from ...data.characters import half_character_within
 from ..data.columns import Array
 from ..data.tokens import BadMessages
 from ..process.gate import Gate, accept, listen
@@ -126,9 +127,13 @@ class Endpoint:
 
     async def _asked(self, request: web.Request, chat: bool) -> Asked:
         try:
-            body = await request.json()
-        except ValueError as error:
+            text = (await request.read()).decode("utf-8")  # as JSON always is, whatever the request's head says
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise Refused(f"the body is no JSON: {error}", "invalid_json") from None
+        if "\\u" in text and (half := half_character_within(body)):
+            fix = 'send `text.encode("utf-8", "replace").decode()`'
+            raise Refused(f"there is {half} in the request, which has no tokens: {fix}", "invalid_text")
         asked = read(body, chat, self.model)
         self.left_out |= dict.fromkeys(asked.left_out)
         return asked
@@ -137,6 +142,7 @@ class Endpoint:
         """What is to be drawn."""
         try:
             if not asked.messages:
+                self._known(asked.prompt)
                 return conversations.completion(asked.prompt, asked.most)
             if asked.tools and not self.speech.takes_tools:
                 raise Refused("the chat template of this model knows no tools", "unsupported", "tools")
@@ -148,6 +154,13 @@ class Endpoint:
             raise Refused(str(error), "template", "messages") from None
         except Full as full:
             raise Refused(str(full), "context_length_exceeded", "messages" if asked.messages else "prompt") from None
+
+    def _known(self, prompt: str | Array) -> None:
+        """Refuses token ids that the model has no embedding for."""
+        size = self.speech.tokens.tokenizer.get_vocab_size()
+        if not isinstance(prompt, str) and (strange := prompt[prompt >= size]).size:
+            what = f"the token {strange[0]} is not in the vocabulary of {size} of this model's tokenizer"
+            raise Refused(what, "invalid_token", "prompt")
 
     async def _said(self, row: Row, answer: Answer, asked: Asked) -> Said:
         if answer.number not in row.drawing:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...data.characters import half_character
 from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
@@ -105,6 +106,8 @@ class Tokens:
             text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
         except Exception as error:  # a template is a program, which may raise anything
             raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
+        if half := half_character(text):
+            raise BadMessages(f"there is {half} in what the chat template of {self.folder} writes")
         return text
 
 

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...data.characters import half_character
 from .blame import BadResult, Told
-from .values import Filled, brief
+from .values import Filled, brief, pure_numbers
 
 Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
 
@@ -139,8 +140,8 @@ class Instances:
             raise BadResult(f"`step` returned {brief(info)} for the info, where a dictionary belongs")
         over = [_truth(end, f"for `{name}`", name) for end, name in zip(ends, ("terminated", "truncated"), strict=True)]
         try:
-            self.rewards[position].append(float(reward))
-        except (TypeError, ValueError):
+            self.rewards[position].append(pure_numbers(reward, np.float64).item())
+        except (TypeError, ValueError):  # several of them
             raise BadResult(f"`step` returned {brief(reward)} for the reward, where a number belongs") from None
         rewards = self.rewards[position]
         known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
@@ -218,8 +219,9 @@ def _truth(value: Any, where: str, what: str) -> bool:
 
 def _said(value: Any) -> str:
     """What an environment says; None is nothing."""
-    if value is not None and not isinstance(value, str):
-        raise BadResult(f"it returned {brief(value)}, where the text belongs that it says, or none")
+    what = half_character(value) if isinstance(value, str) else "" if value is None else brief(value)
+    if what:
+        raise BadResult(f"it returned {what}, where the text belongs that it says, or none")
     return value or ""
 
 
@@ -228,6 +230,8 @@ def _observed(value: Any) -> str:
     if value is not None and not isinstance(value, str):
         what = f"the observation is {brief(value)}, and a policy reads text"
         raise BadResult(f"{what}: wrap the class, and let `reset` and `step` return what is to be read")
+    if half := half_character(value or ""):
+        raise BadResult(f"the observation has {half}, and a policy reads text")
     return value or ""
 
 
