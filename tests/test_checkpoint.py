@@ -1,6 +1,7 @@
 """Checkpoints: any layout to any layout, nothing torn or foreign is used, and what differs is named."""
 
 import dataclasses
+import gzip
 import hashlib
 import json
 import resource
@@ -43,9 +44,14 @@ def plan():
     return compile(EXAMPLE / "grpo.rlg")
 
 
-def save(run, plan, iteration, keep=9, written=None):
-    """A checkpoint of one small tensor in two files, and one of states. `written` is what the manifest says in place of
-    the truth."""
+def lines(count):
+    """So many lines of metrics."""
+    return b"".join(b'{"iteration": %d, "reward": 0.5}\n' % i for i in range(count))
+
+
+def save(run, plan, iteration, keep=9, written=None, copy=True):
+    """A checkpoint of one small tensor in two files, one of states, and a `copy` of as many lines of metrics.
+    `written` is what the manifest says in place of the truth."""
     import torch
 
     partial, true = begin(run, iteration), {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
@@ -55,6 +61,8 @@ def save(run, plan, iteration, keep=9, written=None):
         write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says) for r, s in enumerate(shards)
     ]
     files.append(checkpoint.write_arrays(partial, "states.safetensors", {"solved": np.arange(3.0) + iteration}, says))
+    if copy:
+        files.append(checkpoint.write_metrics(partial, gzip.compress(lines(iteration)), says))
     known = {"format_version": checkpoint.FORMAT, "steps": {"actor.update": iteration}, **true}
     return commit(
         partial, Manifest(**known | {"program": program(plan), "files": tuple(files)} | (written or {})), keep
@@ -236,6 +244,7 @@ FILES = (
     "actor-rank-00000.safetensors",
     "actor-rank-00001.safetensors",
     "states.safetensors",
+    "metrics.safetensors",
 )
 
 
@@ -288,6 +297,7 @@ def read_whole(run, plan):
     tensor = Source(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
+        checkpoint.metrics_copy(path, manifest),
         warnings,
         tensor.tolist(),
         {k: v.tolist() for k, v in checkpoint.read_arrays(path / "states.safetensors").items()},
@@ -482,7 +492,7 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
 def test_a_host_says_what_is_wrong_with_its_part_and_takes_a_file_in_pieces(tmp_path, plan, monkeypatch):
     path = save(tmp_path / "run", plan, 20)
     monkeypatch.setattr(parts, "PIECE", 100)
-    (one, two, states), there = checkpoint.manifest_of(path).files, tmp_path / "other"
+    (one, two, states, _), there = checkpoint.manifest_of(path).files, tmp_path / "other"
     for file in (one, two):
         for offset in range(0, file.bytes, 100):
             if not offset or file == one:

@@ -31,13 +31,24 @@ def program(place, *changes, evaluated=True, **run):
     )
 
 
+def copy_of_the_first_half(whole, half):
+    """A run of which only the first checkpoint is left, and one line of metrics and a part; how many belong to it."""
+    shutil.copytree(whole, half)
+    shutil.rmtree(half / "checkpoints" / "000004")
+    text = (half / "metrics.jsonl").read_bytes()
+    (half / "metrics.jsonl").write_bytes(text[: text.index(b"\n") + 9])
+    return checkpoint.newest(half)[1].lines
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_would_have_been(place):
     program(place)
-    for arguments in (["--out", "whole"], ["--out", "again", "--resume", "whole/checkpoints/000002"]):
-        code, _, err = place.run("p.rlg", *SMALL, *arguments)
-        assert code == 0, err
-    assert "resumed after 2 iterations" in err
+    code, _, err = place.run("p.rlg", *SMALL, "--out", "whole")
+    assert code == 0, err
+    lines = copy_of_the_first_half(place.folder / "whole", place.folder / "again")
+    code, _, err = place.run("p.rlg", *SMALL, "--resume", "again")
+    assert code == 0 and "resumed after 2 iterations" in err, err
+    assert f"metrics.jsonl ends after line 1 of {lines}: its {lines} lines come from {place.folder}/again/" in err
     whole, first = computed(place.folder / "whole")
     again, second = computed(place.folder / "again")
     assert again == whole and [x.get("after_iterations") for x in whole] == [0, None, None, 2, None, None, 4]

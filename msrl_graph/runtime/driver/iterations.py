@@ -19,7 +19,7 @@ from ...ir.plan import Evaluation, Plan
 from ..dock.wire import Status
 from ..metrics.display import Display, comparison
 from ..metrics.failures import failures
-from ..metrics.record import Recorder
+from ..metrics.record import METRICS, Recorder, restore
 from ..metrics.symptoms import Symptoms
 from ..process import points
 from ..process.report import Loaded, Report, RunError
@@ -82,10 +82,11 @@ class Driver:
         for name, data in loaded.items():
             if data.left_out:
                 display.say(f"{name}: {data.left_out}")
+        resumed = self._bring(out) if self.attempt.resume else None
         self.recorder = Recorder(out, self.plan, self.attempt.lines)
         display.knows(self.recorder.lines, self.recorder.evaluations)
         try:
-            result = self._train({name: data.rows for name, data in loaded.items()}, out)
+            result = self._train({name: data.rows for name, data in loaded.items()}, out, resumed)
         except KeyboardInterrupt:
             display.say(f"interrupted; the files of the run so far are in {self.attempt.url or out}")
             raise
@@ -97,16 +98,25 @@ class Driver:
             display.console.print(comparison(table))
         return result
 
-    def _train(self, sizes: dict[str, int], out: Path) -> Result:
+    def _bring(self, out: Path) -> checkpoint.Manifest:
+        """Brings the checkpoint to the hosts that lack files of it, and puts back lines of metrics.jsonl that are
+        missing; its manifest."""
+        folder = Path(self.attempt.resume)
+        manifest = checkpoint.manifest_of(folder)
+        self.pool.parted.bring(folder, manifest, self._written)
+        copy = checkpoint.metrics_copy(folder, manifest)
+        if copy is not None and (wrong := restore(out / METRICS, copy)):
+            self.display.say(f"{out / METRICS} {wrong}: its {many(manifest.lines, 'line')} come from {folder}")
+        return manifest
+
+    def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
         self.carried = Carried(plan, sizes["source"])
-        if self.attempt.resume:
-            folder = Path(self.attempt.resume)
-            manifest = checkpoint.manifest_of(folder)
-            self.pool.parted.bring(folder, manifest, self._written)
-            self.carried.restore(folder, manifest)
-            begin = manifest.iteration
-            self._wait([r.resume.remote(str(folder), manifest) for r in self.pool.ranks], DISK)
+        if resumed is not None:
+            folder = self.attempt.resume
+            self.carried.restore(Path(folder), resumed)
+            begin = resumed.iteration
+            self._wait([r.resume.remote(folder, resumed) for r in self.pool.ranks], DISK)
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
@@ -172,7 +182,7 @@ class Driver:
         self.display.phase(f"saving after {many(iteration, 'iteration')}")
         try:
             program = checkpoint.program(self.plan)
-            saved = self.pool.parted.save(out, iteration, self.recorder.written, program, self.carried, self._written)
+            saved = self.pool.parted.save(out, iteration, self.recorder, program, self.carried, self._written)
             self.unsaved = ""
         except OSError as error:
             kept = checkpoint.found(out)

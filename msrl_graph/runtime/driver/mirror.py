@@ -65,13 +65,14 @@ def bring(target: str, span: Span, copies: list[Path]) -> Brought:
     """The checkpoint that a URL names, a checkpoint's or a run's, with the metrics of its run, in a working copy, which
     `copies` hears of. Raises Fault."""
     above, _, last = target.rstrip("/").rpartition("/")
-    run = above.rpartition("/")[0] if last.isdecimal() and urls.name(above) == checkpoint.FOLDER else target.rstrip("/")
+    of_run = checkpoint.is_named(last) and urls.name(above) == checkpoint.FOLDER
+    run = above.rpartition("/")[0] if of_run else target.rstrip("/")
 
     def refuse(what: str, help: str = "") -> Fault:
         return Fault(Diagnostic("bad-checkpoint", what, span, help))
 
     with urls.told(target, span):
-        there = sorted((n for n in urls.names(urls.under(run, checkpoint.FOLDER)) if n.isdecimal()), key=int)
+        there = checkpoint.at_url(urls.under(run, checkpoint.FOLDER))
     if not there:
         help = "state `save` in `run { }`: a checkpoint every so many iterations"
         raise refuse(f"the run in {run} has saved no checkpoint", help)

@@ -20,6 +20,7 @@ from typing import Any
 from ...diagnostics import Diagnostic, Fault
 from ...files import urls
 from ...ir.plan import Plan
+from ..metrics.record import Recorder
 from ..process import points
 from ..weights import checkpoint, parts
 from ..weights.checkpoint import File, Host, Manifest
@@ -46,7 +47,7 @@ class Parted:
     # Saving
 
     def save(
-        self, out: Path, iteration: int, lines: int, program: Mapping[str, Any], carried: Carried, wait: Wait
+        self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: Carried, wait: Wait
     ) -> Path:
         """Writes a checkpoint. OSError where a disk does not take it: nothing of it is left then."""
         written = None
@@ -54,11 +55,13 @@ class Parted:
             written = checkpoint.begin(out, iteration).absolute()
             self._all("begin", str(out.absolute()), iteration)
             points.reach("driver", f"begun checkpoint {iteration}")
+            lines = recorder.written
             says = checkpoint.said(iteration, lines, carried.position, program)
             found = wait([r.checkpoint.remote(str(written), says) for r in self.ranks])
             _check(wrong for _, _, wrong in found)
             of_ranks = [[f for f in files if f.pieces] for files, _, _ in found]
-            files = (*chain.from_iterable(of_ranks), *carried.save(written, says))
+            metrics = checkpoint.write_metrics(written, recorder.copy(), says)
+            files = (*chain.from_iterable(of_ranks), *carried.save(written, says), metrics)
             steps = {name: count for _, steps, _ in found for name, count in steps.items()}
             known = (iteration, lines, steps, dict(program), files, carried.position)
             manifest = self._signed(checkpoint.Manifest(checkpoint.FORMAT, *known), of_ranks)
@@ -76,7 +79,7 @@ class Parted:
         # It is whole already: a host that fails now keeps what is old, and has its part without a manifest. The
         # manifest comes last, since it is what makes a checkpoint of a folder.
         content = {name: (target / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
-        names = [p.name for p in checkpoint.found(out)]
+        names = [p.name for p in checkpoint.up_to(target)]
         for answer in [self._ask(host, "keep", str(out.absolute()), names, content) for host in self.apart]:
             self._got(answer)
         return target
@@ -111,7 +114,7 @@ class Parted:
         urls.send(folder, there, (checkpoint.MANIFEST,), whole=True)
         kept = {p.name for p in checkpoint.found(run)}
         with urls.told(url):
-            old = [name for name in urls.names(below) if name.isdecimal() and name not in kept]
+            old = [n for n in checkpoint.at_url(below, whole=False) if n not in kept and int(n) < int(folder.name)]
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
     def leave(self, run: Path, url: str) -> None:
@@ -150,7 +153,7 @@ class Parted:
         where that fails."""
         if not self.unseen:
             return
-        wanted: dict[int, set[str]] = {HERE: {STATES}}
+        wanted: dict[int, set[str]] = {HERE: {STATES, checkpoint.METRICS}}
         for rank, names in enumerate(wait([r.wants.remote(manifest) for r in self.ranks])):
             host = self.plan.cluster.host(rank)
             wanted.setdefault(host if host in self.unseen else HERE, set()).update(names)

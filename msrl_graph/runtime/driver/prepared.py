@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...compiler.unready import untried
-from ...diagnostics import Diagnostic, Fault
+from ...diagnostics import Diagnostic, Fault, Span
 from ...emit.words import many
 from ...files import urls
 from ...files.urls import is_url
@@ -18,6 +18,7 @@ from ...ir.located import absolute, here, pinned
 from ...ir.plan import Plan
 from ..data import dataset as data
 from ..data import recording as rows
+from ..metrics.record import METRICS, whole_lines
 from ..rank.tried import tried
 from ..weights import checkpoint
 from . import mirror, variables
@@ -134,12 +135,32 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
         what = f"the run in {run} has newer checkpoints than {begin.name}, which going on from there would replace"
         help = "name another folder for the results with --out, or replace them: --overwrite"
         raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    warnings += _lost_lines(home, begin, manifest, stays, span)
     rows.check(plan, options.record, options.replay, manifest.iteration)
     folder, url = (home, brought.run if brought else "") if stays else _chosen(plan, out, options, copies)
     if stays and brought:
         urls.writable(url)
     origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
     return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed], url, origin=origin)
+
+
+def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:
+    """A warning where lines of metrics.jsonl are missing of which the checkpoint has no copy; Fault where the run is to
+    add to them."""
+    if any(f.name == checkpoint.METRICS for f in manifest.files) or manifest.hosts:
+        return []
+    lines, wrong = whole_lines(run / METRICS)
+    if len(lines) >= manifest.lines:
+        return []
+    what = (
+        f"of the {manifest.lines} lines of metrics.jsonl that belong to the checkpoint {begin}, {len(lines)} are left "
+    )
+    what += f"in {run} ({wrong})" if wrong else f"in {run}"
+    what += "; the checkpoint was written by a version that kept no copy of them"
+    if stays:
+        help = "put the file back, or go on with the lines that are left in another folder: --out"
+        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    return [Diagnostic("bad-checkpoint", what, span, "the run goes on with these", "warning")]
 
 
 def _chosen(plan: Plan, out: Path | str | None, options: Options, copies: list[Path]) -> tuple[Path, str]:

@@ -29,7 +29,7 @@ from ...emit.words import many
 from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
-from ..metrics.record import read
+from ..metrics.record import METRICS, read, whole_lines
 from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, sweep
 from ..weights import checkpoint
@@ -185,14 +185,13 @@ class Supervisor:
         begin, manifest = self.made.begin, self.made.manifest
         if begin is None or manifest is None or self.made.goes_on:
             return
-        old = begin.parent.parent / "metrics.jsonl"
-        lines = old.read_text(encoding="utf-8").splitlines(keepends=True) if old.is_file() else []
-        (out / "metrics.jsonl").write_text("".join(lines[: manifest.lines]), encoding="utf-8")
+        lines, _ = whole_lines(begin.parent.parent / METRICS)
+        (out / METRICS).write_bytes(b"".join(lines[: manifest.lines]))
 
     def _attempts(self, out: Path) -> Outcome:
         limit, made = self.plan.deploy.run.restarts, self.made
         begin = (made.begin, made.manifest) if made.begin and made.manifest else None
-        known, before = begin, len(_lines(out))
+        known, before = begin, _size(out / METRICS)
         for restarts in itertools.count(1):
             sweep()
             result = self._attempt(out, known, restarts - 1, self.plan)
@@ -204,7 +203,7 @@ class Supervisor:
                 raise Interrupted(128 + self.asked[0] if self.asked else result.status)
             known = checkpoint.newest(out) or begin
             if result.kind == "fault":
-                if restarts == 1 and len(_lines(out)) == before:
+                if restarts == 1 and _size(out / METRICS) == before:
                     # Nothing was computed: it is the input that is told about, and no folder stays.
                     missing = any(d.code in UNFIT for d in result.diagnostics)
                     raise (NoResources if missing else Fault)(*result.diagnostics)
@@ -332,17 +331,18 @@ class Supervisor:
     def _outcome(self, out: Path) -> Outcome:
         evaluations = {e.data: e for e in self.plan.deploy.evaluations}
         found: dict[str, tuple[float, float]] = {}
-        for line in map(read, _lines(out)):
+        lines, wrong = whole_lines(out / METRICS)
+        if wrong:
+            self.console.print(f"{out / METRICS}: {wrong}, and what follows is not reported")
+        for line in map(read, lines):
             if evaluation := evaluations.get(line.get("evaluation", "")):
                 for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
                     found[name] = (found.get(name, (value,))[0], value)
         return Outcome(out, found)
 
 
-def _lines(out: Path) -> list[str]:
-    """What metrics there are."""
-    path = out / "metrics.jsonl"
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _is_file(stream: IO[str]) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from .predicted import estimate
 from .spread import spreads
 from .tensorboard import TensorBoard
 
+METRICS = "metrics.jsonl"  # within a run's folder
+_GZIP = 31  # zlib's `wbits` of a gzip file
 # Under which name a rank reports a phase of the estimate, where it is not the same.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
 # What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
@@ -49,8 +53,9 @@ class Recorder:
         self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
         self._lanes: dict[str, dict[str, int]] = {}  # of the trace: by process, what it does beside its work, too
         self._start: float | None = None
-        path = folder / "metrics.jsonl"
-        kept = path.read_bytes().splitlines(keepends=True)[:keep] if keep and path.is_file() else []
+        path = folder / METRICS
+        kept, _ = whole_lines(path)
+        kept = kept[:keep]
         lines = [read(text) for text in kept]
         for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
@@ -59,6 +64,9 @@ class Recorder:
         self._metrics = path.open("r+b" if kept else "wb")
         self._metrics.truncate(sum(map(len, kept)))
         self._metrics.seek(0, 2)
+        # A copy of all lines for checkpoints, compressed as they come, not anew at each checkpoint.
+        self._gzip = zlib.compressobj(wbits=_GZIP)
+        self._copied = bytearray(self._gzip.compress(b"".join(kept)))
         self._tensorboard = TensorBoard(folder / "tensorboard", lines)
 
     def training(
@@ -119,10 +127,16 @@ class Recorder:
         finite = {
             k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
         }  # JSON has no nan
-        self._metrics.write((json.dumps(finite) + "\n").encode())
+        text = (json.dumps(finite) + "\n").encode()
+        self._metrics.write(text)
         self._metrics.flush()
         self.written += 1
+        self._copied += self._gzip.compress(text)
         self._tensorboard.add(line)
+
+    def copy(self) -> bytes:
+        """All lines so far, as a gzip file's bytes."""
+        return bytes(self._copied) + self._gzip.copy().flush()
 
     def _trace(self, iteration: int, reports: list[Report]) -> None:
         for report in reports:
@@ -296,6 +310,43 @@ def read(text: str | bytes) -> dict[str, Any]:
     """A line of metrics.jsonl; JSON has no nan, so null stands for it."""
     line: dict[str, Any] = json.loads(text)
     return {k: math.nan if v is None else v for k, v in line.items()}
+
+
+def whole_lines(path: Path) -> tuple[list[bytes], str]:
+    """The lines of a run's metrics up to the first one that is cut or damaged, and which one that is, in words."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for i, line in enumerate(lines):
+        if not _is_line(line):
+            how = "damaged" if line.endswith(b"\n") else "cut"
+            return lines[:i], f"line {i + 1} is {how}"
+    return lines, ""
+
+
+def _is_line(text: bytes) -> bool:
+    try:
+        return text.endswith(b"\n") and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def restore(path: Path, copy: bytes) -> str:
+    """Puts back the lines of a run's metrics that a checkpoint has a copy of, where they are not there as they were
+    written; what was wrong, in words, "" where nothing was. OSError where they cannot be written."""
+    there = path.read_bytes() if path.is_file() else b""
+    if there.startswith(copy):
+        return ""
+    old, new = there.splitlines(keepends=True), copy.splitlines(keepends=True)
+    same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    wrong = f"ends after line {same} of {len(new)}" if there else "is missing"
+    if not copy.startswith(there):
+        wrong = f"was cut or changed in line {same + 1}"
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(copy)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+    return wrong
 
 
 def imbalances(reports: list[Report]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...diagnostics import Diagnostic, Fault, Span
+from ...files import urls
 from ...files.paths import is_folder
 from ...ir.plan import Plan
 from ...sharding.layout import Box, elements, overlap, slices, within
@@ -38,6 +40,8 @@ PARTED = 3  # the format of a manifest that says which host has what
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
 FOLDER = "checkpoints"  # within a run's folder
+METRICS = "metrics.safetensors"  # the copy of the lines of metrics.jsonl so far, as gzip
+_COPY = "metrics.jsonl.gz"
 
 
 @dataclass(frozen=True)
@@ -116,23 +120,31 @@ def written(path: Path, pieces: tuple[Piece, ...]) -> File:
     return File(path.name, path.stat().st_size, _digest(path), pieces)
 
 
+def write_metrics(folder: Path, copy: bytes, says: Mapping[str, str]) -> File:
+    """The lines of metrics.jsonl that belong to a checkpoint, as a gzip file's bytes."""
+    import numpy as np
+
+    return write_arrays(folder, METRICS, {_COPY: np.frombuffer(copy, np.uint8)}, says)
+
+
 def begin(run: Path, iteration: int) -> Path:
     """An empty folder to write a checkpoint in."""
-    partial = run / FOLDER / f".{iteration:06d}.partial"
+    partial = run / FOLDER / f".{named(iteration)}.partial"
     for stale in (run / FOLDER).glob(".*.partial"):  # of a run that was ended while it wrote
-        shutil.rmtree(stale, ignore_errors=True)
+        if is_named(stale.stem.lstrip(".")):
+            shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
 def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
-    """Gives a whole checkpoint its name, and removes those older than the newest `keep`."""
+    """Gives a whole checkpoint its name, and removes those older than the newest `keep` up to this one."""
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _sum(content))):
         (partial / name).write_bytes(text)
         to_disk(partial / name)
     target = settle(partial)
-    for old in found(target.parent.parent)[:-keep]:
+    for old in up_to(target)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return target
 
@@ -168,9 +180,44 @@ def _digest(path: Path) -> str:
 # Reading
 
 
+def named(iteration: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"{iteration:06d}"
+
+
+def is_named(name: str) -> bool:
+    """Whether a folder of this name may be a checkpoint."""
+    return name.isascii() and name.isdecimal() and name == named(int(name))
+
+
 def found(run: Path) -> list[Path]:
-    """The checkpoints of a run's folder, oldest first, sound or not."""
-    return sorted((p for p in (run / FOLDER).glob("*") if p.name.isdecimal() and p.is_dir()), key=lambda p: int(p.name))
+    """The checkpoints of a run's folder, oldest first, sound or not. A folder that holds no file of a checkpoint is
+    not one, whatever its name."""
+    named_so = (p for p in (run / FOLDER).glob("*") if is_named(p.name) and p.is_dir() and not p.is_symlink())
+    return sorted((p for p in named_so if _holds_files(p)), key=lambda p: int(p.name))
+
+
+def up_to(path: Path) -> list[Path]:
+    """The checkpoints of a run from the oldest to this one; a folder with a larger number is none of them."""
+    return [p for p in found(path.parent.parent) if int(p.name) <= int(path.name)]
+
+
+def at_url(url: str, whole: bool = True) -> list[str]:
+    """The names of the checkpoints in a folder at a URL, oldest first: those that have a manifest, or also those of
+    which only a part is there. Raises what `urls.told` tells."""
+    found = {name: urls.names(urls.under(url, name)) for name in urls.names(url) if is_named(name)}
+    return sorted((n for n, files in found.items() if MANIFEST in files or (not whole and _of_ours(files))), key=int)
+
+
+def _holds_files(path: Path) -> bool:
+    try:
+        return _of_ours(file.name for file in path.iterdir())
+    except OSError:
+        return False
+
+
+def _of_ours(names: Iterable[str]) -> bool:
+    return any(name == MANIFEST or name.endswith(".safetensors") for name in names)
 
 
 def manifest_of(path: Path) -> Manifest:
@@ -199,7 +246,7 @@ def manifest_of(path: Path) -> Manifest:
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
     if below := next((what for what, count in counts.items() if count < 0), ""):
         raise Unsound(f"its {MANIFEST} cannot be right: {below} is below zero")
-    if path.name.isdecimal() and int(path.name) != manifest.iteration:
+    if is_named(path.name) and path.name != named(manifest.iteration):
         raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations")
     return manifest
 
@@ -242,6 +289,19 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
     found: dict[str, NDArray[Any]] = load_file(path)
     return found
+
+
+def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
+    """The lines of metrics.jsonl that belong to a checkpoint; None where it holds no copy of them. Raises Unsound."""
+    if not any(f.name == METRICS for f in manifest.files):
+        return None
+    try:
+        lines = zlib.decompress(read_arrays(path / METRICS)[_COPY].tobytes(), wbits=31)
+    except (KeyError, zlib.error, OSError) as error:
+        raise Unsound(f"its file {METRICS} cannot be read: {error}") from None
+    if (count := lines.count(b"\n")) != manifest.lines:
+        raise Unsound(f"its file {METRICS} holds {count} lines of {manifest.lines}")
+    return lines
 
 
 def newest(run: Path) -> tuple[Path, Manifest] | None:

@@ -55,7 +55,7 @@ def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
         partial.write_bytes(content)
         checkpoint.to_disk(partial)
         partial.rename(target / file)
-    for old in checkpoint.found(Path(run)):
+    for old in checkpoint.up_to(target):
         if old.name not in names:
             shutil.rmtree(old, ignore_errors=True)
 

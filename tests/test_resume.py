@@ -1,0 +1,157 @@
+"""Resuming: lines of metrics that were lost come back, and folders that are no checkpoints are left alone."""
+
+import json
+import shutil
+from contextlib import closing
+
+import pytest
+from place import EXAMPLE
+from test_checkpoint import lines, save
+
+from msrl_graph import compile
+from msrl_graph.cli import run_main
+from msrl_graph.diagnostics import Fault
+from msrl_graph.runtime.driver import supervisor
+from msrl_graph.runtime.metrics.record import Recorder, restore
+from msrl_graph.runtime.weights import checkpoint, parts
+
+PROGRAM = str(EXAMPLE / "grpo.rlg")
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return compile(PROGRAM)
+
+
+# Folders in checkpoints/
+
+FOREIGN = {
+    "a number": lambda folder, ours: (folder / "999999999").mkdir(),
+    "a number with notes in it": lambda folder, ours: note(folder / "20261127"),
+    "a copy of a checkpoint": lambda folder, ours: shutil.copytree(ours, folder / "999999"),
+    "digits of another script": lambda folder, ours: shutil.copytree(
+        ours, folder / "\u0669\u0669\u0669\u0669\u0669\u0669"
+    ),
+    "a number that is written otherwise": lambda folder, ours: shutil.copytree(ours, folder / "0000099"),
+    "a file of that name": lambda folder, ours: (folder / "999999").write_text("mine"),
+    "a link": lambda folder, ours: (folder / "999999").symlink_to(ours),
+    "somebody's partial": lambda folder, ours: note(folder / ".mine.partial"),
+}
+
+
+def note(folder):
+    folder.mkdir()
+    (folder / "notes.md").write_text("mine")
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_strange_folder_among_the_checkpoints_stays_and_costs_no_checkpoint(tmp_path, plan, what):
+    ours = save(tmp_path, plan, 4)
+    FOREIGN[what](ours.parent, ours)
+    (foreign,) = {p.name for p in ours.parent.iterdir()} - {ours.name}
+    for iteration in (5, 6, 7):
+        assert save(tmp_path, plan, iteration, keep=2).is_dir()
+    assert {p.name for p in ours.parent.iterdir()} == {"000006", "000007", foreign}
+    assert checkpoint.newest(tmp_path)[0].name == "000007"
+
+
+def test_a_strange_folder_among_a_hosts_parts_stays_and_costs_no_part(tmp_path, plan):
+    save(tmp_path, plan, 4)
+    ours = save(tmp_path, plan, 5)
+    note(ours.with_name("20261127"))
+    shutil.copytree(ours, ours.with_name("999999"))
+    names = [p.name for p in checkpoint.up_to(ours)][-1:]
+    content = {name: (ours / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
+    assert parts.keep(str(tmp_path), names, content) == ""
+    assert {p.name for p in ours.parent.iterdir()} == {"000005", "20261127", "999999"}
+
+
+def test_a_strange_folder_at_a_url_is_no_checkpoint(tmp_path, plan, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ours, url = save(tmp_path / "run", plan, 4), f"file://{tmp_path / 'run'}"
+    note(ours.with_name("20261127"))
+    assert checkpoint.at_url(f"{url}/checkpoints") == ["000004"]
+    assert run_main([PROGRAM, "--dry-run", "--resume", url]) == 0
+    assert f"from iteration 4 ({url}/checkpoints/000004)" in capsys.readouterr().out
+
+
+# Lines of metrics
+
+
+@pytest.fixture
+def recorded(tmp_path, plan):
+    """The lines that a run wrote, and the copy that a checkpoint gets."""
+    with closing(Recorder(tmp_path, plan, 0)) as recorder:
+        for i in range(20):
+            recorder.evaluation("test", i, 0.5, [], ("reward",))
+        copy = recorder.copy()
+        recorder.evaluation("test", 20, 0.5, [], ("reward",))  # after the checkpoint
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    partial = checkpoint.begin(tmp_path, 20)
+    file = checkpoint.write_metrics(partial, copy, checkpoint.said(20, 20, 0, {}))
+    manifest = checkpoint.Manifest(checkpoint.FORMAT, 20, 20, {}, {}, (file,), 0)
+    return path, whole, checkpoint.commit(partial, manifest, 2)
+
+
+def wrote(path, content):
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "is missing": lambda path, whole: path.unlink(),
+    "ends after line 3 of 20": lambda path, whole: wrote(path, b"".join(whole.splitlines(keepends=True)[:3])),
+    "ends after line 19 of 20": lambda path, whole: wrote(path, b"".join(whole.splitlines(keepends=True)[:20])[:-4]),
+    "was cut or changed in line 8": lambda path, whole: wrote(
+        path, whole.replace(b'"after_iterations": 7', b"\0" * 21)
+    ),
+    "was cut or changed in line 1": lambda path, whole: wrote(path, b"\xff\0[" + whole),
+}
+
+
+@pytest.mark.parametrize("told", DAMAGE)
+def test_lines_that_are_lost_come_back_from_the_checkpoint(recorded, plan, told):
+    path, whole, folder = recorded
+    copy = checkpoint.metrics_copy(folder, checkpoint.sound(folder))
+    assert restore(path, copy) == "" and path.read_bytes() == whole
+    DAMAGE[told](path, whole)
+    assert restore(path, copy) == told
+    assert path.read_bytes() == copy == b"".join(whole.splitlines(keepends=True)[:20])
+    with closing(Recorder(path.parent, plan, 20)) as again:
+        again.evaluation("test", 20, 0.5, [], ("reward",))
+    assert path.read_bytes() == whole and again.written == 21
+
+
+@pytest.mark.parametrize("told", DAMAGE)
+def test_damaged_lines_are_no_fault_of_ours(recorded, plan, told):
+    """Where there is no copy of them, and where the run's outcome is read."""
+    path, whole, _ = recorded
+    DAMAGE[told](path, whole)
+    made = supervisor.prepare(plan, path.parent / "other")
+    supervisor.Supervisor(made, supervisor.Options(), None)._outcome(path.parent)
+    with closing(Recorder(path.parent, plan, 20)) as again:
+        pass
+    assert again.written == len(path.read_bytes().splitlines())
+    assert [json.loads(x) for x in path.read_bytes().splitlines()] == [json.loads(x) for x in whole.splitlines()][
+        : again.written
+    ]
+
+
+def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are_lost(tmp_path, plan, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = save(tmp_path / "ran", plan, 4, copy=False)
+    for left, wrong in ((lines(4)[:-3], " (line 4 is cut)"), (lines(2), "")):
+        (tmp_path / "ran" / "metrics.jsonl").write_bytes(left)
+        with pytest.raises(Fault) as fault:
+            supervisor.prepare(plan, None, "ran")
+        (told,) = fault.value.diagnostics
+        some = left.count(b"\n")
+        assert told.code == "bad-checkpoint" and told.message == (
+            f"of the 4 lines of metrics.jsonl that belong to the checkpoint {path}, {some} are left in "
+            f"{tmp_path}/ran{wrong}; the checkpoint was written by a version that kept no copy of them"
+        )
+        assert told.help == "put the file back, or go on with the lines that are left in another folder: --out"
+    (warning,) = supervisor.prepare(plan, "other", "ran").warnings
+    assert warning.severity == "warning" and warning.message == told.message
+    (tmp_path / "ran" / "metrics.jsonl").write_bytes(lines(5))
+    assert supervisor.prepare(plan, None, "ran").warnings == []
