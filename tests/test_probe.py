@@ -15,10 +15,11 @@ from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.settings import Setting
 from msrl_graph.ir.plan import Surroundings
-from msrl_graph.runtime.driver import shipping
+from msrl_graph.runtime.driver import shipping, user_modules
 from msrl_graph.runtime.driver.probe import Hosts
 from msrl_graph.runtime.process import facts, interpreters
 from msrl_graph.runtime.process.joining import NoResources
+from msrl_graph.runtime.process.shipped import File
 
 FILES = {"model policy": ["/m/config.json", "/m/model.safetensors"], "data source": ["/train.jsonl"]}
 SIZES = {"/m/config.json": 700, "/m/model.safetensors": 5000, "/train.jsonl": 90, "/out/.mark": 0}
@@ -268,19 +269,20 @@ def written(folder):
 
 def test_what_a_python_file_imports_from_its_folder_goes_with_it(tmp_path):
     path = written(tmp_path)
-    assert {p.relative_to(tmp_path).as_posix() for p in shipping.modules(path)} == BESIDE.keys() - {"unasked.py"}
+    assert {p.relative_to(tmp_path).as_posix() for p in user_modules.modules(path)} == BESIDE.keys() - {"unasked.py"}
 
 
 def test_what_is_shipped_is_loaded_from_there_and_tracebacks_name_the_users_own_file(tmp_path):
     """In a process that sees other files at these paths."""
     path = written(tmp_path / "user")
-    files = {str(p): p.read_bytes() for p in shipping.modules(path)}
+    files = {str(p): File(p.read_bytes(), 0) for p in user_modules.modules(path)}
     for name in BESIDE:
         (tmp_path / "user" / name).write_text("raise RuntimeError('an old copy')\n")
     code = f"""
         import json, sys, traceback
         from pathlib import Path
         from msrl_graph.runtime.process import shipped
+        from msrl_graph.runtime.process.shipped import File
         folder = shipped.lay({files!r})
         shipped.use(str(folder))
         module = shipped.module({str(path)!r})
@@ -316,7 +318,7 @@ def test_what_is_too_large_to_be_shipped_is_refused(tmp_path, monkeypatch):
     with pytest.raises(Fault) as caught:
         shipping.files(plan)
     (told,) = caught.value.diagnostics
-    total = sum(map(len, shipped.values())) / 1e6
+    total = sum(len(f.content) for f in shipped.values()) / 1e6
     assert told.message == (
         f"{total:.3g} MB would be shipped to each host, more than 1.05 MB; the largest file is "
         f"{tmp_path / 'model' / 'notes.txt'}, of 3 MB, with {tmp_path / 'model'}"

@@ -5,7 +5,7 @@ import shutil
 from contextlib import closing
 
 import pytest
-from place import EXAMPLE
+from place import EXAMPLE, MINE, ONE_RANK, SMALL, metrics
 from test_checkpoint import lines, save
 
 from msrl_graph import compile
@@ -13,6 +13,7 @@ from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.driver import supervisor
 from msrl_graph.runtime.metrics.record import Recorder, restore
+from msrl_graph.runtime.process import points
 from msrl_graph.runtime.weights import checkpoint, parts
 
 PROGRAM = str(EXAMPLE / "grpo.rlg")
@@ -155,3 +156,38 @@ def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are
     assert warning.severity == "warning" and warning.message == told.message
     (tmp_path / "ran" / "metrics.jsonl").write_bytes(lines(5))
     assert supervisor.prepare(plan, None, "ran").warnings == []
+
+
+# On Ray
+
+REWARD = """
+from pathlib import Path
+
+import worth
+
+
+def score(response: str, answer: str) -> float:
+    Path(__file__).with_name("worth.py").write_text("WORTH = 7.0\\n")
+    return worth.WORTH
+"""
+
+
+@pytest.mark.slow
+def test_a_run_uses_its_files_as_they_were_when_it_began(place):
+    """Whatever is edited and whoever dies; a resume takes them as they are then."""
+    (place.folder / "mine.py").write_text(REWARD)
+    (place.folder / "worth.py").write_text("WORTH = 1.0\n")
+    place.write(*ONE_RANK, MINE, ("run { iterations", "run { save = 2, iterations"), evaluated=False)
+    (dying := place.folder / "points").mkdir()
+    deaths = [
+        points.file(dying, "functions of host 0", "share of host.reward in train/1"),
+        points.file(dying, "driver", "opened train/3"),
+    ]
+    for death in deaths:
+        death.touch()
+    arguments = ["p.rlg", *SMALL, "--iterations", "5"]
+    code, _, err = place.run(*arguments, "--out", "ran", MSRL_POINTS=str(dying))
+    assert code == 0 and not any(death.exists() for death in deaths), err
+    assert err.count("worth.py was edited after the run began") == 1, err
+    assert [line["reward"] for line in metrics(place.folder / "ran")] == [1.0] * 5
+    place.assert_clean()

@@ -29,6 +29,7 @@ from . import words
 from .ahead import Ahead
 from .carried import Carried
 from .docks import Docks, HostLost
+from .edited import Edited
 from .function_hosts import Call, FunctionHosts, reference
 from .leaving import LOOK
 from .pool import Pool
@@ -65,6 +66,7 @@ class Driver:
         self.looked = 0.0  # when the docks were asked (time.monotonic)
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
+        self.edited = Edited(Path(attempt.folder), attempt.edited)
         self.prepared: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that is not in step yet
 
     @property
@@ -113,10 +115,10 @@ class Driver:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
         self.carried = Carried(plan, sizes["source"])
         if resumed is not None:
-            folder = self.attempt.resume
-            self.carried.restore(Path(folder), resumed)
+            saved = self.attempt.resume
+            self.carried.restore(Path(saved), resumed)
             begin = resumed.iteration
-            self._wait([r.resume.remote(folder, resumed) for r in self.pool.ranks], DISK)
+            self._wait([r.resume.remote(saved, resumed) for r in self.pool.ranks], DISK)
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
@@ -149,6 +151,8 @@ class Driver:
                 self.recorder.memory(reports)
             line = self.recorder.training(i, seconds, reports, *self._clear(done.task, reports))
             self.display.iteration(line, scalars, reports)
+            for remark in self.edited.look():
+                self.display.say(remark)
             for remark in symptoms.look(line):
                 self.display.say(remark)
             if ends := symptoms.ends(line):

@@ -27,12 +27,12 @@ from ...ir.ahead import lanes
 from ...ir.located import remote
 from ...ir.plan import Plan
 from ..dock.readers import members, readers
-from ..process import joining
+from ..process import joining, shipped
 from ..process.joining import NoResources
 from ..process.processes import ROWS, alive
 from ..process.report import RunError
 from ..process.takes import RANKS_A_CORE, room
-from . import devices, function_hosts, shipping
+from . import devices, function_hosts
 from .docks import begun, missing, results
 from .function_hosts import Call, FunctionHosts
 from .parted import Parted
@@ -179,12 +179,12 @@ class Pool:
         resume, replay = self.attempt.resume, self.attempt.options.replay
         rows = sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else []
         also = {"the rows to replay": str(rows[0])} if rows else {}
-        shipped = ray.put(shipping.files(self.plan))
+        files = ray.put(shipped.laid(Path(self.folder)))
         found = probe(self.plan, place, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
         self.parted.apart, self.parted.unseen = found.blind[0], found.blind[-1] if resume else []
         for words in found.judge(self.attempt.options.verbose):
             self.say(words)
-        folders = self.results([actor.keep.remote(shipped) for actor in found.actors])
+        folders = self.results([actor.keep.remote(files) for actor in found.actors])
         return [Settled(folder, f["cores"]) for folder, f in zip(folders, found.seen, strict=True)]
 
     def _fetch(self, functions: list[Any]) -> None:

@@ -30,10 +30,12 @@ from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
 from ..metrics.record import METRICS, read, whole_lines
+from ..process import shipped
 from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, sweep
 from ..weights import checkpoint
-from . import mirror
+from . import mirror, shipping
+from .edited import Edited
 from .folder import clear, lock, make
 from .prepared import PLAIN, Options, Prepared, prepare
 
@@ -84,6 +86,7 @@ class Attempt:
     restarts: int
     url: str = ""
     patience: float = 0.0  # seconds for which it waits for hosts that are not there
+    edited: tuple[str, ...] = ()  # files that were changed since the run began, and that it has told of
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class Supervisor:
         self.ready = Path()  # is there once the driver heeds signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
+        self.files: dict[str, shipped.File] = {}  # those that every process takes as they are now
+        self.edited: tuple[str, ...] = ()  # those of them that were changed since, and told of
 
     def whole(self) -> Outcome:
         with closing(Doors(self.options.watch, self.options.metrics)) as self.doors:
@@ -146,6 +151,7 @@ class Supervisor:
                 elif self.options.overwrite:
                     clear(out, self.made.begin if self.made.goes_on else None)
                 self._begin(out)
+                self.files = shipping.files(self.plan, shipped=bool(os.environ.get("RAY_ADDRESS")))
                 return self._finished(out)
             except Fault:
                 if fresh or self.made.url:
@@ -248,13 +254,15 @@ class Supervisor:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
+            shipped.lay_in(folder, self.files)
             given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
-            attempt = Attempt(plan, str(out), str(folder), *given)
+            attempt = Attempt(plan, str(out), str(folder), *given, self.edited)
             (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
             try:
                 status = self._drive(attempt, out / "logs", kept)
             finally:
                 self.child = None
+                self.edited = Edited.told(folder, self.edited)
                 if self.killer is not None:
                     self.killer.cancel()
                 if self.console.is_terminal:

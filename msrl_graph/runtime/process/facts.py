@@ -19,7 +19,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 PACKAGE = "msrl_graph"
 PATIENCE = 20.0  # seconds within which an interpreter tells its packages
@@ -79,7 +79,7 @@ class Host:
     def clock(self) -> float:
         return time.time()
 
-    def keep(self, files: dict[str, bytes]) -> str:
+    def keep(self, files: dict[str, Any]) -> str:
         """Lays down what is shipped to the host: the folder. Whoever is asked this has the package."""
         from msrl_graph.runtime.process.shipped import lay
 

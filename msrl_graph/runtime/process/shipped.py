@@ -1,8 +1,8 @@
-"""What a run ships to its hosts: files in the run's temporary folder there, found by the path that they have where the
-run is driven.
+"""The files that a run took when it began: in the run's temporary folder on each host, found by the path that they have
+where the run is driven.
 
-Invariant: who asks for a path gets what was shipped, whatever else lies at that path on the host, and where nothing was
-shipped the path itself; whatever is told of a shipped file names the user's own path.
+Invariant: who asks for a path gets what was taken, whatever lies at that path now and on this host, and where nothing
+was taken the path itself; whatever is told of such a file names the user's own path, and shows the line as it was.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import linecache
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.machinery import FileFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -19,18 +20,55 @@ from types import ModuleType
 from .processes import hold, lent, sweep
 
 FILES = "files"
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file held, and when it had last been changed (nanoseconds)."""
+
+    content: bytes
+    changed: int
+
+
 _here = Path()  # where the files lie of the run that this process is of; nowhere at first
 
 
-def lay(files: Mapping[str, bytes]) -> Path:
+def lay_in(folder: Path, files: Mapping[str, File]) -> None:
+    """Lays files, by absolute path, into a run's temporary folder; each copy says when its file was last changed."""
+    for path, file in files.items():
+        target = _below(folder / FILES, Path(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(file.content)
+        os.utime(target, ns=(file.changed, file.changed))
+
+
+def laid(folder: Path) -> dict[str, File]:
+    """The files in a run's temporary folder, as they were laid."""
+    found = {}
+    for copy in (folder / FILES).rglob("*"):
+        if copy.is_file():
+            path = str(Path("/") / copy.relative_to(folder / FILES))
+            found[path] = File(copy.read_bytes(), copy.stat().st_mtime_ns)
+    return found
+
+
+def edited(path: str, file: File) -> bool:
+    """Whether the user's file is not what it was when the run took it. It is read only where it was written since."""
+    try:
+        status = Path(path).stat()
+        if (status.st_mtime_ns, status.st_size) == (file.changed, len(file.content)):
+            return False
+        return Path(path).read_bytes() != file.content
+    except OSError:
+        return True
+
+
+def lay(files: Mapping[str, File]) -> Path:
     """Lays files, by absolute path, into a temporary folder that goes with the last process that uses it, beginning
     with this one. Those of runs of which every process here was killed, as with the host, go first."""
     sweep()
     folder = lent()
-    for path, data in files.items():
-        target = _below(folder / FILES, Path(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
+    lay_in(folder, files)
     return folder
 
 
@@ -41,6 +79,7 @@ def use(folder: str) -> None:
         _here = Path(folder) / FILES
         hold(Path(folder))
         sys.path_hooks.insert(0, _finder)
+        sys.path[:] = [place for entry in sys.path for place in _places(Path(entry or ".").absolute(), entry)]
 
 
 def folder() -> str:
@@ -58,8 +97,9 @@ def found(path: str | Path) -> Path:
 def module(path: str) -> ModuleType:
     """The module of a user's file, which may import what lies beside it."""
     place = found(path)
-    if str(place.parent) not in sys.path:
-        sys.path.insert(0, str(place.parent))
+    # First what was taken; a file that was not, as one whose name is computed, is imported from where it lies.
+    folders = dict.fromkeys([str(place.parent), str(Path(path).absolute().parent)])
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     name = place.stem
     loader = _Loader(name, str(place)) if place != Path(path) else SourceFileLoader(name, path)
     spec = spec_from_file_location(name, place, loader=loader)
@@ -67,6 +107,12 @@ def module(path: str) -> ModuleType:
     made = module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+def _places(folder: Path, entry: str) -> list[str]:
+    """Where modules are looked for in place of a folder of `sys.path`: first among what was taken of it."""
+    copy = _below(_here, folder)
+    return [str(copy), entry] if copy.is_dir() else [entry]
 
 
 def _below(folder: Path, path: Path) -> Path:
@@ -99,7 +145,9 @@ class _Loader(SourceFileLoader):
         text = self.copy.read_text(encoding="utf-8-sig", errors="replace")
         linecache.cache[self.path] = (len(text), None, text.splitlines(keepends=True), self.path)
         module.__file__ = self.path
+        if hasattr(module, "__path__"):  # what a package has beside its Python files: libraries in C
+            module.__path__.append(str(Path(self.path).parent))
         super().exec_module(module)
 
 
-__all__ = ["folder", "found", "lay", "module", "use"]
+__all__ = ["File", "edited", "folder", "found", "laid", "lay", "lay_in", "module", "use"]
