@@ -20,6 +20,7 @@ from msrl_graph import compile
 from msrl_graph.backends.spec import Asked, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
+from msrl_graph.runtime.driver.resuming import program, resumed
 from msrl_graph.runtime.weights import checkpoint, parts
 from msrl_graph.runtime.weights.checkpoint import (
     Manifest,
@@ -29,8 +30,6 @@ from msrl_graph.runtime.weights.checkpoint import (
     commit,
     found,
     newest,
-    program,
-    resumed,
     sound,
     write,
 )
@@ -199,7 +198,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
             == f"{older} is sound: --resume {older}, with --out another folder, or --overwrite for what is newer"
         )
     assert newest(tmp_path)[0] == older
-    assert resumed(plan, str(older), NOWHERE)[1].iteration == 10
+    assert resumed(plan, str(older), NOWHERE).manifest.iteration == 10
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,8 @@ def read_whole(run, plan):
     """All that a run goes on with from a folder."""
     import torch
 
-    path, manifest, warnings = resumed(plan, str(run), NOWHERE)
+    found = resumed(plan, str(run), NOWHERE)
+    path, manifest, warnings = found.path, found.manifest, found.warnings
     tensor = Source(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
@@ -345,11 +345,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, plan):
 
 def test_a_program_that_changed_is_told_and_where_it_stands_is_no_change(tmp_path, plan):
     path = save(tmp_path, plan, 1)
-    assert resumed(plan, str(path), NOWHERE)[2] == []
+    assert resumed(plan, str(path), NOWHERE).changed == ()
     moved = compile(EXAMPLE / "one_rank.rlg")  # another layout of the same program
-    assert resumed(moved, str(path), NOWHERE)[2] == []
+    assert resumed(moved, str(path), NOWHERE).changed == ()
     other = compile(EXAMPLE / "grpo.rlg", sets={"kl_coef": "0.5"})
-    (told,) = resumed(other, str(path), NOWHERE)[2]
+    (told,) = resumed(other, str(path), NOWHERE).warnings
     assert told.code == "changed-program" and told.severity == "warning"
     assert "algorithm.params.kl_coef was 0.001, is 0.5" in told.message
 

@@ -3,7 +3,10 @@
 import json
 import shutil
 from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 from place import EXAMPLE, MINE, ONE_RANK, SMALL, metrics
 from test_checkpoint import lines, save
@@ -12,6 +15,7 @@ from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.driver import supervisor
+from msrl_graph.runtime.driver.resuming import differences, program
 from msrl_graph.runtime.metrics.record import Recorder, restore
 from msrl_graph.runtime.process import points
 from msrl_graph.runtime.weights import checkpoint, parts
@@ -156,6 +160,57 @@ def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are
     assert warning.severity == "warning" and warning.message == told.message
     (tmp_path / "ran" / "metrics.jsonl").write_bytes(lines(5))
     assert supervisor.prepare(plan, None, "ran").warnings == []
+
+
+# What has changed
+
+
+def changed(plan, other):
+    """What a resume of one plan from another one's checkpoint lists."""
+    before, now = (json.loads(msgspec.json.encode(program(p))) for p in (plan, other))
+    return differences(before, now)
+
+
+def test_what_decides_a_result_is_compared(plan, tmp_path):
+    def run(**stated):
+        return replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
+
+    assert changed(plan, run(iterations=7, save=3, keep=9, restarts=1)) == []
+    assert changed(plan, run(on_nan="skip")) == ["on_nan was stop, is skip"]
+    text = Path(PROGRAM).read_text().replace("lr = 2e-4", "lr = cosine(2e-4)").replace(", warmup = 20", "")
+    longer = text.replace("iterations = 320", "iterations = 500")
+    scheduled = [compile(EXAMPLE / "p.rlg", text=written) for written in (text, longer)]
+    what = "iterations, which the learning rate of actor.update is scheduled over, was 320, is 500"
+    assert changed(*scheduled) == [what]
+
+
+def test_the_fields_of_preferences_being_exchanged_is_listed(tmp_path):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text('{"p": "1+1=", "c": "2", "r": "3"}\n' * 2)
+    fields = [{"prompt": "p", "chosen": "c", "rejected": "r"}, {"prompt": "p", "chosen": "r", "rejected": "c"}]
+    plans = []
+    for names in fields:
+        stated = ", ".join(f'{column} = "{name}"' for column, name in names.items())
+        text = f"""import dpo
+            cluster c {{ device = "cpu", devices_per_node = 1 }}
+            deploy dpo on c {{ model policy = "{EXAMPLE}/model"
+              set pairs = 2
+              set prompt_len = 8
+              set response_len = 8
+              data source = "{data}" {{ {stated} }}
+              run {{ iterations = 2 }} }}"""
+        plans.append(compile("p.rlg", text=text))
+    assert changed(*plans) == ["data.source.fields.chosen was c, is r", "data.source.fields.rejected was r, is c"]
+
+
+def test_a_function_that_was_moved_is_the_same_function(tmp_path):
+    plans = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("def score(response: str, answer: str) -> float:\n    return 1.0\n")
+        text = Path(PROGRAM).read_text().replace(MINE[0], f'call = "{tmp_path / name}/mine.py:score"')
+        plans.append(compile(EXAMPLE / "p.rlg", text=text))
+    assert changed(*plans) == []
 
 
 # On Ray

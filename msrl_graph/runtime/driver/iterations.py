@@ -33,6 +33,7 @@ from .edited import Edited
 from .function_hosts import Call, FunctionHosts, reference
 from .leaving import LOOK
 from .pool import Pool
+from .resuming import program
 from .signals import Signals
 from .supervisor import Attempt, Result
 
@@ -185,8 +186,8 @@ class Driver:
         """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
         self.display.phase(f"saving after {many(iteration, 'iteration')}")
         try:
-            program = checkpoint.program(self.plan)
-            saved = self.pool.parted.save(out, iteration, self.recorder, program, self.carried, self._written)
+            decides = program(self.plan)
+            saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._written)
             self.unsaved = ""
         except OSError as error:
             kept = checkpoint.found(out)

@@ -24,6 +24,7 @@ from ..weights import checkpoint
 from . import mirror, variables
 from .folder import choose
 from .needs import check
+from .resuming import resumed
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
         return Prepared(plan, sizes, folder, out is not None, None, None, warnings, url)
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     brought = mirror.bring(target, span, copies) if is_url(target) else None
-    begin, manifest, changed = checkpoint.resumed(copied, str(brought.folder) if brought else target, span)
+    whose = resumed(copied, str(brought.folder) if brought else target, span)
+    begin, manifest = whose.path, whose.manifest
     home, newest = (
         begin.parent.parent,
         brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1],
@@ -141,7 +143,7 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
     if stays and brought:
         urls.writable(url)
     origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
-    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *changed], url, origin=origin)
+    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *whose.warnings], url, origin=origin)
 
 
 def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:

@@ -21,10 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...diagnostics import Diagnostic, Fault, Span
 from ...files import urls
-from ...files.paths import is_folder
-from ...ir.plan import Plan
 from ...sharding.layout import Box, elements, overlap, slices, within
 from . import saved
 
@@ -355,93 +352,3 @@ class Source:
         if missing:
             raise Unsound(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
         return out
-
-
-# Whose it is
-
-
-def program(plan: Plan) -> dict[str, Any]:
-    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the data."""
-    models = {
-        name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
-    }
-    data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
-    found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
-    return found | {"seed": plan.deploy.run.seed}
-
-
-MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
-
-
-def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).is_file() else 0
-
-
-def _bare(value: Any) -> Any:
-    """Without the places in the text."""
-    if isinstance(value, dict):
-        return {k: _bare(v) for k, v in value.items() if k != "span"}
-    return [_bare(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def differences(there: Any, here: Any, where: str = "") -> list[str]:
-    """What differs between two programs, in words."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*there, *(k for k in here if k not in there)]
-        return [d for k in keys for d in differences(there.get(k), here.get(k), f"{where}.{k}" if where else str(k))]
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        named = [x.get("name", i) if isinstance(x, dict) else i for i, x in enumerate(here)]
-        return [d for n, a, b in zip(named, there, here, strict=True) for d in differences(a, b, f"{where}.{n}")]
-    if there == here:
-        return []
-    return [f"{where} was {_shown(there)}, is {_shown(here)}"]
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def resumed(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest, list[Diagnostic]]:
-    """The checkpoint that `target` names, a checkpoint's folder or a run's, with warnings; `Fault` where it is unsound
-    or another's."""
-    path = Path(target).absolute()
-
-    def refuse(what: str, help: str = "") -> Fault:
-        return Fault(Diagnostic("bad-checkpoint", what, span, help))
-
-    if not is_folder(path):
-        raise refuse(f"there is no folder {path} to resume from")
-    run = path.parent.parent if path.parent.name == FOLDER else path
-    if path == run:
-        if not found(run):
-            raise refuse(
-                f"the run in {run} has saved no checkpoint",
-                "state `save` in `run { }`: a checkpoint every so many iterations",
-            )
-        path = found(run)[-1]
-    try:
-        manifest = sound(path)
-    except Unsound as error:
-        older = newest(run)
-        help = (
-            f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer"
-            if older
-            else ""
-        )
-        help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
-        raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
-    if manifest.iteration > plan.deploy.run.iterations:
-        done = (
-            f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
-            f"{plan.deploy.run.iterations}"
-        )
-        raise refuse(done, "state more iterations, or resume from an older checkpoint")
-    other = differences(manifest.program, program(plan))
-    foreign = [d for d in other if d.startswith(("models.", "algorithm.name "))]
-    if foreign:
-        raise refuse(f"the checkpoint {path} is of another program: {'; '.join(foreign)}")
-    shown = "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else "")
-    what = f"the program has changed since the checkpoint {path} was written: {shown}"
-    help = "the run goes on with the program as it is now"
-    return path, manifest, [Diagnostic("changed-program", what, span, help, severity="warning")] if other else []
