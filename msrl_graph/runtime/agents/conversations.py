@@ -105,7 +105,7 @@ class Conversations:
             if known is None:
                 return self._ask(None, self.speech.encode(prompt), most)
             before: Answer | None = self._by_text[known]
-            rest = self.speech.encode(prompt[len(known) :])
+            rest = self.speech.following(prompt[len(known) :])
         else:
             found = [a for a in self.answers if a.got and np.array_equal(prompt[: len(a.whole)], a.whole)]
             before = max(found, key=lambda a: len(a.whole), default=None)

@@ -18,7 +18,8 @@ from aiohttp import web
 
 from ...data.characters import half_character_within
 from ..data.columns import Array
-from ..data.tokens import BadMessages
+from ..data.pieces import BadPieceError
+from ..data.rendering import BadMessages
 from ..process.gate import Gate, accept, listen
 from .conversations import Answer, Conversations, Full
 from .requests import Asked, Refused, Said, read, templated
@@ -150,7 +151,7 @@ class Endpoint:
                 what = "nobody knows how this model writes calls of tools: say it by `tool_calls` in the program"
                 raise Refused(what, "unsupported", "tools")
             return conversations.chat(asked.messages, asked.most, asked.more)
-        except BadMessages as error:
+        except (BadMessages, BadPieceError) as error:
             raise Refused(str(error), "template", "messages") from None
         except Full as full:
             raise Refused(str(full), "context_length_exceeded", "messages" if asked.messages else "prompt") from None

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ...data.chat import Messages
+from ..data import rendering
 from ..data.columns import Array
 from ..data.tokens import Tokens
 from .calls import Call, Calls, taught
@@ -27,25 +28,13 @@ class Speech:
 
     @cached_property
     def calls(self) -> Calls | None:
-        """What finds calls of tools; None where nobody knows how the policy would write them."""
-        return self._calls or taught(self._template)
-
-    @cached_property
-    def takes_tools(self) -> bool:
-        """Whether the template does anything with tools."""
-        from jinja2 import meta
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
-        # What transformers adds to templates to mark what an assistant writes, which jinja2 alone does not know.
-        source = self._template.replace("endgeneration", "endif").replace("% generation", "% if true")
-        return "tools" in meta.find_undeclared_variables(environment.parse(source))
+        """What finds calls of tools; None where nobody knows how the policy would write them. Raises BadMessages."""
+        return self._calls or taught(rendering.with_tools(rendering.template(self.tokens.folder)))
 
     @property
-    def _template(self) -> str:
-        """The template that is taken where there are tools."""
-        found = self.tokens.chat().chat_template
-        return str(found.get("tool_use", found.get("default", "")) if isinstance(found, dict) else found or "")
+    def takes_tools(self) -> bool:
+        """Whether the template does anything with tools. Raises BadMessages."""
+        return rendering.takes_tools(self.tokens.folder)
 
     def begun(self, messages: Messages, **more: Any) -> Array:
         """The tokens that ask for an answer to messages. Raises BadMessages."""
@@ -61,7 +50,7 @@ class Speech:
         if not (whole.startswith(said) and said.startswith(asked)):
             return None
         rest = self._rest(said[len(asked) :], drawn)
-        return None if rest is None else self.encode(rest + whole[len(said) :])
+        return None if rest is None else self.following(rest + whole[len(said) :])
 
     def _rest(self, turn: str, drawn: Array) -> str | None:
         """What a template writes of a turn after what was drawn in it; None where that cannot be told."""
@@ -81,6 +70,10 @@ class Speech:
 
     def encode(self, text: str) -> Array:
         return self.tokens.encode([text])[0]
+
+    def following(self, text: str) -> Array:
+        """The tokens of a text that comes after others. Raises BadPieceError."""
+        return self.tokens.following([text])[0]
 
     def decode(self, tokens: Array, special: bool = False) -> str:
         return self.tokens.decode([tokens], special)[0]

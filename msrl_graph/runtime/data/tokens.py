@@ -19,11 +19,10 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, sequences, speaker
 from ..process import shipped
+from . import rendering
 from .columns import Array, Column, ragged
-
-
-class BadMessages(ValueError):
-    """Messages that the chat template of a model's folder does not render; says why."""
+from .pieces import Pieces
+from .rendering import BadMessages
 
 
 class Tokens:
@@ -33,12 +32,14 @@ class Tokens:
     def __init__(self, folder: str, tokenizer: Any = None) -> None:
         self.folder = folder
         self.tokenizer = tokenizer or _tokenizer(folder)
+        self.pieces = Pieces(tokenizer) if tokenizer else _pieces(folder)
         self.ends = ends(folder)
 
-    def read(self, column: Column) -> Column:
+    def read(self, column: Column, follows: bool = False) -> Column:
         """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of
-        other text its own. Raises BadMessages."""
-        return ragged(self.encode([self.asked(column.text(row)) for row in range(len(column))]), np.int32)
+        other text its own; `follows`: other tokens come before them. Raises BadMessages, BadPieceError."""
+        asked = [self.asked(column.text(row)) for row in range(len(column))]
+        return ragged(self.following(asked) if follows else self.encode(asked), np.int32)
 
     def ended(self, column: Column) -> Column:
         """The tokens of a text column whose texts are responses: each as it is, and what ends a response where nothing
@@ -46,7 +47,7 @@ class Tokens:
         found = [column.text(row) for row in range(len(column))]
         if any(map(messages, found)):
             raise BadMessages("a column of `text` that is scored holds messages: declare it as tokens, `i32[<= n]`")
-        return ragged(self.closed(self.encode(found)), np.int32)
+        return ragged(self.closed(self.following(found)), np.int32)
 
     def closed(self, responses: Sequence[Array]) -> list[Array]:
         """Responses with the token that ends them, the empty ones aside: without it a model never learns to end."""
@@ -55,13 +56,23 @@ class Tokens:
             np.append(r, ends[:1]).astype(r.dtype) if len(r) and ends and r[-1] not in ends else r for r in responses
         ]
 
+    def unended(self, text: str) -> str:
+        """A text of a response, without the token that ends it."""
+        names = [t for e in self.ends if (t := self.tokenizer.id_to_token(e))]
+        return next((text.removesuffix(name) for name in names if text.endswith(name)), text)
+
     def asked(self, text: str) -> str:
         """What `read` encodes for a text. Raises BadMessages."""
         return self.prompt(found) if (found := messages(text)) else text
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
         """The tokens of each text, as it is."""
-        return [np.asarray(e.ids, np.int32) for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        return self.pieces.encode(texts)
+
+    def following(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
+        """The tokens of each text, which comes after the text `before` it; None: it is not known. Raises
+        BadPieceError."""
+        return self.pieces.following(texts, before)
 
     def decode(self, rows: Iterable[Array], special: bool = False) -> list[str]:
         """The text of each row of tokens, with or without its special tokens."""
@@ -69,7 +80,7 @@ class Tokens:
         return texts
 
     def chat(self) -> Any:
-        """The same as a tokenizer of transformers. Raises BadMessages."""
+        """The same as a tokenizer of transformers, for functions of the user's. Raises BadMessages."""
         return _chat(self.folder)
 
     def prompt(self, messages: Messages) -> str:
@@ -80,6 +91,13 @@ class Tokens:
         """What the template writes of `messages` after `prompt`, up to the end token where it writes one: the text that
         a generation would have written. `messages` may begin with those of the prompt. Raises BadMessages."""
         whole = messages if messages[: len(prompt)] == prompt else [*prompt, *messages]
+        role = whole[len(prompt)]["role"] if len(whole) > len(prompt) else ""
+        if prompt and role != "assistant":
+            what = f"the response begins with a turn of the `{role}`" if role else "the response has no turn of its own"
+            help = (
+                "write what the `assistant` says, alone or after the prompt's messages exactly as the prompt has them"
+            )
+            raise BadMessages(what, help)
         before, text = self.prompt(prompt) if prompt else "", self.rendered(whole, False)
         if not text.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
@@ -98,14 +116,10 @@ class Tokens:
     def rendered(self, messages: Messages, prompt: bool, **more: Any) -> str:
         """The text of messages, with what asks for a response after them where it is a `prompt`; `more` is for the
         template, as `tools`. Raises BadMessages."""
-        chat = self.chat()
-        if not chat.chat_template:
+        if not rendering.template(self.folder):
             what = "there is no chat_template.jinja, and no `chat_template` in tokenizer_config.json"
             raise BadMessages(f"the model folder {self.folder} has no chat template to render them: {what}")
-        try:
-            text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
-        except Exception as error:  # a template is a program, which may raise anything
-            raise BadMessages(f"the chat template of {self.folder} does not render them: {error}") from error
+        text = rendering.render(self.folder, messages, prompt, more)
         if half := half_character(text):
             raise BadMessages(f"there is {half} in what the chat template of {self.folder} writes")
         return text
@@ -113,13 +127,18 @@ class Tokens:
 
 def tokenised(plan: Plan, node: Node, columns: Mapping[str, Column]) -> dict[str, Column]:
     """The columns of some rows, those of text that the node's model reads as its tokens, a text that it scores with the
-    token that ends a response. Raises BadMessages."""
+    token that ends a response. Raises BadMessages, BadPieceError."""
     read = sequences(plan.graph, node)
-    names = [c for c in (*read.context, *read.scored) if c in columns and plan.graph.column(c).element == "text"]
+    order = (*read.context, *read.scored)
+    names = [c for c in order if c in columns and plan.graph.column(c).element == "text"]
     if not names:
         return dict(columns)
     tokens = Tokens(plan.model(node.name).path)
-    return {**columns, **{c: (tokens.ended if c in read.scored else tokens.read)(columns[c]) for c in names}}
+    texts = {c: columns[c] for c in names}
+    return {
+        **columns,
+        **{c: tokens.ended(t) if c in read.scored else tokens.read(t, c != order[0]) for c, t in texts.items()},
+    }
 
 
 def of_column(plan: Plan, column: str) -> Tokens:
@@ -152,8 +171,13 @@ def _tokenizer(folder: str) -> Any:
 
 
 @cache
+def _pieces(folder: str) -> Pieces:
+    return Pieces(_tokenizer(folder))
+
+
+@cache
 def _chat(folder: str) -> Any:
-    """What renders messages. Its import costs seconds, so it is left to those who have messages."""
+    """Its import costs seconds, so it is left to those who ask."""
     from transformers import AutoTokenizer
 
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..process import shipped
+from ..process.limits import data_bytes
 from .blame import BadResult, Told
 from .instances import Answer, Called, Failure, Instances
 from .values import Filled
@@ -119,7 +120,7 @@ def _serve(asking: socket.socket, called: Called, memory: int) -> None:
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(ValueError, OSError):  # a lower limit holds already
-        most = _taken() + memory
+        most = data_bytes() + memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     instances = Instances(called, receive(asking))
     while asked := receive(asking):
@@ -140,13 +141,6 @@ def _sendable(answer: Answer | Failure) -> Answer | Failure:
     except Exception as error:
         return Failure.of(BadResult(f"what `step` returned cannot leave its process: {error}"))
     return answer
-
-
-def _taken() -> int:
-    """Bytes that this process has of what RLIMIT_DATA counts."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["VmData"].split()[0]) * 1024
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ class Generation(Conversing):
         with report.phase("environment"):
             told = self._shared(node, episodes.reset)
         begun = np.array([i for i, (_, over) in enumerate(told) if not over], int)
-        going = responses.told(begun, first := tokens.encode([text for text, over in told if not over]))
+        going = responses.told(begun, first := tokens.following([text for text, over in told if not over]))
         for i in np.flatnonzero(~np.isin(begun, going)):
             what = f"what the environment says first takes {len(first[i])} tokens, and a response holds"
             episodes.refuse(int(begun[i]), f"{what} {sampling.max_tokens}")
@@ -276,7 +276,7 @@ class Generation(Conversing):
                 told = self._shared(node, episodes.step, going, tokens.decode(drawn[0]), turn)
             on = np.array([not over and turn < turns for _, over in told])
             going = responses.told(
-                going[on], tokens.encode([text for (text, _), goes in zip(told, on, strict=True) if goes])
+                going[on], tokens.following([text for (text, _), goes in zip(told, on, strict=True) if goes])
             )
             if not len(going):
                 break
