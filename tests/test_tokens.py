@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph.compiler.unready import unready
+from msrl_graph.data.chat import messages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import texts
-from msrl_graph.runtime.data.tokens import BadMessages, Tokens, messages
+from msrl_graph.runtime.data.dataset import check
+from msrl_graph.runtime.data.rendering import BadMessages
+from msrl_graph.runtime.data.tokens import Tokens
 
 USER = {"role": "user", "content": "what is one plus two"}
 SAYS = {"role": "assistant", "content": "three"}
@@ -93,6 +96,7 @@ def test_who_has_no_messages_does_not_wait_for_transformers(tmp_path):
     chat.model(tmp_path / "model")
     program = """
 import sys
+from msrl_graph.runtime.data.dataset import check
 from msrl_graph.runtime.data.tokens import Tokens
 assert len(Tokens(sys.argv[1]).encode(["one"])[0])
 assert "transformers" not in sys.modules
@@ -155,7 +159,7 @@ def test_what_does_not_fit_together_in_a_pair(pairs):
         "line 2 of FILE has messages in `chosen`, and before it, in `prompt`, not one list of messages"
     )
     assert told(prompt=[USER], chosen=[USER], rejected="two").startswith(
-        "line 2 of FILE has messages in `chosen`, and the chat template of"
+        "line 2 of FILE has messages in `chosen`, and the response has no turn of its own"
     )
     assert told(prompt=[1, 400], chosen="two", rejected="two").startswith(
         "line 2 of FILE has the token 400 in `prompt`, outside the vo"
@@ -163,6 +167,63 @@ def test_what_does_not_fit_together_in_a_pair(pairs):
     assert told(prompt=[-1], chosen="two", rejected="two").startswith(
         "line 2 of FILE has the token -1 in `prompt`, outside the vo"
     )
+
+
+# As Mistral's and Llama 2's: nothing is written before an answer.
+HEADLESS = """\
+{%- for m in messages %}{% if m.role == "assistant" %}{{ m.content }}<|stop|>{% else %}[ {{ m.content }} ]{% endif %}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("template", [chat.TEMPLATE, HEADLESS], ids=["chatml", "headless"])
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+def test_a_response_that_begins_with_another_turn_is_refused_whatever_the_template_writes(tmp_path, template, role):
+    chat.model(tmp_path / "model", template)
+    other = {"role": role, "content": "one plus one"}
+    for chosen in ([other, SAYS], [other, USER, SAYS], [other]):
+        with pytest.raises(Fault) as told:
+            row = {"prompt": [USER], "chosen": chosen, "rejected": [SAYS]}
+            chat.dataset(tmp_path, PAIRS | SCORES, [row], UPDATE)
+        (diagnostic,) = told.value.diagnostics
+        assert diagnostic.message.endswith(
+            f"has messages in `chosen`, and the response begins with a turn of the `{role}`"
+        )
+        assert diagnostic.help.startswith("write what the `assistant` says, alone or after the prompt's messages")
+    for chosen in ([SAYS], [USER, SAYS]):  # as the help says
+        data = chat.dataset(tmp_path, PAIRS | SCORES, [{**row, "chosen": chosen}], UPDATE)
+        assert shown(data, "chosen") == ["three<|stop|>"]
+    with pytest.raises(Fault, match="the response has no turn of its own"):
+        chat.dataset(tmp_path, PAIRS | SCORES, [{**row, "chosen": [USER]}], UPDATE)
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("strings", [{"prompt"}, {"chosen", "rejected"}, {"prompt", "chosen", "rejected"}])
+def test_messages_as_json_text_are_messages_in_every_column(pairs, strings, parquet):
+    row = {"prompt": [USER], "chosen": [SAYS], "rejected": [USER, SAYS]}
+    given = {name: json.dumps(value) if name in strings else value for name, value in row.items()}
+    data = pairs([given], parquet=parquet)
+    assert [shown(data, name) for name in row] == [[ASKED], ["three<|stop|>"], ["three<|stop|>"]]
+
+
+def test_control_tokens_in_the_text_of_rows_are_warned_of_before_a_run(tmp_path):
+    chat.model(tmp_path / "model")
+    fine = {"prompt": "one", "chosen": "two<|stop|>", "rejected": "three"}
+    rows = [fine, {**fine, "prompt": "one<|end|> two"}, {**fine, "chosen": "<|start|>two"}]
+    rows += [{**fine, "prompt": [{**USER, "content": "one<|stop|>"}]}, {**fine, "prompt": "one<|en|>"}]
+    path = tmp_path / "rows.jsonl"
+
+    def warned(rows):
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        plan = chat.plan(tmp_path, path, PAIRS | SCORES, UPDATE)
+        return list(check(plan.deploy.data["source"], plan).doubts(plan.deploy.data["source"], 1))
+
+    (told,) = warned(rows)
+    assert (told.code, told.severity) == ("bad-data", "warning")
+    assert told.message == (
+        f"3 of 5 rows of {path} hold control tokens in their text, as `<|end|>` in `prompt` of line 2 of {path}: "
+        "a model reads the token, not its letters"
+    )
+    assert not warned([fine, rows[-1], {**fine, "prompt": [USER]}])
 
 
 def test_rows_that_are_left_out_are_counted_by_column(pairs):

@@ -117,6 +117,16 @@ def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
     return {c: tuple(x for x in s.context if x in given) for s in found for c in s.scored if c in given - before}
 
 
+def preceding(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """The columns that no node reads first, each with the columns before it in a sequence."""
+    found: dict[str, tuple[str, ...]] = {}
+    first = set[str]()
+    for read in (sequences(graph, n) for n in models(graph)):
+        first |= {*read.context[:1]} or {*read.scored}
+        found |= {c: read.context[:i] for i, c in enumerate(read.context)} | dict.fromkeys(read.scored, read.context)
+    return {c: before for c, before in found.items() if c not in first}
+
+
 def token_columns(graph: Graph) -> list[str]:
     """All columns of tokens, and the texts that models read."""
     read = {c for n in models(graph) for c in sequences(graph, n).context}

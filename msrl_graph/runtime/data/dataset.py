@@ -8,7 +8,8 @@ The same rows in the same order are the same data, whichever kind of file they a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,10 +23,12 @@ from ...data.datafile import bad, where
 from ...diagnostics import Diagnostic, Fault
 from ...ir.graph import Graph
 from ...ir.plan import Data, Plan
-from ...ir.sequences import is_tokens, models, responses, sequences, speaker
+from ...ir.sequences import is_tokens, models, preceding, responses, sequences, speaker, token_columns
 from . import fields, order
 from .columns import DTYPES, Array, Column, ragged, texts
-from .tokens import BadMessages, Tokens
+from .pieces import BadPieceError
+from .rendering import BadMessages
+from .tokens import Tokens
 from .wrong import outside, vocabulary
 
 LOOKED = 1000  # rows that are tokenised before a run is started
@@ -34,23 +37,34 @@ LOOKED = 1000  # rows that are tokenised before a run is started
 @dataclass(frozen=True)
 class Looked:
     """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are
-    left `out`, and why."""
+    left `out`, and why; and how many hold control tokens, with an example."""
 
     rows: int
     looked: int = 0
     out: int = 0
     why: str = ""
+    controls: int = 0
+    example: str = ""
 
     def __str__(self) -> str:
         """How many rows are left out, in words; nothing where none is."""
-        first = f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
-        return f"{self.out:,} of {first} rows are left out: {self.why}" if self.out else ""
+        return f"{self.out:,} of {self._first} rows are left out: {self.why}" if self.out else ""
+
+    @property
+    def _first(self) -> str:
+        return f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
 
     def doubts(self, data: Data, prompts: int) -> Iterator[Diagnostic]:
-        """Warnings where most rows are left out, or an iteration takes more than there are."""
+        """Warnings where most rows are left out, texts hold control tokens, or an iteration takes more rows than there
+        are."""
         if 2 * self.out > self.looked:
             help = "state higher bounds, or other data: all else is trained on these few"
             yield Diagnostic("bad-data", f"of {data.path} {self}", data.span, help, "warning")
+        if self.controls:
+            what = f"{self.controls:,} of {self._first} rows of {data.path} hold control tokens in their text, as"
+            message = f"{what} {self.example}: a model reads the token, not its letters"
+            help = "nothing is to be done where that is meant, as in prompts that a chat template has rendered"
+            yield Diagnostic("bad-data", message, data.span, f"{help}; else write it otherwise", "warning")
         usable = self.rows - self.out  # or fewer, where not all were looked at
         if usable < prompts:
             yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
@@ -68,7 +82,35 @@ def check(data: Data, plan: Plan) -> Looked:
             raise
         first = rows
         found = Dataset(data, plan, rows=rows)
-    return Looked(len(rows), len(first), found.too_long, found.why)
+    controls = [*_controls(found, first)]
+    return Looked(len(rows), len(first), found.too_long, found.why, len(controls), controls[0] if controls else "")
+
+
+def _controls(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+    """Where rows hold control tokens in text that a model reads, the first of each row. The token that ends a response
+    is meant."""
+    added = dataset.tokens.tokenizer.get_added_tokens_decoder().values()
+    if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
+        return
+    control = re.compile("|".join(sorted(names, key=len, reverse=True)))
+    read = token_columns(dataset.graph)
+    for line, row in rows.items():
+        for column in [c for c in row if c in read]:
+            texts = [t for t in _strings(row[column]) if t]
+            if column in dataset.responses:
+                texts = [dataset.tokens.unended(t) for t in texts]
+            if found := next((m for m in map(control.search, texts) if m), None):
+                yield f"`{found[0]}` in `{dataset.data.fields[column]}` of {where(dataset.data, line)}"
+                break
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The texts in a field: its own, or those of messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
@@ -109,6 +151,7 @@ class Dataset:
         self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
         self.responses = responses(plan.graph)
+        self.preceding = preceding(plan.graph)
         rows = rows or read(data, plan.graph)
         self.lines = list(rows)
         self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
@@ -145,12 +188,41 @@ class Dataset:
         if not fields.holds_tokens(column):
             return ragged(values, DTYPES[column.element]) if column.dims else Column(np.concatenate(values))
         written = [i for i, v in enumerate(values) if not isinstance(v, np.ndarray)]
-        encoded = self.tokens.encode([self._text(name, rows[i], self.lines[i]) for i in written])
+        encoded = self._encoded(name, [rows[i] for i in written], [self.lines[i] for i in written])
         for i, ids in zip(written, encoded, strict=True):
             values[i] = ids
         if name in self.responses:
             values = self.tokens.closed(values)
         return ragged(values, DTYPES[column.element])
+
+    def _encoded(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
+        """The tokens of a column's texts, each after those of the columns before it in its row."""
+        found = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
+        before = self.preceding.get(name)
+        if before is None or self.tokens.pieces.exact:
+            return self.tokens.encode(found)
+        known = {*before} <= self.data.fields.keys()
+        try:
+            given = [self._before(before, row, line) for row, line in zip(rows, lines, strict=True)] if known else None
+            return self.tokens.following(found, given)
+        except BadPieceError as error:
+            help = "write the field as token ids, or take a model whose tokenizer encodes parts of a text as the whole"
+            raise bad(
+                self.data, lines[error.index], f"has text in `{self.data.fields[name]}`, and {error}", help
+            ) from None
+
+    def _before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
+        """The text of the columns before another in a row."""
+        found = ""
+        for name in columns:
+            ids = isinstance(row[name], np.ndarray)
+            if ids:
+                found += self.tokens.decode([row[name]], special=True)[0]
+            elif self.graph.column(name).element == "text":
+                found += self._rendered(name, line, self.tokens.asked, row[name])
+            else:
+                found += self._text(name, row, line)
+        return found
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:
         """What a row's tokens are encoded from: text as it is, messages as the chat template writes them."""
@@ -173,7 +245,7 @@ class Dataset:
         try:
             return render(*given)
         except BadMessages as error:
-            help = "name the folder of a model that was trained to chat, or write the field as text"
+            help = error.help or "name the folder of a model that was trained to chat, or write the field as text"
             raise bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _match(self) -> None:
@@ -199,7 +271,8 @@ class Dataset:
             lengths = []
             for tokens in map(Tokens, sorted(readers)):
                 asked = [self._rendered(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
-                lengths.append(np.array([len(ids) for ids in tokens.encode(asked)]))
+                encode = tokens.following if name in self.preceding else tokens.encode
+                lengths.append(np.array([len(ids) for ids in encode(asked)]))
         fits = np.ones(len(column), bool)
         for some in lengths:
             fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...data.characters import half_character, half_character_within
-from ...data.chat import Messages, are_messages
+from ...data.chat import Messages, are_messages, messages
 from ...ir.graph import Column
 from .columns import DTYPES, Array
 
@@ -48,6 +48,8 @@ def take(value: Any, column: Column) -> str | Messages | Array:
         return _text(value, "text, a number or messages belong")
     if not holds_tokens(column):
         return _numbers(value, column)
+    if isinstance(value, str) and (parsed := messages(value)) is not None:
+        value = parsed  # as a `text` column has them, and a Parquet file of JSON
     wanted = "text, messages or token ids belong"
     if are_messages(value):
         if half := half_character_within(value):

@@ -1,0 +1,241 @@
+"""Pieces of text that are encoded one by one and read as one sequence, by each published kind of tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import chat
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from msrl_graph.diagnostics import Fault
+from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.data.pieces import BadPieceError, Pieces
+from msrl_graph.runtime.data.tokens import Tokens
+
+CORPUS = ["12+34=46, and 7+8=15.", "one plus two is three", "Naïve café\n\tdéjà vu", "the answer: 42", "ab abc bca"] * 3
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIAL = [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")]
+# How Llama's sentencepiece model becomes a tokenizer.json, by transformers' converter.
+FALLBACK = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+
+
+def bpe() -> Tokenizer:
+    return Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+
+
+def llama() -> Tokenizer:
+    """Llama 2, TinyLlama, Vicuna: a blank before each text."""
+    made = bpe()
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([*FALLBACK, decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def mistral() -> Tokenizer:
+    """Mistral, and Llama with `legacy = false`."""
+    made = bpe()
+    made.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([*FALLBACK, decoders.Strip(" ", 1, 0)])
+    return made
+
+
+def gemma() -> Tokenizer:
+    made = bpe()
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence([*FALLBACK])
+    return made
+
+
+def t5() -> Tokenizer:
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace("▁", prepend_scheme="always")]
+    )
+    made.decoder = decoders.Metaspace("▁", prepend_scheme="always")
+    return made
+
+
+def albert() -> Tokenizer:
+    made = t5()
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    )
+    return made
+
+
+def bert() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+def gpt2(add_prefix_space: bool = False) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def roberta() -> Tokenizer:
+    """As those are loaded that want a blank before the first word."""
+    return gpt2(add_prefix_space=True)
+
+
+def qwen() -> Tokenizer:
+    made = gpt2()
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}|[^\p{L}\p{N}\s]+|\s+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return made
+
+
+def deepseek() -> Tokenizer:
+    made = gpt2()
+    made.normalizer = normalizers.Sequence([])
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return made
+
+
+def words() -> Tokenizer:
+    made = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    f.__name__: f for f in (llama, mistral, gemma, t5, albert, bert, gpt2, roberta, qwen, deepseek, words)
+}
+EXACT = {"gpt2", "qwen", "deepseek"}
+BLANKS = {"llama", "mistral", "t5", "roberta"}  # which put a blank before each text, and lose nothing else of these
+
+
+@cache
+def made(kind: str) -> Tokenizer:
+    tokenizer = KINDS[kind]()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if isinstance(tokenizer.decoder, decoders.ByteLevel) else []
+    trainer = {
+        models.BPE: lambda: trainers.BpeTrainer(
+            vocab_size=600, special_tokens=[*SPECIAL, *(BYTES if not alphabet else [])], initial_alphabet=alphabet
+        ),
+        models.Unigram: lambda: trainers.UnigramTrainer(vocab_size=90, special_tokens=SPECIAL, unk_token="<unk>"),
+        models.WordPiece: lambda: trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL),
+        models.WordLevel: lambda: trainers.WordLevelTrainer(special_tokens=SPECIAL),
+    }[type(tokenizer.model)]()
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if BYTES[0] in tokenizer.get_vocab():
+        # Trained as special, so that all are there; of a model they are tokens as any other.
+        content = json.loads(tokenizer.to_str())
+        content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in BYTES]
+        tokenizer = Tokenizer.from_str(json.dumps(content))
+    return tokenizer
+
+
+def joined(pieces: Pieces, before: str, text: str, tokens: np.ndarray) -> str:
+    (first,) = pieces.encode([before])
+    return str(pieces.tokenizer.decode([*first.tolist(), *tokens.tolist()], skip_special_tokens=False))
+
+
+def normal(text: str) -> str:
+    return normalizers.NFKC().normalize_str(text)
+
+
+@pytest.mark.parametrize("kind", sorted(BLANKS))
+def test_no_blank_comes_between_a_prompt_and_its_response(kind: str) -> None:
+    pieces = Pieces(made(kind))
+    assert not pieces.exact
+    (alone,) = pieces.encode(["46"])
+    assert joined(pieces, "12+34=", "46", alone) in ("12+34= 46", " 12+34= 46")
+    for known in (["12+34="], None):
+        (after,) = pieces.following(["46"], known)
+        assert joined(pieces, "12+34=", "46", after).lstrip() == "12+34=46"
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=60, deadline=None)
+@given(st.text("ab1 2=+\n.,écafïon中🙂\u0301", max_size=8), st.text("ab1 2=+\n.,éaons中🙂\u0301", max_size=8))
+def test_a_piece_reads_as_in_the_whole_text_or_is_refused(kind: str, before: str, text: str) -> None:
+    pieces = Pieces(made(kind))
+    whole = pieces.tokenizer.decode(pieces.encode([before + text])[0].tolist(), skip_special_tokens=False)
+    try:
+        (tokens,) = pieces.following([text], [before])
+    except BadPieceError as error:
+        assert kind in ("albert", "bert", "t5", "words") and error.index == 0, error
+        return
+    assert normal(joined(pieces, before, text, tokens)) == normal(whole)
+    assert kind not in EXACT or np.array_equal(tokens, pieces.encode([text])[0])
+
+
+def test_which_tokenizers_need_no_look() -> None:
+    assert {kind for kind in KINDS if Pieces(made(kind)).exact} == EXACT
+    strips = gpt2()
+    strips.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    assert not Pieces(strips).exact
+
+
+COLUMNS = {"prompt": "i32[<= 40]", "chosen": "i32[<= 20]", "rejected": "i32[<= 20]"}
+COLUMNS |= {"out_chosen": "f32[chosen]", "out_rejected": "f32[rejected]"}
+NODES = """node judge.infer(prompt, chosen, rejected) -> out_chosen, out_rejected
+           node actor.update(prompt, chosen, rejected, out_chosen, out_rejected) {
+             loss = dpo(0.1, ref_chosen = out_chosen, ref_rejected = out_rejected)
+             optimizer = adamw(lr = 1e-3)
+           }
+           source -> judge.infer -> actor.update"""
+
+
+def folder(path: Path, kind: str) -> Path:
+    """A model's folder with such a tokenizer."""
+    model = chat.model(path / "model", ends=None)
+    made(kind).save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 700}))
+    held = load_file(model / "model.safetensors")
+    large = {n: np.resize(t, (700, *t.shape[1:])) for n, t in held.items() if "embed" in n or "lm_head" in n}
+    save_file({**held, **large}, model / "model.safetensors")
+    return model
+
+
+def test_a_response_from_data_is_read_after_its_prompt(tmp_path: Path) -> None:
+    folder(tmp_path, "llama")
+    rows = [{"prompt": "12+34=", "chosen": "46", "rejected": " 46"}, {"prompt": "ab", "chosen": "c", "rejected": "\n"}]
+    data = chat.dataset(tmp_path, COLUMNS, rows, NODES)
+    columns = data.all()
+    for i, row in enumerate(rows):
+        for name in ("chosen", "rejected"):
+            whole = np.concatenate([columns["prompt"][i], columns[name][i][:-1]])  # without the end token
+            assert data.tokens.decode([whole]) == [row["prompt"] + row[name]]
+
+
+def test_what_cannot_be_joined_is_refused_with_its_row(tmp_path: Path) -> None:
+    folder(tmp_path, "bert")
+    fine = {"prompt": "12+34=", "chosen": "46", "rejected": " 7"}
+    with pytest.raises(Fault) as told:
+        chat.dataset(tmp_path, COLUMNS, [fine, {**fine, "prompt": "on", "chosen": "7"}], NODES)
+    (diagnostic,) = told.value.diagnostics
+    assert diagnostic.code == "bad-data"
+    assert "line 2 of" in diagnostic.message and "has text in `chosen`, and the tokenizer" in diagnostic.message
+    assert diagnostic.message.endswith("after what comes before it: '<unk>' becomes 'on 7'")
+    # The fix that the help names.
+    tokens = Tokens(str(tmp_path / "model"))
+    given = {**fine, "prompt": "on", "chosen": tokens.encode(["7"])[0].tolist()}
+    assert len(chat.dataset(tmp_path, COLUMNS, [fine, given], NODES)) == 2
+
+
+def test_a_conversation_goes_on_without_a_blank(tmp_path: Path) -> None:
+    speech = Speech(Tokens(str(folder(tmp_path, "llama"))))
+    whole = np.concatenate([speech.encode("12+34="), speech.following("46"), speech.following(", and")])
+    assert speech.decode(whole) == "12+34=46, and"
