@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..diagnostics import Span, nearest
+from ..ir.signatures import coroutines
 from . import ast, guesses
 from .calls import Caller, Library
 from .expressions import mistake
@@ -40,7 +41,7 @@ def in_file(
         )
     path = caller.folder(span) / file
     try:
-        found = read(path.read_text(encoding="utf-8-sig"))
+        found = read(source := path.read_text(encoding="utf-8-sig"))
     except OSError:
         raise mistake(
             "missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder"
@@ -50,6 +51,10 @@ def in_file(
         raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
     except (ValueError, RecursionError, MemoryError):
         raise mistake("unknown-function", f"`{file}` is not Python", span) from None
+    if name not in found and name in coroutines(source):
+        waits = f"`{name}` of `{file}` is `async def`, and a {what} here is called, not awaited"
+        help = f"write `def {name}(…)` that returns `asyncio.run(…)` of it; environments and agents may be `async`"
+        raise mistake("unknown-function", waits, span, help)
     if name not in found:
         raise mistake("unknown-function", f"`{file}` has no {what} `{name}`", span, nearest(name, found))
     return path, name, found

@@ -117,6 +117,11 @@ def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
     }
 
 
+def coroutines(source: str) -> set[str]:
+    """The names of the top-level functions of a Python source that are `async def`."""
+    return {item.name for item in ast.parse(source).body if isinstance(item, ast.AsyncFunctionDef)}
+
+
 def agents(source: str) -> dict[str, Signature]:
     """The signatures of the top-level functions of a Python source as agents, those with `async` too."""
     found = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))

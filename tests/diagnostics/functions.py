@@ -163,3 +163,7 @@ def greedy(*columns, base_url, api_key):
 
 def calls(text, tools):
     return text, []
+
+
+async def judged(response: str):
+    return 1.0

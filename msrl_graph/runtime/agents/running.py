@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import socket
 import threading
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from ..data.tokens import Tokens, of_column
 from ..functions.blame import BadResult, Told
 from ..functions.calling import options_of
 from ..functions.instances import Failure
+from ..functions.own_process import ProcessExit, call_of, guard_exit
 from ..functions.values import Filled, Returned, brief, imported, seen
 from ..process import shipped
 from .calls import FORMATS, Calls
@@ -60,6 +62,7 @@ class Agents:
         call = self.said.agent
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
+        guard_exit()
         self.call = getattr(imported(path, call), name)
         self.signature = agents(shipped.found(path).read_text(encoding="utf-8-sig"))[name]
         columns = call.columns()
@@ -170,7 +173,7 @@ class Agents:
                     self.failed[place] = Failure("timeout", Told.of(late)), given
                 else:
                     self._took(place, conversations, call.result())
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit, ProcessExit) as error:
                 self.failed[place] = Failure.of(error), given
             finally:
                 del self.endpoint.rows[one.api_key]
@@ -191,9 +194,10 @@ class Agents:
 
         def work() -> None:
             try:
-                found, failed = self.call(**arguments), None
+                with call_of(os.getpid()):
+                    found, failed = self.call(**arguments), None
             except BaseException as error:
-                found, failed = None, error if isinstance(error, Exception) else _exit(error)
+                found, failed = None, error if isinstance(error, Exception | ProcessExit) else _exit(error)
             loop.call_soon_threadsafe(tell, found, failed)
 
         # A thread of its own, not of a pool: one that hangs takes no other row's place.
@@ -202,7 +206,8 @@ class Agents:
 
     async def _awaited(self, arguments: dict[str, Any]) -> Any:
         try:
-            return await self.call(**arguments)
+            with call_of(os.getpid()):
+                return await self.call(**arguments)
         except (SystemExit, KeyboardInterrupt) as error:
             raise _exit(error) from error
 

@@ -29,6 +29,7 @@ from .apart import Apart, Nest, parts
 from .blame import BadResult
 from .instances import Answer, Ask, Called, Failure, Instances, Reset
 from .nest import Spec
+from .own_process import guard_exit
 from .standing import Standing
 from .values import Filled, Returned, imported, seen
 
@@ -69,6 +70,7 @@ class Environment:
             of = (self.filled, self.columns, self.timeout, self.gym)
             self.nest = Nest(Spec(folder, self.path, self.name, *of))
         else:
+            guard_exit()  # first: the file may have a name of its own for what it takes from `os`
             make = getattr(imported(self.path, self.call), self.name)
             self.called = Called(make, self.filled, self.columns, self.timeout, self.gym)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import numpy as np
 
 from ...data.characters import half_character
 from .blame import BadResult, Told
+from .own_process import ProcessExit, call_of
 from .values import Filled, brief, pure_numbers
 
 Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
@@ -37,8 +39,9 @@ class Failure:
     def of(cls, error: BaseException, reason: Reason | None = None) -> Failure:
         """`reason`: if it is not to be seen from the error."""
         seen: Reason = "raised"
-        if isinstance(error, BadResult | MemoryError):
-            seen = "rubbish" if isinstance(error, BadResult) else "memory"
+        if isinstance(error, BadResult | MemoryError | ProcessExit):
+            kinds: dict[type, Reason] = {BadResult: "rubbish", MemoryError: "memory", ProcessExit: "exited"}
+            seen = next(kind for of, kind in kinds.items() if isinstance(error, of))
         return cls(reason or seen, Told.of(error))
 
 
@@ -80,7 +83,7 @@ class Instances:
     side; those that are `async` share a loop, all at once."""
 
     def __init__(self, called: Called, at_once: int) -> None:
-        self.called, self.made = called, dict[int, Any]()
+        self.called, self.made, self.process = called, dict[int, Any](), os.getpid()
         self.rewards: dict[int, list[float]] = {}  # of each step so far, as gymnasium has them
         self.threads = ThreadPoolExecutor(at_once, "environment")
         methods = (getattr(called.make, name, None) for name in ("reset", "step"))
@@ -175,7 +178,9 @@ class _Call:
     def _done(self) -> Answer | Failure:
         self.began = time.monotonic()
         try:
-            return self.instances.read(self.position, self.ask, self.instances.begun(self.position, self.ask))
+            with call_of(self.instances.process):
+                found = self.instances.begun(self.position, self.ask)
+            return self.instances.read(self.position, self.ask, found)
         except BaseException as error:
             return Failure.of(error)
         finally:
@@ -184,9 +189,10 @@ class _Call:
     async def _waiting(self) -> Answer | Failure:
         self.began = time.monotonic()
         try:
-            found = self.instances.begun(self.position, self.ask)
-            if inspect.isawaitable(found):
-                found = await found
+            with call_of(self.instances.process):
+                found = self.instances.begun(self.position, self.ask)
+                if inspect.isawaitable(found):
+                    found = await found
             return self.instances.read(self.position, self.ask, found)
         except asyncio.CancelledError:
             raise

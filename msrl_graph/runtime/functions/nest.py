@@ -27,6 +27,7 @@ from ..process import shipped
 from ..process.limits import data_bytes
 from .blame import BadResult, Told
 from .instances import Answer, Called, Failure, Instances
+from .own_process import call_of
 from .values import Filled
 
 ORDER = struct.Struct("<cq")  # to a nest: FORK with the bytes that may be taken, or WAIT for a process of it
@@ -79,7 +80,8 @@ def main() -> None:
     if spec.folder:
         shipped.use(spec.folder)
     try:
-        make = getattr(shipped.module(spec.path), spec.name)
+        with call_of(os.getpid()):
+            make = getattr(shipped.module(spec.path), spec.name)
     except (Exception, SystemExit) as error:
         send(orders, Told.of(error))
         return

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from .own_process import end_child
+
 _SIZE = 4096  # of the note; what Python tells of a signal stands behind it
 _LENGTH = 4
 
@@ -82,6 +84,7 @@ class Note:
         try:
             yield
         finally:
+            end_child(self._pid)
             self._memory[:_LENGTH] = bytes(_LENGTH)
 
     def _write(self, how: str = "") -> None:

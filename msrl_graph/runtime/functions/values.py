@@ -6,6 +6,7 @@ Invariant: what is returned fits its column, or BadResult says what was returned
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -26,6 +27,7 @@ from ..data.wrong import vocabulary
 from ..process import shipped
 from ..process.report import RunError
 from .blame import BadResult, reason, steps
+from .own_process import call_of
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -142,7 +144,8 @@ def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
 def imported(path: str, call: Expr) -> Any:
     """The module of a file that a program names in a call."""
     try:
-        return shipped.module(path)
+        with call_of(os.getpid()):
+            return shipped.module(path)
     except (Exception, SystemExit) as error:
         what = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
         raise RunError("\n  ".join([what, *steps(error)])) from error

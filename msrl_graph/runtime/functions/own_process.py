@@ -1,0 +1,68 @@
+"""What a user's code may do to the process that calls it: fork it, and end it.
+
+Invariant: a call that one process began returns in that process only. A child that the code forked and that comes back
+from the call ends there, so that it never answers in the place of its parent. In a process that others depend on,
+`os._exit` within a call is an error of that call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NoReturn
+
+_guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)  # its id; 0: there is no such call
+
+
+class ProcessExit(BaseException):
+    """A user's code wanted to end the process that it shares with others."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it ends its process with status {status}")
+        self.status = status
+
+
+@contextmanager
+def call_of(process: int) -> Iterator[None]:
+    """A call of a user's code, which the process of this id began."""
+    token = _guarded.set(process)
+    try:
+        yield
+    finally:
+        end_child(process)
+        _guarded.reset(token)
+
+
+def end_child(parent: int) -> None:
+    """End this process if it is not `parent`, but a child that came back from the call it was forked in.
+
+    Its status is that of a program: 1 where an error came out of the call, what `sys.exit` was given, else 0.
+    """
+    if os.getpid() == parent:
+        return
+    error, status = sys.exc_info()[1], 0
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        status = 1
+        traceback.print_exception(error)
+    print(f"a forked child of process {parent} came back from the call that forked it, and is ended", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+def guard_exit() -> None:
+    """From now on `os._exit` within a `call_of` this process raises ProcessExit there."""
+    leave, own = os._exit, os.getpid()
+
+    def leave_or_raise(status: int) -> NoReturn:
+        if _guarded.get() == own == os.getpid():
+            raise ProcessExit(status)
+        leave(status)
+
+    os._exit = leave_or_raise
