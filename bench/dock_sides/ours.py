@@ -20,6 +20,7 @@ from msrl_graph.runtime.data.columns import Column, Piece, offsets_of, texts
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
 from msrl_graph.runtime.dock.readers import members, readers
+from msrl_graph.runtime.dock.segments import room_name
 from msrl_graph.runtime.dock.wire import Way
 from msrl_graph.runtime.process.processes import SHARED
 from msrl_graph.runtime.process.report import Report
@@ -166,7 +167,7 @@ class Ours(Side):
         for i, m in enumerate(every):
             asks = [r for r in found if way.controllers[r.node] == m.name]
             dock = kinds[0].options(name=m.name, **on(setup.hosts[m.host]))
-            self.docks.append(dock.remote(every, i, asks, 60.0, way, f"{self.room}-rows-{m.host}", ROOM))
+            self.docks.append(dock.remote(every, i, asks, 60.0, way, room_name(self.room, m.host), ROOM))
         lengths = np.array(setup.lengths or [setup.length] * (setup.samples * hosts))
         self.workers = [
             kinds[1].options(**on(setup.hosts[h])).remote(self.plan.to_json(), way, h * workers + w, h, lengths)

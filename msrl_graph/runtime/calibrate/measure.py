@@ -38,12 +38,13 @@ from ..data.wrong import drawn
 from ..dock.client import Client
 from ..dock.host import DockHost
 from ..dock.readers import members, readers
+from ..dock.segments import room_name
 from ..dock.wire import Batch, Share
 from ..functions.calling import Function
 from ..metrics.record import Recorder
 from ..process import computing
-from ..process.joining import own_ray
-from ..process.processes import MARK, ROWS, Temporary, nicer
+from ..process.joining import job_config, own_ray
+from ..process.processes import MARK, RAY, Temporary, nicer
 from ..process.report import Event, Report
 from ..process.surroundings import waits
 from ..process.task import Task
@@ -64,6 +65,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
         log = folder / "log"
         command = [
             sys.executable,
+            "-P",
             "-m",
             "msrl_graph.runtime.calibrate.measure",
             str(folder),
@@ -187,7 +189,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
     found, kind = readers(plan), cast(Any, DockHost)
     (member,), way = members(plan, found, secrets.token_bytes(32))
     size = 8 * sum(plan.graph.column_bytes.values())
-    host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, f"{folder.name}-{ROWS}-0", size)
+    host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, room_name(folder.name, 0), size)
     writer, reader = (Client(name, found, way, 0) for name in ("writer", "reader"))
     prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
@@ -273,7 +275,8 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        _temp_dir=folder,
+        job_config=job_config(),
+        _temp_dir=str(Path(folder) / RAY),
     )
     # Processes that wait take nothing, so all are there from the start.
     tried = {world: busy(world) for world in worlds(most)}

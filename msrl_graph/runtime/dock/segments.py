@@ -4,16 +4,20 @@ Invariant: a file is there whole or not at all, and never changes. It says by it
 that takes a dead one's place finds all that there was. What is read are views of the file, which nobody may write to;
 they stay as they are when it is dropped: the memory of a large file is used again, but only once nobody reads it.
 Where the last process that `Room.join`ed is gone, however it went, so is the room with all its files.
+
+A room is a private folder (files/private.py) under a name that nobody can guess, checked by every process that joins
+it. Its files hold raw arrays behind a head in MessagePack, and no pickle: a file that another user made is never read,
+and one that is damaged raises RunError.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import mmap
 import os
-import pickle
+import re
+import secrets
 import shutil
 import struct
 import tempfile
@@ -22,14 +26,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
-from ..data.columns import Array, Column, Piece
-from ..process.processes import NEW, PREFIX, ROWS, SHARED, go_with
+from ...files import private
+from ..data import encoding
+from ..data.columns import Array, Column, Piece, Verdicts
+from ..process.processes import NAME, NEW, ROWS, SHARED, go_with
+from ..process.report import RunError
 from .wire import Said
 
+T = TypeVar("T")
 _ALIGN = 64
 LOCK, SPARE = ".held", ".spare"
 _LARGE = 1 << 20  # bytes of a file whose memory is kept for the next one
@@ -45,17 +54,23 @@ class Room:
 
     @classmethod
     def made(cls, name: str, size: int) -> Room:
-        """A room with place for `size` bytes: in memory where it has that much, else among the temporary files. It is
-        removed when nobody holds it any more. One of the same name, which a process that died has left, is taken
-        over."""
+        """Make a room with place for `size` bytes, in memory if it has that much, else among the temporary files.
+
+        Nobody may be able to guess the name. A room of the same name, which a process that died has left, is taken
+        over. The room is removed when no process holds it any more. Raises RunError for a folder that is not this
+        user's alone.
+        """
         places = [SHARED] if SHARED.is_dir() and os.access(SHARED, os.W_OK) else []
         places += [Path(tempfile.gettempdir())]
         for place in places:
             _sweep(place)
-        old = [p for p in places if (p / name / LOCK).exists()]
+        old = [p for p in places if os.path.lexists(p / name)]
         roomy = [p for p in places if shutil.disk_usage(p).free >= size]
         room = cls((old or roomy or places[-1:])[0] / name)
-        room.path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            private.make_folder(room.path)
+        except OSError as error:
+            _refuse(room.path, error)
         room.join()
         go_with(room.path / LOCK, room.path)
         return room
@@ -80,9 +95,18 @@ class Room:
         return found
 
     def join(self) -> None:
-        """Holds the room for as long as this process lives."""
-        self._held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        """Hold the room for as long as this process lives. Raises RunError if it is not this user's alone."""
+        try:
+            private.check_folder(self.path)
+        except OSError as error:
+            _refuse(self.path, error)
+        self._held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._held, fcntl.LOCK_SH)
+
+
+def _refuse(path: Path, error: OSError) -> NoReturn:
+    what = error.what if isinstance(error, private.NotPrivate) else f"cannot be used: {error.strerror}"
+    raise RunError(f"the folder for the rows of this host, {path}, {what}; start the run again") from None
 
 
 class Activity:
@@ -123,46 +147,109 @@ class Activity:
         self._memory[0] = size
 
 
+# The name of a room: that of its run's folder, its host, and what nobody can guess.
+_ROOM = re.compile(rf"{NAME.pattern}-{ROWS}-[0-9]+-[0-9a-f]{{32}}")
+
+
+def room_name(run: str, host: int) -> str:
+    """Return a new name for the room of a host; `run` is the name of the run's temporary folder."""
+    return f"{run}-{ROWS}-{host}-{secrets.token_hex(16)}"
+
+
 def _sweep(place: Path) -> None:
-    """Removes rooms of which every process was killed, also the one that was to remove it."""
-    for lock in place.glob(f"{PREFIX}*-{ROWS}-*/{LOCK}"):
+    """Remove this user's rooms of which every process was killed, also the one that was to remove it."""
+    for path in place.iterdir():
+        if not _ROOM.fullmatch(path.name):
+            continue
         with suppress(OSError):
-            if time.time() - lock.stat().st_mtime < NEW:
+            private.check_folder(path)
+            lock = path / LOCK
+            if time.time() - lock.lstat().st_mtime < NEW:
                 continue
-            handle = os.open(lock, os.O_RDWR)
+            handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent)
+                shutil.rmtree(path)
             finally:
                 os.close(handle)
 
 
+class _Place(msgspec.Struct, array_like=True):
+    """Where an array lies behind the head of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class _Field(msgspec.Struct, array_like=True):
+    """A column of a segment."""
+
+    verdicts: bool
+    rows: _Place
+    values: _Place
+    offsets: _Place | None
+
+
+class _Head(msgspec.Struct, array_like=True):
+    """What a segment says of itself: the node that wrote it, and its columns."""
+
+    node: str
+    fields: dict[str, _Field]
+
+
+_heads = msgspec.msgpack.Decoder(_Head)
+
+
 class Segment:
-    """What one call wrote: pieces by column, as views."""
+    """What one call wrote: pieces by column, as views. Raises RunError for a file that no call wrote."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         with path.open("rb") as file:
             # Holds for as long as the mapping and any view of it: nobody writes to this file again before.
             fcntl.flock(file, fcntl.LOCK_SH)
             if not path.samefile(f"/proc/self/fd/{file.fileno()}"):  # dropped meanwhile
                 raise FileNotFoundError(path)
-            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        size = _LENGTH.unpack_from(self._memory)[0]
-        self.node, self._fields = pickle.loads(self._memory[_LENGTH.size : _LENGTH.size + size])
+            try:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                size = _LENGTH.unpack_from(self._memory)[0]
+                head = _heads.decode(self._memory[_LENGTH.size : _LENGTH.size + size])
+                self._begin = _behind(size)
+            except (ValueError, struct.error) as error:  # as msgspec's errors are
+                raise _damaged(path, error) from None
+        self.node = head.node
+        self._fields = head.fields
 
     @cached_property
     def pieces(self) -> dict[str, Piece]:
-        found = {}
-        for name, (kind, rows, values, offsets) in self._fields.items():
-            column = Column(self._array(*values), None if offsets is None else self._array(*offsets))
-            found[name] = kind(self._array(*rows), column)
-        return found
+        return {name: self._piece(name, field) for name, field in self._fields.items()}
 
-    def _array(self, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-        return np.frombuffer(self._memory, dtype, math.prod(shape), offset).reshape(shape)
+    def _piece(self, name: str, field: _Field) -> Piece:
+        try:
+            column = Column(self._array(field.values), self._array(field.offsets) if field.offsets else None)
+            rows = self._array(field.rows)
+        except encoding.Damaged as error:
+            raise _damaged(self.path, error) from None
+        offsets = column.offsets
+        if len(rows) != len(column) or (offsets is not None and (offsets[0], offsets[-1]) != (0, len(column.values))):
+            raise _damaged(self.path, f"`{name}` has {len(rows)} row numbers and values of {len(column)} rows")
+        return (Verdicts if field.verdicts else Piece)(rows, column)
+
+    def _array(self, place: _Place) -> Array:
+        return encoding.view(self._memory, place.dtype, place.shape, self._begin + place.offset)
+
+
+def _damaged(path: Path, why: object) -> RunError:
+    return RunError(f"the file {path} of the dock is damaged: {why}")
 
 
 _LENGTH = struct.Struct("<Q")
+
+
+def _behind(head: int) -> int:
+    """Return where the arrays begin behind a head of so many bytes."""
+    return -(-(_LENGTH.size + head) // _ALIGN) * _ALIGN
 
 
 class Segments:
@@ -174,41 +261,33 @@ class Segments:
 
     def write(self, key: str, name: str, node: str, pieces: Mapping[str, Piece]) -> None:
         """Keeps the rows that `node` wrote, by column, each piece's by ascending number."""
-        fields: dict[str, tuple[Any, ...]] = {}
+        fields: dict[str, _Field] = {}
         arrays: list[tuple[int, Array]] = []
         at = 0
 
-        def placed(array: Array) -> tuple[str, tuple[int, ...], int]:
+        def placed(array: Array) -> _Place:
             nonlocal at
             at = -(-at // _ALIGN) * _ALIGN
             arrays.append((at, array := np.ascontiguousarray(array)))
             at += array.nbytes
-            return array.dtype.str, array.shape, arrays[-1][0]
+            return _Place(array.dtype.str, array.shape, arrays[-1][0])
 
         for column, piece in pieces.items():
             if np.any(piece.rows[1:] <= piece.rows[:-1]):
                 rows, first = np.unique(piece.rows[::-1], return_index=True)  # of a row that is there twice the later
                 piece = type(piece)(rows, piece.column.take(len(piece.rows) - 1 - first))
             offsets = piece.column.offsets
-            fields[column] = (
-                type(piece),
+            fields[column] = _Field(
+                isinstance(piece, Verdicts),
                 placed(piece.rows),
                 placed(piece.column.values),
                 None if offsets is None else placed(offsets),
             )
-        self._keep(key, name, (node, fields), arrays)
+        self._keep(key, name, _Head(node, fields), arrays)
 
-    def _keep(
-        self, key: str, name: str, head: tuple[str, dict[str, tuple[Any, ...]]], arrays: list[tuple[int, Array]]
-    ) -> None:
-        node, fields = head
-        begin = 0
-        while True:  # the head's length depends on the offsets in it, which depend on its length
-            moved = {c: (f[0], *(p and (p[0], p[1], p[2] + begin) for p in f[1:])) for c, f in fields.items()}
-            data = pickle.dumps((node, moved), protocol=5)
-            if -(-(_LENGTH.size + len(data)) // _ALIGN) * _ALIGN <= begin:
-                break
-            begin = -(-(_LENGTH.size + len(data) + _ALIGN) // _ALIGN) * _ALIGN
+    def _keep(self, key: str, name: str, head: _Head, arrays: list[tuple[int, Array]]) -> None:
+        data = msgspec.msgpack.encode(head)
+        begin = _behind(len(data))
         folder = self._folder(key)
         folder.mkdir(exist_ok=True)
         part = folder / f"{name}.part"
@@ -260,13 +339,21 @@ class Segments:
         folder = self._folder(key)
         folder.mkdir(exist_ok=True)
         part = folder / f".{name}.part"
-        part.write_bytes(pickle.dumps(value))
+        part.write_bytes(encoding.encode(value))
         part.rename(folder / f".{name}")
 
-    def noted(self, key: str) -> dict[str, Any]:
-        """What was noted, by name."""
-        found = (p for p in self._folder(key).iterdir() if p.name.startswith(".") and p.suffix != ".part")
-        return {p.name[1:]: pickle.loads(p.read_bytes()) for p in sorted(found)}
+    def notes(self, key: str) -> list[str]:
+        """The names of what was noted, in order."""
+        found = (p.name for p in self._folder(key).iterdir())
+        return sorted(name[1:] for name in found if name.startswith(".") and not name.endswith(".part"))
+
+    def noted(self, key: str, name: str, type: type[T]) -> T:
+        """Return a note, which was a value of this type. Raises RunError for one that is damaged."""
+        path = self._folder(key) / f".{name}"
+        try:
+            return encoding.decode(path.read_bytes(), type)
+        except encoding.Damaged as error:
+            raise _damaged(path, error) from None
 
     def tasks(self) -> Iterator[str]:
         """The keys of tasks of which there is something."""

@@ -16,6 +16,7 @@ from ..process.task import Task
 from .segments import Segments
 from .wire import Known, News, Place, Round
 
+_TASK = "task"  # the name of the note that holds a task
 SPLIT = -1  # rows that fit into no warehouse at once, but in parts
 
 
@@ -30,17 +31,18 @@ class Warehouse:
         self._names: dict[str, dict[str, None]] = {}  # by key, in the order in which they were put
         self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
         for key in segments.tasks():
-            noted = segments.noted(key)
-            if "task" in noted:
-                self.tasks[key] = noted.pop("task")
+            notes = segments.notes(key)
+            if _TASK in notes:
+                self.tasks[key] = segments.noted(key, _TASK, Task)
                 self._names[key] = dict.fromkeys(segments.names(key))
-                for node, rounds in noted.values():
+                for name in (n for n in notes if n != _TASK):
+                    node, rounds = segments.noted(key, name, tuple[str, list[Round]])
                     self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
                 for name in self._names[key] if capacity else ():
                     self._promised.setdefault(key, {})[_anyone(name)] = payload(segments.read(key, name))
 
     def open(self, task: Task) -> None:
-        self.segments.note(task.key, "task", task)
+        self.segments.note(task.key, _TASK, task)
         self.tasks[task.key] = task
 
     @property

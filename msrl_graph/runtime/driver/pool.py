@@ -29,7 +29,7 @@ from ...ir.plan import Plan
 from ..dock.readers import members, readers
 from ..process import joining, shipped
 from ..process.joining import NoResources
-from ..process.processes import ROWS, alive
+from ..process.processes import RAY, alive
 from ..process.report import RunError
 from ..process.takes import RANKS_A_CORE, room
 from . import devices, function_hosts
@@ -75,6 +75,7 @@ class Pool:
 
         plan, cluster = self.plan, self.plan.cluster
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
+        ray_options["job_config"] = joining.job_config()
         if self.attached:
             address = os.environ["RAY_ADDRESS"]
             joining.greet(address, cluster.span)
@@ -92,7 +93,7 @@ class Pool:
                 num_gpus=0 if cluster.device.kind.is_host else None,  # None: as many as it finds
                 include_dashboard=False,
                 object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(t.bytes for t in plan.traffic))),
-                _temp_dir=self.folder,
+                _temp_dir=str(Path(self.folder) / RAY),
                 **ray_options,
             )
             if (at := ray.util.get_node_ip_address()) != joining.LOOPBACK:
@@ -108,6 +109,7 @@ class Pool:
         )
         hosts = self._settled(place) if self.attached else [Settled(self.folder, HOST.here())] * cluster.nodes
         from ..dock import host as dock
+        from ..dock.segments import room_name
         from ..functions import host as functions
         from ..rank import host as rank_host
 
@@ -142,7 +144,7 @@ class Pool:
                 [r for r in found if way.controllers[r.node] == member.name],
                 plan.docks.deadline,
                 way,
-                f"{Path(self.folder).name}-{ROWS}-{member.host}",
+                room_name(Path(self.folder).name, member.host),
                 room(plan),
                 max_restarts=restarts,
                 max_task_retries=restarts,

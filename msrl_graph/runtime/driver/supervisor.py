@@ -26,6 +26,7 @@ import msgspec
 from ...compiler.pipeline import with_hosts
 from ...diagnostics import UNFIT, Diagnostic, Fault
 from ...emit.words import many
+from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
@@ -39,7 +40,8 @@ from .edited import Edited
 from .folder import clear, lock, make
 from .prepared import PLAIN, Options, Prepared, prepare
 
-DRIVER = ("-m", "msrl_graph.runtime.driver.driver")
+# -P: the folder in which a run is started may be anybody's, and no module is to come from it.
+DRIVER = ("-P", "-m", "msrl_graph.runtime.driver.driver")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
 
@@ -257,7 +259,7 @@ class Supervisor:
             shipped.lay_in(folder, self.files)
             given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
             attempt = Attempt(plan, str(out), str(folder), *given, self.edited)
-            (folder / "attempt.json").write_bytes(msgspec.json.encode(attempt))
+            private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             try:
                 status = self._drive(attempt, out / "logs", kept)
             finally:

@@ -101,6 +101,17 @@ def _ask(address: str, answer: Future[None]) -> None:
         answer.set_exception(error)
 
 
+def job_config() -> Any:
+    """Return Ray's settings for a program whose processes import nothing from the folder in which it is started.
+
+    By default every process that Ray starts looks there first for each module, on every host; the folder may be
+    anybody's, as /tmp is. What says so is the mark of a job that came through Ray's client.
+    """
+    import ray
+
+    return ray.job_config.JobConfig(_client_job=True)
+
+
 def unreached(message: str, span: Span, help: str = START) -> NoResources:
     """What is told of a cluster that cannot be joined."""
     return NoResources(Diagnostic("no-resources", message, span, help))

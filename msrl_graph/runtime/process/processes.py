@@ -1,15 +1,17 @@
 """The processes and temporary folders of a run, and how nothing of them is left, whoever is killed.
 
-Invariant: only what bears a run's mark, or is of its driver's session, is ended; only a folder that no keeper holds is
-removed. A *keeper* is a process that makes a temporary folder, waits until whoever started it lets go of it or is dead
-(the system closes the pipe between them), and then ends what is left of the run and removes the folder. This file is
-run as its program, so it imports nothing of the package.
+Invariant: only what bears a run's mark, or is of its driver's session, is ended. Only a folder that no keeper holds is
+removed, and only one of this user's, of mode 0700, under a name that a run gives: never through a link, and a name is
+never a pattern. A *keeper* is a process that makes a temporary folder, waits until whoever started it lets go of it or
+is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. This
+file is run as its program, so it imports little of the package.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,9 +22,14 @@ from pathlib import Path
 
 import psutil
 
+from ...files import private
+
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
 PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # what `tempfile` makes of it
+# Ray's own folder, below the run's, since Ray opens the folder that it is given to all users. The name is short too.
+RAY = "r"
 SHARED = Path("/dev/shm")
 NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
 ROWS = "rows"  # what a host's folder of rows in shared memory is called, after the run's folder
@@ -30,6 +37,7 @@ ROWS = "rows"  # what a host's folder of rows in shared memory is called, after 
 # as nobody holds it, and then end.
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
 TIDIES = 3.0  # seconds that they are left
+PROGRAM = "msrl_graph.runtime.process.processes"
 _ENDED = "ended"  # what a keeper says at its end
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
@@ -53,7 +61,7 @@ class Temporary:
 
     def __init__(self) -> None:
         made = subprocess.Popen(
-            [sys.executable, "-P", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert made.stdin is not None and made.stdout is not None
         self._stdin, self._stdout, self._session = made.stdin, made.stdout, 0
@@ -112,13 +120,14 @@ def hold(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Removes the temporary folders of runs of which every process was killed, and ends what may still be of them."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    """Remove this user's temporary folders of runs of which every process was killed, and end what is left of them."""
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        if not NAME.fullmatch(folder.name):
+            continue
         with suppress(OSError):
-            status = folder.stat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < NEW:
+            if time.time() - folder.lstat().st_mtime < NEW:
                 continue
-            handle = os.open(folder, os.O_RDONLY)
+            handle = private.open_folder(folder)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 end(str(folder))
@@ -154,10 +163,21 @@ def end(folder: str, session: int = 0) -> None:
         wait = time.monotonic() + 2
         while time.monotonic() < min(wait, until) and any(alive(process.pid) for process in left):
             time.sleep(0.02)
-    for path in SHARED.glob(f"{Path(folder).name}-*"):
-        with suppress(OSError):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove_shared(Path(folder).name)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_shared(run: str) -> None:
+    """Remove this user's files and private folders in shared memory whose names begin with that of a run's folder."""
+    for path in SHARED.iterdir() if SHARED.is_dir() else ():
+        if path.name.startswith(f"{run}-"):
+            with suppress(OSError):
+                if path.is_dir() and not path.is_symlink():
+                    private.check_folder(path)
+                    shutil.rmtree(path)
+                else:
+                    private.check_file(path, mode=0)
+                    path.unlink()
 
 
 def _keep() -> None:

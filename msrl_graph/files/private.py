@@ -1,0 +1,90 @@
+"""Folders and files of this user alone: made, opened and checked.
+
+Invariant: a folder or file passes only if no link leads to it, it belongs to this process's user, and the mode lets
+nobody else do what is to be kept from others. What fails is refused with NotPrivate, never repaired and never used.
+A folder of mode 0700 is enough for all that lies in it: others cannot reach in.
+
+Only the last part of a path is looked at. The folders above it must be such that others cannot rename what is in them,
+as /tmp and /dev/shm are (the sticky bit).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+ANY, WRITE = 0o077, 0o022  # what others must not be allowed: anything, or to write
+
+
+class NotPrivate(OSError):
+    """What is wrong with a path, for a sentence that begins with the path."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        super().__init__(f"{path} {what}")
+        self.path = path
+        self.what = what
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder of mode 0700, or check the one that is there. OSError, NotPrivate."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        check_folder(path)
+
+
+def check_folder(path: Path, mode: int = ANY) -> None:
+    """Raise NotPrivate unless `path` is a folder of this user's with none of the bits of `mode`."""
+    os.close(open_folder(path, mode))
+
+
+def open_folder(path: Path, mode: int = ANY) -> int:
+    """Return a descriptor of a folder that passes the check. OSError, NotPrivate."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        raise NotPrivate(path, "is a link")
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotPrivate(path, "is not a folder")
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check(path, os.fstat(handle), mode)
+    except NotPrivate:
+        os.close(handle)
+        raise
+    return handle
+
+
+def check_file(path: Path, mode: int = WRITE) -> None:
+    """Raise NotPrivate unless `path` is a regular file of this user's with none of the bits of `mode`."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise NotPrivate(path, "is a link" if stat.S_ISLNK(status.st_mode) else "is not a regular file")
+    _check(path, status, mode)
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a new file that only this user can read, whatever the umask. FileExistsError if something is there."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+def _check(path: Path, status: os.stat_result, mode: int) -> None:
+    if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
+        raise NotPrivate(path, f"belongs to another user (id {status.st_uid})")
+    if status.st_mode & mode:
+        raise NotPrivate(path, f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def _owner_of_new_files(path: Path) -> int:
+    """Return the user that the file system gives as the owner of what this process makes there.
+
+    It is another one for root on NFS with root_squash, and in some containers.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return os.geteuid()

@@ -1,0 +1,270 @@
+"""What another user of the machine puts where a run looks for its own files: it is refused or left alone, and never
+followed, unpickled or removed."""
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import stranger
+from place import SMALL, Place
+
+from msrl_graph.runtime.data.columns import Column, Piece
+from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
+from msrl_graph.runtime.dock.warehouse import Warehouse
+from msrl_graph.runtime.driver.supervisor import DRIVER
+from msrl_graph.runtime.process import processes
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task import Task
+
+SHARED = Path("/dev/shm")
+TASK = Task("train", 3, 4)
+MAKES = "os.mkdir(sys.argv[1]); os.chmod(sys.argv[1], 0o777)"
+LINKS = "os.symlink(sys.argv[1], sys.argv[2])"
+
+
+class Harm:
+    """What runs as soon as somebody unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture
+def public(monkeypatch):
+    """A folder for temporary files that everybody can write to, as /tmp is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o1777)
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
+
+
+@pytest.fixture
+def name():
+    """A room's name, of which nothing is left."""
+    found = f"msrl-run-test{uuid.uuid4().hex[:4]}-rows-0-{uuid.uuid4().hex}"
+    yield found
+    for path in SHARED.glob(f"{found[:17]}*"):
+        path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+
+def old(path, seconds=3600):
+    os.utime(path, (path.lstat().st_mtime - seconds,) * 2, follow_symlinks=False)
+
+
+@stranger.needed
+def test_a_room_that_somebody_else_made_is_refused(name):
+    stranger.act(MAKES, SHARED / name)
+    with pytest.raises(RunError, match=rf"{name}, belongs to another user \(id 65534\)"):
+        Room.made(name, 1)
+    assert not list((SHARED / name).iterdir())
+
+
+@stranger.needed
+def test_a_room_that_is_a_link_is_refused(name, tmp_path):
+    stranger.act(LINKS, tmp_path, SHARED / name)
+    with pytest.raises(RunError, match=f"{name}, is a link"):
+        Room.made(name, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_room_that_others_can_write_to_is_refused(name, tmp_path):
+    (SHARED / name).mkdir()
+    (SHARED / name).chmod(0o770)
+    with pytest.raises(RunError, match=f"{name}, is open to other users"):
+        Room.made(name, 1)
+    room = Room(SHARED / name)
+    with pytest.raises(RunError, match=f"{name}, is open to other users"):
+        room.join()
+
+
+def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
+    before = os.umask(0)
+    try:
+        room = Room.made(name, 1)
+    finally:
+        os.umask(before)
+    Segments(room).write(TASK.key, "s", "node", {"c": Piece(np.arange(1), Column(np.arange(1)))})
+    assert stat.S_IMODE(room.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) & 0o077 for p in room.path.rglob("*") if p.is_file()} == {0}
+    os.close(room._held)
+
+
+@pytest.mark.parametrize("where", ["rows", "task", "decided"])
+def test_rows_and_notes_hold_no_pickle(where, tmp_path):
+    """A pickle at each place that the dock reads is told of as damaged, and not loaded."""
+    files, harmed = Segments(Room(tmp_path)), tmp_path / "harmed"
+    files.write(TASK.key, "s", "node", {"c": Piece(np.arange(1), Column(np.arange(1)))})
+    files.note(TASK.key, "task", TASK)
+    data = pickle.dumps(Harm(harmed))
+    folder = tmp_path / TASK.key.replace("/", ":")
+    planted = {"rows": folder / "s", "task": folder / ".task", "decided": folder / ".n.000000"}[where]
+    planted.write_bytes(len(data).to_bytes(8, "little") + data if where == "rows" else data)
+    with pytest.raises(RunError, match="is damaged"):
+        Warehouse(0, Segments(Room(tmp_path)), 1 << 20)
+    assert not harmed.exists()
+
+
+@stranger.needed
+def test_a_sweep_leaves_links_and_names_of_strangers_alone(public, name):
+    """Names with `*` in them matched the rows of runs that were on, and links led elsewhere."""
+    live, mine = SHARED / name, public / "mine"
+    live.mkdir(mode=0o700)
+    (live / "row").write_text("x")
+    mine.mkdir(mode=0o700)
+    (mine / "file").write_text("x")
+    (mine / LOCK).write_text("")
+    elsewhere = public / f"{processes.PREFIX}abcdefgh"
+    stranger.act(LINKS, mine, public / f"{processes.PREFIX}{name[9:16]}*")
+    stranger.act(LINKS, mine, elsewhere)
+    room = SHARED / f"{name}x"
+    stranger.act(LINKS, mine, room)
+    stranger.act(MAKES, public / f"{processes.PREFIX}bcdefghi")
+    old(mine, 7200)
+    old(mine / LOCK, 7200)
+    for path in public.iterdir():
+        old(path)
+    processes.sweep()
+    made = Room.made(f"{name}y", 1)
+    assert (live / "row").exists() and (mine / "file").exists()
+    assert len(list(public.glob(f"{processes.PREFIX}*"))) == 3 and room.is_symlink()
+    os.close(made._held)
+
+
+def test_a_sweep_leaves_an_own_folder_alone_whose_name_a_run_does_not_give(public, name):
+    """A person may have called it so; as a pattern the name means other folders."""
+    live = SHARED / name
+    live.mkdir(mode=0o700)
+    for called in (f"{processes.PREFIX}{name[9:16]}*", f"{processes.PREFIX}results"):
+        (public / called).mkdir(mode=0o700)
+        old(public / called)
+    processes.sweep()
+    assert live.exists() and len(list(public.iterdir())) == 2
+
+
+@stranger.needed
+def test_the_end_of_a_run_removes_nothing_of_others(public):
+    """They see the folder's name, and may give one that begins alike to what is theirs, or lead it elsewhere."""
+    with tempfile.TemporaryDirectory() as mine:
+        Path(mine, "file").write_text("x")
+        kept = processes.Temporary()
+        theirs, link = (SHARED / f"{kept.folder.name}-{n}" for n in ("theirs", "link"))
+        stranger.act(MAKES, theirs)
+        stranger.act(LINKS, mine, link)
+        kept.close()
+        left = theirs.is_dir(), link.is_symlink(), Path(mine, "file").exists()
+        link.unlink(missing_ok=True)
+        shutil.rmtree(theirs, ignore_errors=True)
+    assert left == (True, True, True)
+
+
+PLANTED = ("msgspec", "numpy", "psutil", "ray", "rich", "safetensors", "torch", "transformers")
+PLANTS = """
+for name in sys.argv[2:]:
+    Path(sys.argv[1], name + ".py").write_text(f"open({str(Path(sys.argv[1], 'harmed'))!r}, 'a').write(__name__)")
+"""
+
+
+@stranger.needed
+@pytest.mark.parametrize("program", [DRIVER, ("-P", "-m", processes.PROGRAM)])
+def test_no_module_comes_from_the_folder_in_which_a_run_is_started(public, program):
+    stranger.act(PLANTS, public, *PLANTED)
+    subprocess.run([sys.executable, *program, str(public)], cwd=public, stdin=subprocess.DEVNULL, capture_output=True)
+    assert not (public / "harmed").exists()
+
+
+# What another user finds below some paths: what can be read, written to, entered or connected to.
+WALKS = """
+found = []
+def walk(path):
+    try:
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            if os.access(path, os.W_OK):
+                found.append(["written", str(path)])
+            for below in list(path.iterdir()):
+                found.append(["listed", str(below)])
+                walk(below)
+        elif stat.S_ISREG(mode):
+            for way, how in ("read", os.O_RDONLY), ("written", os.O_WRONLY):
+                try:
+                    os.close(os.open(path, how))
+                    found.append([way, str(path)])
+                except OSError:
+                    pass
+        elif stat.S_ISSOCK(mode):
+            socket.socket(socket.AF_UNIX).connect(str(path))
+            found.append(["connected", str(path)])
+    except OSError:
+        pass
+for path in sys.argv[1:]:
+    walk(Path(path))
+print(json.dumps(found))
+"""
+
+
+def opened(pids):
+    """The files of /tmp and /dev/shm that processes have open or mapped, and that have a name."""
+    found = set()
+    for pid in pids:
+        try:
+            of = Path(f"/proc/{pid}")
+            lines = (of / "maps").read_text().splitlines()
+            named = [line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6]
+            named += [str(fd.readlink()) for fd in (of / "fd").iterdir()]
+        except OSError:  # it has ended
+            continue
+        found |= {n for n in named if n.startswith(("/tmp/", "/dev/shm/", "/var/tmp/")) and Path(n).exists()}
+    return found
+
+
+@pytest.mark.slow
+@stranger.needed
+def test_another_user_finds_nothing_of_a_run_that_is_on(public):
+    """Its temporary folder, its rows, its sockets, its tokens; and modules in the folder where it was started, which
+    is open to all, are not taken by any of its processes."""
+    place = Place(public)
+    place.temporary.chmod(0o1777)
+    place.write()
+    stranger.act(PLANTS, public, *PLANTED)
+    command = [Path(sysconfig.get_path("scripts"), "msrl-run"), "p.rlg", *SMALL, "--out", "out", "--iterations", "500"]
+    variables = {**os.environ, "TMPDIR": str(place.temporary)}
+    log = public / "log"
+    with log.open("wb") as output:
+        run = subprocess.Popen(
+            [*command, "--watch", "--metrics-port", "0"], cwd=public, env=variables, stdout=output, stderr=output
+        )
+    try:
+        place.wait_for_lines("out", 1)
+        (folder,) = place.temporary.iterdir()
+        rooms = [p for p in SHARED.iterdir() if p.name.startswith(f"{folder.name}-")]
+        token = re.search(r"[?]token=(\S+)", log.read_text())[1]
+        pids = place.processes()
+        reached = stranger.act(WALKS, folder, *rooms, *(p for p in opened(pids) if not p.startswith(str(public))))
+        told = [p for p in (public / "out").rglob("*") if p.is_file() and token.encode() in p.read_bytes()]
+        theirs = stranger.act(WALKS, public / "out")
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (folder, *rooms, folder / "attempt.json")}
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.wait(60)
+    assert reached.strip() == "[]"
+    assert len(rooms) == 1 and modes == {folder.name: 0o700, rooms[0].name: 0o700, "attempt.json": 0o600}
+    assert re.fullmatch(rf"{folder.name}-rows-0-[0-9a-f]{{32}}", rooms[0].name)
+    assert not told and "written" not in theirs
+    assert not (public / "harmed").exists()
+    place.assert_clean()
+    assert not [p for p in rooms if p.exists()]
