@@ -36,7 +36,7 @@ class Beside:
         ours, theirs = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.beside", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", f"{__package__}.beside", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...diagnostics import Fault
 from ..process import facts
-from ..process.joining import greet, living
+from ..process.joining import greet, job_config, living
 from . import machine
 from .finding import Finding, Host
 from .machine import Asked, Machine, Prober, look
@@ -35,7 +35,7 @@ def here(asked: Asked) -> list[Host]:
 def joined(address: str, asked: Asked) -> tuple[list[Host], list[Finding]]:
     """The hosts of a cluster, and what is wrong with those that are not among them."""
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -69,7 +69,7 @@ def _told(address: str, asked: Asked) -> dict[str, Any]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, job_config=job_config(), log_to_driver=False, logging_level="error")
     except (ConnectionError, RuntimeError) as error:
         said = " ".join(str(error).split())
         return {"refused": f"no Ray cluster could be joined at {address}: {said}", "help": STATUS}

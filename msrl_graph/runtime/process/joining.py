@@ -139,4 +139,4 @@ def living() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-__all__ = ["NoResources", "called", "greet", "living", "own_ray", "speak", "unreached"]
+__all__ = ["NoResources", "called", "greet", "job_config", "living", "own_ray", "speak", "unreached"]

@@ -45,7 +45,7 @@ def tried(plan: Plan) -> list[Diagnostic]:
     terms = own_terms(plan)
     if not terms:
         return []
-    command = (sys.executable, "-m", "msrl_graph.runtime.rank.split")
+    command = (sys.executable, "-P", "-m", "msrl_graph.runtime.rank.split")
     try:
         done = subprocess.run(
             command, input=msgspec.json.encode(plan), stdout=subprocess.PIPE, timeout=PATIENCE, check=True
