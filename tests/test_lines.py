@@ -1,107 +1,22 @@
-"""Lines between processes: every call is answered once, in order, also where a line breaks; strangers are not heard."""
+"""Lines between processes: every call is answered once, in order, also where a line breaks."""
 
-import asyncio
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import pytest
+from called import AWAY, HERE, KEY, Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.dock.lines import Lines, Post, Server
+from msrl_graph.runtime.dock.lines import Lines
 from msrl_graph.runtime.process.report import RunError
 
-TOKEN = b"of this run"
 
-
-class Served:
-    def __init__(self):
-        self.heard, self.gate = [], asyncio.Event()
-
-    async def echo(self, value):
-        self.heard.append(value)
-        return value
-
-    async def fail(self, words):
-        raise RunError(words)
-
-    async def wait(self):
-        self.heard.append("wait")
-        await self.gate.wait()
-        return "waited"
-
-    async def hidden(self):
-        raise AssertionError("not served")
-
-
-class Place:
-    """A loop in a thread with a server, which can go and be another one at another port."""
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        self.finds, self.lines, self.posts = 0, [], []
-        self.start()
-
-    def start(self):
-        self.served = self.run(self._served())
-        self.address = self.run(self.server.address("127.0.0.1"))
-
-    async def _served(self):
-        served = Served()
-        self.server = Server(served, ("echo", "fail", "wait"), TOKEN)
-        return served
-
-    def find(self, name):
-        assert name == "there"
-        self.finds += 1
-        return self.address
-
-    def run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
-
-    def end(self):
-        """As if the process had died: nobody listens, lines break."""
-        self.run(self._end())
-
-    async def _end(self):
-        self.server._server.close()
-        own = asyncio.current_task()
-        for task in asyncio.all_tasks(self.loop) - {own}:
-            task.cancel()
-        await asyncio.sleep(0.05)
-
-    def line(self):
-        """A line of this thread."""
-        self.lines.append(Lines(self.find, TOKEN).to("there"))
-        return self.lines[-1]
-
-    def post(self):
-        self.posts.append(Post("there", self._found, TOKEN))
-        return self.posts[-1]
-
-    async def _found(self, name):
-        return self.find(name)
-
-    def close(self):
-        for line in self.lines:
-            line.close()
-        for post in self.posts:
-            self.loop.call_soon_threadsafe(post.close)
-        self.end()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
-        self.loop.close()
-
-
-@pytest.fixture
-def place():
-    made = Place()
+@pytest.fixture(params=[HERE, AWAY], ids=["here", "away"])
+def place(request):
+    made = Place(request.param)
     yield made
     made.close()
 
@@ -119,9 +34,9 @@ arrays = st.sampled_from([np.int32, np.float32, np.uint8, np.bool_, np.int64]).f
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(arrays, max_size=4))
-def test_arrays_of_any_size_arrive_as_they_were(some):
-    place = Place()
+@given(st.lists(arrays, max_size=4), st.sampled_from([HERE, AWAY]))
+def test_arrays_of_any_size_arrive_as_they_were(some, host):
+    place = Place(host)
     try:
         got = place.line().send("echo", some).get()
         assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(got, some, strict=True))
@@ -134,9 +49,9 @@ def test_arrays_of_any_size_arrive_as_they_were(some):
 @pytest.mark.parametrize("own", [True, False])
 def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_for(place, own):
     """A process that writes rows does not wait for its dock, but for rows that come of them from another one."""
-    other = Place()
+    other = Place(name="other")
     try:
-        lines = Lines(lambda name: {"there": place, "other": other}[name].address, TOKEN)
+        lines = Lines(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
         lines.to("there").send("echo", 0).get()
         heard, answer = [], lines.to("there").send("wait")
 
@@ -210,7 +125,7 @@ def test_a_call_that_waits_goes_with_the_next_one(place):
 
 
 def test_each_thread_has_a_line_of_its_own(place):
-    lines, done = Lines(place.find, TOKEN), []
+    lines, done = Lines(place.find, HERE, KEY), []
     place.lines.append(lines.to("there"))
     waits = lines.to("there").send("wait")
 
@@ -225,15 +140,3 @@ def test_each_thread_has_a_line_of_its_own(place):
     assert done == [5]  # though this thread's call has no answer yet
     place.loop.call_soon_threadsafe(place.served.gate.set)
     assert waits.get() == "waited"
-
-
-@pytest.mark.parametrize("says", [b"", b"x" * 32, b"y" * 5000])
-def test_who_does_not_know_the_token_is_not_heard(place, says):
-    with socket.create_connection(place.address, timeout=10) as stranger:
-        assert len(stranger.recv(64)) == 32
-        stranger.sendall(says)
-        if len(says) < 32:
-            stranger.shutdown(socket.SHUT_WR)
-        with suppress(ConnectionResetError):  # it had more to say
-            assert stranger.recv(64) == b""
-    assert not place.server.messages

@@ -17,6 +17,7 @@ from side import COLUMNS, NODES, Setup, Side, Times, check, marks, memory, on, p
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan, from_json
 from msrl_graph.runtime.data.columns import Column, Piece, offsets_of, texts
+from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
 from msrl_graph.runtime.dock.readers import members, readers
@@ -160,7 +161,7 @@ class Ours(Side):
         hosts = len(setup.hosts)
         self.plan = planned(setup)
         found = readers(self.plan)
-        every, way = members(self.plan, found, secrets.token_bytes(32))
+        every, way = members(self.plan, found, new_key() if hosts > 1 else b"")
         self.room = f"msrl-run-{secrets.token_hex(4)}"
         kinds: Any = (DockHost, Worker)
         self.docks = []

@@ -8,7 +8,6 @@ real controllers and warehouses. When it ends, or is killed, no process and no t
 from __future__ import annotations
 
 import os
-import secrets
 import statistics
 import subprocess
 import sys
@@ -187,7 +186,7 @@ class Docked:
 
 def dock(plan: Plan, folder: Path) -> Docked:
     found, kind = readers(plan), cast(Any, DockHost)
-    (member,), way = members(plan, found, secrets.token_bytes(32))
+    (member,), way = members(plan, found)
     size = 8 * sum(plan.graph.column_bytes.values())
     host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, room_name(folder.name, 0), size)
     writer, reader = (Client(name, found, way, 0) for name in ("writer", "reader"))

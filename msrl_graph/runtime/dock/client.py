@@ -21,8 +21,9 @@ from ..data.columns import Array, Column, Piece, concatenate, joined
 from ..process import log, points
 from ..process.report import Event, Report
 from ..process.task import Task
+from .channel import Address
 from .controller import Again, Question, Take
-from .lines import Address, Lines
+from .lines import Lines
 from .readers import Reader
 from .segments import Activity, Room, Segments
 from .warehouse import SPLIT, payload, taken
@@ -39,7 +40,7 @@ class Client:
     def __init__(self, process: str, readers: list[Reader], way: Way, host: int) -> None:
         self.process, self.host, self.way = process, host, way
         self.readers = {r.node: r for r in readers}
-        self.lines = Lines(found, way.token)
+        self.lines = Lines(found, host, way.key)
         self.home = way.hosts.index(host) if host in way.hosts else 0
         self.segments: Segments | None = None  # of this host, once it is asked for
         self.activity: Activity | None = None

@@ -19,8 +19,9 @@ from ..data.columns import Piece
 from ..process import points
 from ..process.report import RunError
 from ..process.task import Task
+from .channel import Address
 from .controller import Controller, Question, Take
-from .lines import Address, Post, Server
+from .lines import Post, Server
 from .readers import Reader
 from .seen import look
 from .segments import Room, Segments
@@ -65,8 +66,8 @@ class DockHost:
         self.room = Room.made(room, size)
         self.warehouse = Warehouse(members[index].warehouse, Segments(self.room), way.capacity)
         self.hears = members[index].hears
-        self.others = [(m, Post(m.name, _found, way.token)) for i, m in enumerate(members) if i != index]
-        self.server = Server(self, SERVED, way.token)
+        self.others = [(m, Post(m.name, _found, self.host, way.key)) for i, m in enumerate(members) if i != index]
+        self.server = Server(self.process, self, SERVED, way.key)
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.restoring = asyncio.Lock()
         self.changed = asyncio.Condition()
@@ -80,7 +81,7 @@ class DockHost:
 
     async def address(self) -> Address:
         """Where it listens."""
-        return await self.server.address(ray.util.get_node_ip_address())
+        return self.server.address(self.host, str(self.room.path), ray.util.get_node_ip_address())
 
     async def _ready(self) -> None:
         if not self.stale:

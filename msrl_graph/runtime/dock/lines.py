@@ -2,7 +2,8 @@
 
 Invariant: a line answers in the order of its calls, each once, or raises what the served method raised. A call whose
 line breaks is made again on a new line to the same name: what is served may be called twice and must not mind. Nothing
-is read from a process that has not proved that it is of the run: both know a token, which never travels.
+is read from a process that has not proved that it is of the run (channel.py), and a server answers only those who mean
+it: a line begins with the name of the process that it is to.
 
 Ray starts the processes and says where they are; calls do not go through it, since one of its own takes some two
 milliseconds of a processor, one of these a tenth of that.
@@ -11,11 +12,10 @@ milliseconds of a processor, one of these a tenth of that.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import pickle
-import secrets
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -26,19 +26,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-Address = tuple[str, int]
+from ..process.report import RunError
+from .channel import Address, Impostor, Listener, connect, open_streams
+
 Find = Callable[[str], Address]
 Call = tuple[str, Sequence[Any]]
 
 T = TypeVar("T")
 
 _HEAD = struct.Struct("<IQ")  # how many buffers follow a message, and its own bytes
-_NONCE = 32
+_NAME = struct.Struct("<H")  # bytes of the name that a line begins with
 _SMALL = 1 << 12  # bytes of a buffer that is not worth a place of its own
-# Seconds: until a host that has vanished is noticed, from silence and from what it does not take.
-_IDLE, _EVERY, _TIMES = 5, 5, 3
 _TENDS = 0.5  # seconds between looks at a thread's own lines, while it waits for another thread
 _PAUSE = 0.05  # seconds between tries to reach a process that is being started again
+_PROVES = 30.0  # seconds for which what answers may be something else than the process that is meant
 
 
 def framed(message: Any) -> list[Any]:
@@ -57,35 +58,39 @@ def framed(message: Any) -> list[Any]:
     return [_HEAD.pack(len(views), len(data)) + sizes + data, *views]
 
 
-def proof(token: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(token, nonce, "sha256")
+def greeting(name: str) -> bytes:
+    """Return what a line to the process of this name begins with."""
+    data = name.encode()
+    return _NAME.pack(len(data)) + data
 
 
 class Server:
-    """Serves some `methods` of an object, which are coroutines, to whoever knows the token."""
+    """Serves some `methods` of an object, which are coroutines, under a name, to the processes that have the run's
+    key."""
 
-    def __init__(self, served: Any, methods: Sequence[str], token: bytes) -> None:
-        self.served, self.methods, self.token = served, frozenset(methods), token
+    def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
+        self.name = name
+        self.served, self.methods = served, frozenset(methods)
+        self.listener = Listener(key, self._serve)
         self.messages = 0
-        self._server: asyncio.Server | None = None
+        self._address: Address | None = None
 
-    async def address(self, host: str) -> Address:
-        """Where it listens: begins to, the first time."""
-        if self._server is None:
-            self._server = await asyncio.start_server(self._serve, host, 0)
-        found: Address = self._server.sockets[0].getsockname()[:2]
-        return found
+    def address(self, host: int, folder: str, ip: str) -> Address:
+        """Where it listens: begins to, the first time. `folder` is a private one of this host, `ip` an address of it
+        that other hosts can reach."""
+        if self._address is None:
+            self._address = self.listener.start(host, folder, ip)
+        return self._address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            _heed(writer.get_extra_info("socket"))
-            writer.write(nonce := secrets.token_bytes(_NONCE))
-            if not hmac.compare_digest(await reader.readexactly(32), proof(self.token, nonce)):
+            (size,) = _NAME.unpack(await reader.readexactly(_NAME.size))
+            if await reader.readexactly(size) != self.name.encode():
                 return
             while True:
                 calls = await _read(reader)
                 self.messages += 1
-                writer.writelines(framed([await self._called(*call) for call in calls]))
+                _write(writer, framed([await self._called(*call) for call in calls]))
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass  # who called is gone
@@ -101,13 +106,36 @@ class Server:
             return False, error
 
 
-class Post:
-    """A coroutine's line: what is sent waits in a queue, one call after the other."""
+class Doubt:
+    """What is thought of a process that has not proved to be the one that is meant."""
 
-    def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], token: bytes) -> None:
-        self.name, self.find, self.token = name, find, token
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._since = 0.0
+
+    def failed(self, error: OSError, address: Address) -> None:
+        """Count a try that failed. Raises RunError when what answers has been something else for a while: a port can be
+        another program's for a moment after a process has died."""
+        if not isinstance(error, Impostor | ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
+            return
+        self._since = self._since or time.monotonic()
+        if time.monotonic() - self._since > _PROVES:
+            at = f"{address.ip}:{address.port}" if address.port else address.folder
+            raise RunError(f"what answers at {at} is not the {self.name} of this run: {error}") from error
+
+    def settled(self) -> None:
+        """It has proved to be that process."""
+        self._since = 0.0
+
+
+class Post:
+    """A coroutine's line from a process of a `host`: what is sent waits in a queue, one call after the other."""
+
+    def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
+        self.name, self.find, self.host, self.key = name, find, host, key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
+        self._doubt = Doubt(name)
 
     async def send(self, method: str, *arguments: Any) -> Any:
         """The answer."""
@@ -115,7 +143,7 @@ class Post:
             while True:
                 try:
                     reader, writer = self._streams = self._streams or await self._connect()
-                    writer.writelines(framed([(method, arguments)]))
+                    _write(writer, framed([(method, arguments)]))
                     await writer.drain()
                     ((done, value),) = await _read(reader)
                     break
@@ -132,9 +160,14 @@ class Post:
         self._streams = None
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection(*await self.find(self.name))
-        _heed(writer.get_extra_info("socket"))
-        writer.write(proof(self.token, await reader.readexactly(_NONCE)))
+        address = await self.find(self.name)
+        try:
+            reader, writer = await open_streams(address, self.host, self.key)
+        except OSError as error:
+            self._doubt.failed(error, address)
+            raise
+        self._doubt.settled()
+        writer.write(greeting(self.name))
         return reader, writer
 
 
@@ -158,8 +191,9 @@ class Line:
     """A thread's line to the process of a name. Answers are read when they are asked for, or while that of another of
     the thread's lines, `every`, is waited for: it might never come where a call on this one was lost."""
 
-    def __init__(self, name: str, find: Find, token: bytes, every: Mapping[str, Line]) -> None:
-        self.name, self.find, self.token, self.every = name, find, token, every
+    def __init__(self, name: str, find: Find, host: int, key: bytes, every: Mapping[str, Line]) -> None:
+        self.name, self.find, self.host, self.key, self.every = name, find, host, key, every
+        self._doubt = Doubt(name)
         self._socket: socket.socket | None = None
         self._held: list[tuple[Answer, Call]] = []  # for the next message
         self._open: deque[list[tuple[Answer, Call]]] = deque()  # messages without an answer
@@ -219,28 +253,29 @@ class Line:
         while True:
             address = self.find(self.name)  # raises where the process is gone for good
             try:
-                self._socket = socket.create_connection(address)
-                _heed(self._socket)
-                self._socket.sendall(proof(self.token, bytes(_exactly(self._socket, _NONCE))))
+                self._socket = connect(address, self.host, self.key)
+                self._doubt.settled()
+                self._socket.sendall(greeting(self.name))
                 for calls in self._open:
                     _send(self._socket, framed([call for _, call in calls]))
                 return
-            except OSError:
+            except OSError as error:
                 self.close()
+                self._doubt.failed(error, address)
                 time.sleep(_PAUSE)
 
 
 class Lines:
-    """The lines of a process: each of its threads has its own."""
+    """The lines of a process of a `host`: each of its threads has its own."""
 
-    def __init__(self, find: Find, token: bytes) -> None:
-        self.find, self.token = find, token
+    def __init__(self, find: Find, host: int, key: bytes) -> None:
+        self.find, self.host, self.key = find, host, key
         self._own = threading.local()
 
     def to(self, name: str) -> Line:
         known: dict[str, Line] = self._own.__dict__.setdefault("lines", {})
         if name not in known:
-            known[name] = Line(name, self.find, self.token, known)
+            known[name] = Line(name, self.find, self.host, self.key, known)
         return known[name]
 
     def wait(self, asked: futures.Future[T]) -> T:
@@ -257,26 +292,19 @@ def _readable(lines: Sequence[Line], patience: int | None) -> list[Line]:
     """Those with open calls on which something can be read, or which broke; waits for one, as many milliseconds as
     there is patience (None: without end)."""
     of = {line._socket.fileno(): line for line in lines if line._open and line._socket is not None}
+    # What TLS has read and nobody has asked for yet, the system does not know of.
+    held = [line for line in of.values() if isinstance(line._socket, ssl.SSLSocket) and line._socket.pending()]
     poll = select.poll()
     for number in of:
         poll.register(number, select.POLLIN)
-    return [of[number] for number, _ in poll.poll(patience)]
-
-
-def _heed(connection: Any) -> None:
-    """Sends small messages at once, and notices within some 20 s that the other host is gone."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, _IDLE),
-        (socket.TCP_KEEPINTVL, _EVERY),
-        (socket.TCP_KEEPCNT, _TIMES),
-        (socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _EVERY * _TIMES)),
-    ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return held or [of[number] for number, _ in poll.poll(patience)]
 
 
 def _send(connection: socket.socket, parts: list[Any]) -> None:
+    if isinstance(connection, ssl.SSLSocket):
+        for part in parts:
+            connection.sendall(part)
+        return
     views = deque(memoryview(p).cast("B") for p in parts if memoryview(p).nbytes)
     while views:
         sent = connection.sendmsg([v for _, v in zip(range(64), views)])  # noqa: B905
@@ -285,6 +313,11 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
                 views[0] = views[0][sent:]
                 break
             sent -= len(views.popleft())
+
+
+def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
+    for part in parts:
+        writer.write(part)
 
 
 def _exactly(connection: socket.socket, size: int) -> memoryview:

@@ -123,13 +123,13 @@ def readers(plan: Plan) -> list[Reader]:
     return found
 
 
-def members(plan: Plan, found: Sequence[Reader], token: bytes) -> tuple[list[Member], Way]:
+def members(plan: Plan, found: Sequence[Reader], key: bytes = b"") -> tuple[list[Member], Way]:
     """The dock's processes, one for each host that has a warehouse or a controller, and the way to them."""
     at = {c.node: c.host for c in plan.docks.controllers}
     stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
     names = {host: f"dock of host {host}" for host in sorted({*at.values(), *stores})}
     hears = {h: frozenset(c for r in found if at[r.node] == h for c in r.hears) for h in names}
     way = Way(
-        {node: names[h] for node, h in at.items()}, [names[h] for h in stores], [*stores], token, plan.docks.capacity
+        {node: names[h] for node, h in at.items()}, [names[h] for h in stores], [*stores], key, plan.docks.capacity
     )
     return [Member(name, h, stores.get(h, -1), hears[h]) for h, name in names.items()], way

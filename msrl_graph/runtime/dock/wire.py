@@ -31,14 +31,14 @@ class Way:
 
     - `controllers`: by node the name of the process that has its controller; `warehouses`: by the warehouse's index the
       name of the process that has it, and `hosts` its host.
-    - `token`: what processes of the run know each other by.
+    - `key`: what processes of the run on several hosts know each other by (channel.py); nothing on one host.
     - `capacity`: bytes of rows that a warehouse takes; 0: what its host's memory holds.
     """
 
     controllers: Mapping[str, str]
     warehouses: Sequence[str]
     hosts: Sequence[int]
-    token: bytes
+    key: bytes
     capacity: int = 0
 
 

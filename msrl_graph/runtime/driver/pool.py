@@ -8,7 +8,6 @@ a pool on this machine, the supervisor ends.
 from __future__ import annotations
 
 import os
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from ...hardware.device_kinds import HOST
 from ...ir.ahead import lanes
 from ...ir.located import remote
 from ...ir.plan import Plan
+from ..dock.channel import new_key
 from ..dock.readers import members, readers
 from ..process import joining, shipped
 from ..process.joining import NoResources
@@ -115,7 +115,7 @@ class Pool:
 
         # What may be started again is told its partners by name.
         found = readers(plan)
-        docks, way = members(plan, found, secrets.token_bytes(32))
+        docks, way = members(plan, found, new_key() if cluster.nodes > 1 else b"")
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:

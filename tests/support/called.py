@@ -1,0 +1,99 @@
+"""A process that is called by lines, in a thread of this one."""
+
+import asyncio
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+from msrl_graph.runtime.dock.channel import new_key
+from msrl_graph.runtime.dock.lines import Lines, Post, Server
+from msrl_graph.runtime.process.report import RunError
+
+KEY = new_key()
+HERE, AWAY = 0, 1  # hosts, as a process of host 0 sees them
+
+
+class Served:
+    def __init__(self):
+        self.heard, self.gate = [], asyncio.Event()
+
+    async def echo(self, value):
+        self.heard.append(value)
+        return value
+
+    async def fail(self, words):
+        raise RunError(words)
+
+    async def wait(self):
+        self.heard.append("wait")
+        await self.gate.wait()
+        return "waited"
+
+    async def hidden(self):
+        raise AssertionError("not served")
+
+
+class Place:
+    """A loop in a thread with a server, which can go and be another one at another port."""
+
+    def __init__(self, host=AWAY, key=KEY, name="there", below=""):
+        self.host, self.key, self.name = host, key, name
+        self.top = tempfile.mkdtemp()
+        self.folder = f"{self.top}/{below or 'own'}"
+        Path(self.folder).mkdir(0o700)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.finds, self.lines, self.posts = 0, [], []
+        self.start()
+
+    def start(self):
+        self.run(self._start())
+
+    async def _start(self):
+        self.served = Served()
+        self.server = Server(self.name, self.served, ("echo", "fail", "wait"), self.key)
+        self.address = self.server.address(self.host, self.folder, "127.0.0.1")
+
+    def find(self, name):
+        assert name == "there"
+        self.finds += 1
+        return self.address
+
+    def run(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(10)
+
+    def end(self):
+        """As if the process had died: nobody listens, lines break."""
+        self.run(self._end())
+
+    async def _end(self):
+        self.server.listener.close()
+        own = asyncio.current_task()
+        for task in asyncio.all_tasks(self.loop) - {own}:
+            task.cancel()
+        await asyncio.sleep(0.05)
+
+    def line(self):
+        """A line of this thread."""
+        self.lines.append(Lines(self.find, HERE, KEY).to("there"))
+        return self.lines[-1]
+
+    def post(self):
+        self.posts.append(Post("there", self._found, HERE, KEY))
+        return self.posts[-1]
+
+    async def _found(self, name):
+        return self.find(name)
+
+    def close(self):
+        for line in self.lines:
+            line.close()
+        for post in self.posts:
+            self.loop.call_soon_threadsafe(post.close)
+        self.end()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
+        shutil.rmtree(self.top)
