@@ -2,6 +2,8 @@
 iteration."""
 
 import io
+import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ from msrl_graph.ir.ahead import Sends
 from msrl_graph.ir.plan import METRICS
 from msrl_graph.runtime.metrics.display import comparison
 from msrl_graph.runtime.metrics.record import Recorder, imbalances
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.metrics.trace import Trace
+from msrl_graph.runtime.process.report import Event, Report
 from msrl_graph.runtime.process.task import Task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -164,3 +167,32 @@ def test_imbalance_is_that_of_each_round() -> None:
     reports[1].loads = {"actor.update": [10, 30], "actor.infer": [5]}
     reports[2].loads = {"host.reward": [40]}
     assert imbalances(reports) == {"actor.update": 1.5, "actor.infer": 1.0}
+
+
+def test_the_trace_takes_no_more_of_a_long_run_than_of_a_short_one(tmp_path):
+    """Tasks from the beginning and from the end, as docs/running.md says."""
+
+    def task(number):
+        reports = [Report("rank 0"), Report("rank 1")]
+        for report in reports:
+            report.events += [Event(f"phase {i}", number + i / 100, 0.005, {"group": i}, "dock") for i in range(50)]
+        return reports
+
+    trace = Trace(lambda process: f"{process} on host 0")
+    tracemalloc.start()
+    for number in range(250):
+        trace.add(number, task(number))
+    before = tracemalloc.get_traced_memory()[0]
+    for number in range(250, 500):
+        trace.add(number, task(number))
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 100_000  # bytes, of 250 tasks
+    trace.write(tmp_path / "trace.json")
+    written = json.loads((tmp_path / "trace.json").read_text())
+    events = [e for e in written["traceEvents"] if e["ph"] == "X"]
+    kept = sorted({e["args"]["iteration"] for e in events})
+    assert kept == [*range(20), *range(320, 500)] and written["otherData"] == {"tasks left out": 300}
+    assert len(events) == 200 * 100 and events[0]["ts"] == 0 and events[0]["args"] == {"iteration": 0, "group": 0}
+    names = [e["args"]["name"] for e in written["traceEvents"] if e["ph"] == "M"]
+    assert names == ["rank 0 on host 0", "work", "dock", "rank 1 on host 0", "work", "dock"]

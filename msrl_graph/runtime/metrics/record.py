@@ -1,7 +1,7 @@
 """What a run leaves behind: metrics, curve, trace, and predicted against measured.
 
 Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what
-is in memory.
+is in memory. What is kept there grows with the metrics alone: the trace is bounded (trace.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..process.report import Report
 from .predicted import estimate
 from .spread import spreads
 from .tensorboard import TensorBoard
+from .trace import Trace
 
 METRICS = "metrics.jsonl"  # within a run's folder
 _GZIP = 31  # zlib's `wbits` of a gzip file
@@ -49,10 +50,8 @@ class Recorder:
         self.folder, self.plan = folder, plan
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
-        self.events: list[dict[str, Any]] = []
+        self.trace = Trace(self._placed)
         self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
-        self._lanes: dict[str, dict[str, int]] = {}  # of the trace: by process, what it does beside its work, too
-        self._start: float | None = None
         path = folder / METRICS
         kept, _ = whole_lines(path)
         kept = kept[:keep]
@@ -100,7 +99,7 @@ class Recorder:
             line |= {f"{e.dst}/reshard_bytes": max((r.bytes.get(e.name, 0) for r in reports), default=0) for e in edges}
         self._write(line)
         self.lines.append(line)
-        self._trace(iteration, reports)
+        self.trace.add(iteration, reports)
         return line
 
     def memory(self, reports: list[Report]) -> None:
@@ -120,7 +119,7 @@ class Recorder:
         line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **counted}
         self._write(line)
         self.evaluations.append(line)
-        self._trace(iteration, reports)
+        self.trace.add(iteration, reports)
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -138,37 +137,11 @@ class Recorder:
         """All lines so far, as a gzip file's bytes."""
         return bytes(self._copied) + self._gzip.copy().flush()
 
-    def _trace(self, iteration: int, reports: list[Report]) -> None:
-        for report in reports:
-            lanes = self._lanes.setdefault(report.process, {"": 0})
-            process = list(self._lanes).index(report.process)
-            for event in report.events:
-                self._start = event.start if self._start is None else min(self._start, event.start)
-                self.events.append(
-                    {
-                        "name": event.name,
-                        "ph": "X",
-                        "ts": event.start,
-                        "dur": event.seconds * 1e6,
-                        "pid": process,
-                        "tid": lanes.setdefault(event.beside, len(lanes)),
-                        "args": {"iteration": iteration, **event.facts},
-                    }
-                )
-
     def close(self) -> None:
         """Writes trace and curve."""
         self._metrics.close()
         self._tensorboard.close()
-        names: list[dict[str, Any]] = []
-        for pid, (process, lanes) in enumerate(self._lanes.items()):
-            told = {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self._placed(process)}}
-            names += [told, *(_lane(pid, tid, beside or "work") for beside, tid in lanes.items())]
-        for event in self.events:
-            event["ts"] = (event["ts"] - (self._start or 0.0)) * 1e6
-        (self.folder / "trace.json").write_text(
-            json.dumps({"traceEvents": names + self.events, "displayTimeUnit": "ms"})
-        )
+        self.trace.write(self.folder / "trace.json")
         if self.lines:
             self._curve()
 
@@ -295,10 +268,6 @@ class Recorder:
     def _phase(self, op: str, node: str) -> str:
         """The plan's name for what an instruction does."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
-
-
-def _lane(pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 def _failed(key: str) -> bool:
