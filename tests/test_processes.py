@@ -148,3 +148,44 @@ def test_where_no_folder_can_be_made_it_is_told(monkeypatch):
     monkeypatch.setattr(sys, "executable", shutil.which("false"))  # as a keeper ends that meets a full disk
     with pytest.raises(OSError, match="no temporary folder could be made in "), closing(Temporary()):
         pass
+
+
+def test_a_keeper_that_is_stopped_is_not_waited_for():
+    """Neither at the end nor while it is told something: `close` does its work."""
+    kept = Temporary()
+    process = subprocess.Popen(SLEEP, start_new_session=True)
+    os.kill(kept.keeper, signal.SIGSTOP)
+    kept.ends(process.pid)
+    begin = time.monotonic()
+    kept.close()
+    assert time.monotonic() - begin < 10
+    assert not alive(process.pid) and not kept.folder.exists() and not alive(kept.keeper)
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_keeper_that_is_gone_is_replaced_and_the_next_one_ends_the_run(number):
+    script = OWNER.replace("time.sleep(300)\n", "pass\n").replace(
+        "print(kept.folder", "import signal, select\nprint(kept.folder"
+    )
+    script += """
+while True:
+    time.sleep(0.1)
+    if told := kept.tend(0.1, 0.5):
+        print(told, kept.keeper, flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    folder, *pids = process.stdout.readline().split()
+    keeper, leader, marked = map(int, pids)
+    os.kill(keeper, number)
+    told = process.stdout.readline()
+    what = "died" if number == signal.SIGKILL else "does not move for 0 s (stopped); killed"
+    assert told.startswith(f"the keeper {what}; another one was started "), told
+    other = int(told.split()[-1])
+    assert not alive(keeper) and alive(other) and all(map(alive, (leader, marked))) and Path(folder).is_dir()
+    os.utime(folder, (0, 0))
+    processes.sweep()  # of another run
+    assert Path(folder).is_dir() and alive(marked)
+    with process:
+        process.kill()
+    assert until(lambda: not Path(folder).exists() and not any(map(alive, (other, leader, marked))))

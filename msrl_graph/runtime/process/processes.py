@@ -3,8 +3,8 @@
 Invariant: only what bears a run's mark, or is of its driver's session, is ended. Only a folder that no keeper holds is
 removed, and only one of this user's, of mode 0700, under a name that a run gives: never through a link, and a name is
 never a pattern. A *keeper* is a process that makes a temporary folder, waits until whoever started it lets go of it or
-is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. This
-file is run as its program, so it imports little of the package.
+is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. A
+keeper that died, or is stopped, is replaced. This file is run as its program, so it imports little of the package.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +42,7 @@ TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
 TIDIES = 3.0  # seconds that they are left
 PROGRAM = "msrl_graph.runtime.process.processes"
 _ENDED = "ended"  # what a keeper says at its end
+HELD_UP = 2.0  # seconds that a keeper may be stopped, when its work is waited for
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
@@ -56,40 +60,108 @@ def alive(pid: int) -> bool:
         return False
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Temporary:
-    """A temporary folder and its keeper."""
+    """A temporary folder and its keeper. This process holds the folder, too, so that nobody sweeps it up while a keeper
+    is replaced."""
 
     def __init__(self) -> None:
+        self._session, self._standing, self._turn = 0, 0.0, threading.Lock()
+        if not (folder := self._begin()):
+            raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
+        self.folder = Path(folder)
+        self._held = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def _begin(self, *folder: str) -> str:
+        """Starts a keeper, of a folder that is there or of a new one; the folder, where that could be done."""
         made = subprocess.Popen(
-            [sys.executable, "-P", "-m", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", PROGRAM, *folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert made.stdin is not None and made.stdout is not None
-        self._stdin, self._stdout, self._session = made.stdin, made.stdout, 0
-        pid, _, folder = made.stdout.readline().rstrip("\n").partition(" ")
+        pid, _, found = made.stdout.readline().rstrip("\n").partition(" ")
         made.wait()  # the keeper itself is a child of its, which has left it
-        if not folder:
-            self._stdin.close()
-            self._stdout.close()
-            raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
-        self.folder, self.keeper = Path(folder), int(pid)
+        if not found:
+            made.stdin.close()
+            made.stdout.close()
+            return ""
+        self._stdin, self._stdout, self.keeper = made.stdin, made.stdout, int(pid)
+        return found
 
     def ends(self, session: int) -> None:
         """The processes of this session are to be ended with the folder."""
-        self._session = session
+        with self._turn:
+            self._session = session
+            self._tell()
+
+    def _tell(self) -> None:
         with suppress(OSError):  # the keeper was killed: this process does its work
-            self._stdin.write(f"{session}\n")
+            self._stdin.write(f"{self._session}\n")
             self._stdin.flush()
 
-    def close(self) -> None:
-        """Ends what is left of the run, and removes the folder."""
-        with suppress(OSError):
-            self._stdin.close()
-        with self._stdout:
-            if self._stdout.read() != _ENDED:  # it was killed
-                end(str(self.folder), self._session)
+    def tend(self, seconds: float, limit: float) -> str:
+        """Replaces a keeper that died, or is stopped for `limit` seconds; called every so many `seconds`. What was
+        done, in words; nothing where the keeper is well."""
+        with self._turn:
+            if self._stdout.closed:
+                return ""
+            well, self._standing = alive(self.keeper), self._standing + seconds if stopped(self.keeper) else 0.0
+            if well and self._standing < limit:
+                return ""
+            how = f"does not move for {self._standing:.0f} s (stopped); killed" if well else "died"
+            self._drop()
+            if not self._begin(str(self.folder)):
+                return ""  # no process can be started now: this one does its work
+            self._standing = 0.0
+            if self._session:
+                self._tell()
+            return f"the keeper {how}; another one was started"
+
+    def _drop(self) -> None:
+        """Ends the keeper without the work that it is for."""
+        with suppress(ProcessLookupError):
+            os.kill(self.keeper, signal.SIGKILL)
         until = time.monotonic() + 2
         while alive(self.keeper) and time.monotonic() < until:
             time.sleep(0.005)
+        with suppress(OSError):
+            self._stdin.close()
+        self._stdout.close()
+
+    def close(self) -> None:
+        """Ends what is left of the run, and removes the folder."""
+        with self._turn:
+            with suppress(OSError):
+                self._stdin.close()
+            if self._ended():
+                self._stdout.close()
+            else:  # it was killed, or does not move
+                self._drop()
+                end(str(self.folder), self._session)
+            os.close(self._held)
+        until = time.monotonic() + 2
+        while alive(self.keeper) and time.monotonic() < until:
+            time.sleep(0.005)
+
+    def _ended(self) -> bool:
+        """Waits until the keeper has done its work; whether it has."""
+        said, standing, until = "", 0.0, time.monotonic() + 4 * MOST
+        while standing < HELD_UP and time.monotonic() < until:
+            if select.select([self._stdout], [], [], 0.1)[0]:
+                piece = os.read(self._stdout.fileno(), 16)
+                said += piece.decode()
+                if not piece:
+                    return said == _ENDED
+            standing = standing + 0.1 if stopped(self.keeper) else 0.0
+        return said == _ENDED
 
 
 def lent() -> Path:
@@ -181,16 +253,16 @@ def _remove_shared(run: str) -> None:
 
 
 def _keep() -> None:
-    """The keeper: says who it is and which folder it made, and hears of sessions until the pipe ends. It is nobody's
-    child, and in a session of its own: neither what a terminal sends to all of its processes reaches it, nor what `ray
-    job stop` sends to all below the one that it started."""
+    """The keeper: says who it is and which folder it made or took over, and hears of sessions until the pipe ends. It
+    is nobody's child, and in a session of its own: neither what a terminal sends to all of its processes reaches it,
+    nor what `ray job stop` sends to all below the one that it started."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix=PREFIX)
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     with suppress(OSError):  # who asked is dead already
         sys.stdout.write(f"{os.getpid()} {folder}\n")
         sys.stdout.flush()
