@@ -20,7 +20,7 @@ from typing import Any
 from ...ir.graph import Node
 from ...ir.plan import Plan, from_json
 from ..process import log, shipped
-from ..process.report import RunError
+from ..process.report import Lost, RunError
 from .running import Agents
 from .wire import Begin, Broken, Drawn, Next, Over, Setup, Wanted
 
@@ -63,7 +63,7 @@ class Beside:
             status = self.process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             what = f"`{self.node.name}` ({self.node.span.place}): the process of its agents has ended, with {how}"
-            raise RunError(what) from None
+            raise (Lost if status == -signal.SIGKILL else RunError)(what) from None
         if isinstance(found, Broken):
             raise RunError(found.message)
         return found

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import ray
 
 from ..data.columns import Piece
-from ..process import points
+from ..process import heartbeat, points
+from ..process.heartbeat import Heart, Limits
 from ..process.report import RunError
 from ..process.task import Task
 from .channel import Address
@@ -60,8 +61,12 @@ class DockHost:
         way: Way,
         room: str,
         size: int,
+        folder: str = "",
     ) -> None:
         self.process, self.host, self.deadline = members[index].name, members[index].host, deadline
+        self.run_folder = folder  # on this host; none where nobody watches who moves
+        if folder:
+            Heart(folder, self.process, Limits.of(deadline))
         self.controllers = {r.node: Controller(r) for r in readers}
         self.room = Room.made(room, size)
         self.warehouse = Warehouse(members[index].warehouse, Segments(self.room), way.capacity)
@@ -150,7 +155,9 @@ class DockHost:
         doing = {p: Doing(s.what, now - s.since) for p, s in said.items()}
         has, place = self.warehouse.index >= 0, self.warehouse
         seen = look(self.process, self.host, self.controllers, place if has else None, said) if watched else None
-        return Status(self.last, self.moves, waits, doing, seen)
+        ended = heartbeat.ended(self.run_folder) if self.run_folder else {}
+        moved = heartbeat.moved(self.run_folder) if self.run_folder else 0
+        return Status(self.last, self.moves, waits, doing, seen, ended, moved)
 
     # What ranks, function hosts and the other hosts' docks call.
 

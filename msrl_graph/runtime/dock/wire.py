@@ -7,7 +7,7 @@ changes nothing. Rows themselves travel as `Piece` and `Verdicts` (data/columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..data.columns import Array, Column, Piece, Verdicts
@@ -186,10 +186,13 @@ class Seen:
 @dataclass(frozen=True)
 class Status:
     """What the dock of a host knows of the run. `last` is the node that took rows last, `moves` grows while rows move;
-    `doing` is what each process said last."""
+    `doing` is what each process said last. `ended` are the processes of the host that did not move and were killed, by
+    id with the name and why; `bytes` what the host's processes have read and written."""
 
     last: str
     moves: int
     waits: tuple[Wait, ...]
     doing: dict[str, Doing]
     seen: Seen | None = None  # where somebody watches
+    ended: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    bytes: int = 0

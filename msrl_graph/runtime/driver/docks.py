@@ -51,6 +51,11 @@ class Docks:
             else:
                 self._asked[i] = (question, since, looks + 1)
 
+    def silent(self, seconds: float) -> list[int]:
+        """The docks that owe an answer for longer than so many seconds, though they were looked at."""
+        now = time.monotonic()
+        return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
+
     def lost(self, nodes: Sequence[str]) -> list[str]:
         """Of the hosts, by the ids that their nodes have in Ray, those that are silent and out of reach."""
         now = time.monotonic()

@@ -20,16 +20,18 @@ from ...diagnostics import Fault
 from ..dock.host import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.serve import Watching
-from ..process.report import RankFailed, RunError, Unjoined
+from ..process.heartbeat import DRIVER, Heart, Limits
+from ..process.report import Lost, RankFailed, RunError, Unjoined
 from ..weights import checkpoint
 from . import words
 from .devices import TooFew
 from .docks import HostLost
 from .iterations import Driver
-from .leaving import leave, watch
+from .leaving import leave, watch, with_parent
 from .pool import Pool
 from .probe import Silent
 from .signals import HEEDED, Signals
+from .standstill import Stuck
 from .supervisor import Attempt, Result
 
 
@@ -47,6 +49,10 @@ def main(folder: str) -> int:
     watching = Watching(attempt.plan, display.facts, attempt.ports)
     signals = Signals(display.say)
     pool = Pool(attempt, display.say)
+    if attempt.parent >= 0:
+        os.set_inheritable(attempt.lock, False)
+        threading.Thread(target=with_parent, args=(attempt,), daemon=True).start()
+    Heart(folder, DRIVER, Limits.of(attempt.plan.docks.deadline), pool.of_ray)
     over = threading.Event()
     threading.Thread(target=watch, args=(attempt, pool, over), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
@@ -90,13 +96,15 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("failed", str(cause))
         waits = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
-            return Result("failed", f"{cause}{waits}")
+            return Result("failed" if driver.at_fault() else "died", f"{cause}{waits}")
+        if isinstance(cause, Lost):
+            return Result("died", f"{cause}{waits}")
         # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
         dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | Unjoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
             lost = f"; {words.silent(gone)}" if gone else ""
-            return Result("died", f"{' and '.join(dead) or 'a process of Ray'} died{driver.place(dead)}{lost}{waits}")
+            return Result("died", f"{driver.fate(dead) if dead else 'a process of Ray died'}{lost}{waits}")
         if isinstance(cause, Unjoined):
             return Result("died", str(cause))
         if joint:
@@ -109,6 +117,8 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
     except Fault as fault:
         hosts = fault.hosts if isinstance(fault, TooFew) else 0
         return Result("fault", diagnostics=list(fault.diagnostics), hosts=hosts)
+    except Stuck as error:
+        return Result("died", str(error))
     except HostLost as error:
         return Result("died", f"{error}{driver.words()}")
     except (RunError, OSError, checkpoint.Unsound) as error:

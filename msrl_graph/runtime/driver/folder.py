@@ -10,14 +10,18 @@ import fcntl
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
 from ...ir.plan import Plan
 from ..data import recording as rows
 from ..weights import checkpoint
+
+DRIVER = "msrl_graph.runtime.driver.driver"  # the module that a driver's process runs
+ORPHAN = 15.0  # seconds that a driver is left to end after its supervisor
 
 # All that a run makes in its folder.
 MADE = (
@@ -119,19 +123,54 @@ def make(plan: Plan, folder: Path, stated: bool) -> Path:
 
 
 @contextmanager
-def lock(out: Path) -> Iterator[None]:
-    """Two runs never write into one folder. The lock goes with the process, however it ends."""
+def lock(out: Path) -> Iterator[int]:
+    """Two runs never write into one folder. The lock is held by the descriptor that is given, and goes with the last
+    process that has it, however it ends: the supervisor, and its driver."""
     handle = os.open(out, os.O_RDONLY)
+    until = time.monotonic() + ORPHAN
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            what = f"another run is writing into {out}"
-            raise Fault(
-                Diagnostic("bad-value", what, help="wait for its end, or name another folder with --out")
-            ) from None
-        except OSError:
-            pass  # a file system without locks: then nobody is kept out
-        yield
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # A driver whose supervisor was killed ends by itself.
+                if not any(map(_supervises, who := holders(out))) and time.monotonic() < until:
+                    time.sleep(0.1)
+                    continue
+                by = f" (process {' and '.join(map(str, who))})" if who else ""
+                what = f"another run is writing into {out}{by}"
+                help = f"wait for its end{', or end it' if who else ''}, or name another folder with --out"
+                raise Fault(Diagnostic("bad-value", what, help=help)) from None
+            except OSError:
+                break  # a file system without locks: then nobody is kept out
+        yield handle
     finally:
         os.close(handle)
+
+
+def holders(out: Path) -> list[int]:
+    """The processes that hold the lock of a folder, of those that this one may look at."""
+    found, here = [], out.stat()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and int(process.name) != os.getpid():
+            with suppress(OSError):
+                if any(_same(handle, here) for handle in (process / "fd").iterdir()):
+                    found.append(int(process.name))
+    return found
+
+
+def _same(handle: Path, folder: os.stat_result) -> bool:
+    """Whether a process's descriptor is of a folder, and has a lock."""
+    try:
+        facts = handle.parent.parent / "fdinfo" / handle.name
+        return os.path.samestat(handle.stat(), folder) and "FLOCK" in facts.read_text(encoding="ascii")
+    except OSError:
+        return False
+
+
+def _supervises(pid: int) -> bool:
+    """Whether a process that has a run's folder open is not just the driver, which ends with its supervisor."""
+    with suppress(OSError):
+        return DRIVER.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

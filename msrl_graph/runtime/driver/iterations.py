@@ -22,10 +22,11 @@ from ..metrics.failures import failures
 from ..metrics.record import METRICS, Recorder, restore
 from ..metrics.symptoms import Symptoms
 from ..process import points
+from ..process.heartbeat import Limits
 from ..process.report import Loaded, Report, RunError
 from ..process.task import Task
 from ..weights import checkpoint
-from . import words
+from . import function_hosts, words
 from .ahead import Ahead
 from .carried import Carried
 from .docks import Docks, HostLost
@@ -35,13 +36,14 @@ from .leaving import LOOK
 from .pool import Pool
 from .resuming import program
 from .signals import Signals
+from .standstill import LOADING, Fates, Standstill, Stuck, of_the_user
 from .supervisor import Attempt, Result
 
 # Seconds that a driver leaves the docks to tell of a wait before it does.
 AFTER = 2.0
 # Seconds that an iteration which is to be the last may stand still, twice the longest so far where that is more.
 STILL = 5.0
-DISK = 3600.0  # seconds that reading or writing weights may take
+PATIENCE = 15.0  # seconds that a disk may stand still under a checkpoint that is to be the last
 
 
 class _Running(NamedTuple):
@@ -64,6 +66,8 @@ class Driver:
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = here(attempt.plan)
         self.docks = Docks()
+        self.fates = Fates(attempt.folder)
+        self.limits = Limits.of(self.plan.docks.deadline)
         self.looked = 0.0  # when the docks were asked (time.monotonic)
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
@@ -80,7 +84,7 @@ class Driver:
         pool.connect()
         self.signals.heed()
         pool.start()
-        loaded: dict[str, Loaded] = self._wait(pool.started, DISK)[0]
+        loaded: dict[str, Loaded] = self._wait(pool.started, LOADING)[0]
         (out / "plan.json").write_text(self.attempt.plan.to_json(), encoding="utf-8")
         for name, data in loaded.items():
             if data.left_out:
@@ -119,7 +123,7 @@ class Driver:
             saved = self.attempt.resume
             self.carried.restore(Path(saved), resumed)
             begin = resumed.iteration
-            self._wait([r.resume.remote(saved, resumed) for r in self.pool.ranks], DISK)
+            self._written([r.resume.remote(saved, resumed) for r in self.pool.ranks])
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
@@ -175,7 +179,7 @@ class Driver:
                 self._evaluate(evaluation, run.iterations, sizes)
         for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
             folder = (out / "weights" / worker).absolute()
-            self._wait([r.save.remote(worker, str(folder)) for r in self.pool.ranks], DISK)
+            self._written([r.save.remote(worker, str(folder)) for r in self.pool.ranks])
             self.pool.parted.collect(folder)
         if self.attempt.url:
             self.pool.parted.leave(out.absolute(), self.attempt.url)
@@ -186,6 +190,7 @@ class Driver:
         """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
         self.display.phase(f"saving after {many(iteration, 'iteration')}")
         try:
+            self.signals.saving = True
             decides = program(self.plan)
             saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._written)
             self.unsaved = ""
@@ -195,6 +200,8 @@ class Driver:
             self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
             return
+        finally:
+            self.signals.saving = False
         try:
             if self.attempt.url:
                 self.display.phase(f"sending what was saved after {many(iteration, 'iteration')}")
@@ -204,8 +211,8 @@ class Driver:
             self.display.say(self.unsaved)
 
     def _written(self, asked: Sequence[Any]) -> list[Any]:
-        """The results of what reads or writes weights."""
-        return self._wait(asked, DISK)
+        """The results of what reads or writes weights: it may last as long as bytes move."""
+        return self._wait(asked, disk=True)
 
     def _open(self, task: Task) -> None:
         """Makes a task known to the docks."""
@@ -280,21 +287,22 @@ class Driver:
         points.reach("driver", f"cleared {task.key}")
         return moved, messages
 
-    def _wait(self, asked: Sequence[Any], deadline: float = 0.0, training: int = -1) -> list[Any]:
+    def _wait(self, asked: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
         """The results, of Ray's references and of calls of function hosts. It fails as soon as one of them fails, or
         a process dies that is not replaced; and when for `deadline` seconds (0: the dock's) nothing has ended and no
-        row has moved. Meanwhile it keeps the display alive, and pools that may be ahead of the iteration `training`
-        at work."""
-        left, moves, since, rows = list(asked), -1, time.monotonic(), not deadline
+        row has moved, nor, of what reads or writes a `disk`, a byte. Meanwhile it keeps the display alive, and pools
+        that may be ahead of the iteration `training` at work."""
+        left, still, counted = list(asked), Standstill(disk), not deadline
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while left:
             beside = self.ahead.under_way() if training >= 0 else []
             watched = list(dict.fromkeys([*map(reference, left), *beside]))
             ended, _ = self.ray.wait(watched, num_returns=1, timeout=often)
-            for name in self.functions.mend():  # the calls of a process that died have other references now
-                self.display.say(f"{name} died{self.place([name])}; started again")
-                self.display.restarted(name)
+            for who in self.functions.mend():  # the calls of a process that died have other references now
+                self.display.say(f"{self.fate([who])}; started again")
+                self.display.restarted(who)
+                still.moved()
             done = [x for x in left if reference(x) in ended]
             self.ray.get([reference(x) for x in done])
             if training >= 0:
@@ -302,30 +310,37 @@ class Driver:
                     self.carried.heard(task, report)
                 self._go_ahead(training, self.ahead.others)
             left = [x for x in left if x not in done]
-            now = moves
             if self._look(not done):
-                now = sum(s.moves for s in self.docks.statuses)
-            if done or now != moves:
-                moves, since = now, time.monotonic()
-            elif (
-                rows
-                and self.signals.asked
-                and (still := time.monotonic() - max(since, self.signals.since)) > self._patience()
-            ):
-                self.display.say(f"for {still:.0f} s no row has moved: ending at once{self.words()}")
+                still.hear(self.docks.statuses)
+            if done:
+                still.moved()
+            what = "byte was read or written" if disk else "row has moved"
+            if counted and self.signals.asked and (seconds := still.seconds(self.signals.since)) > self._patience(disk):
+                self.display.say(f"for {seconds:.0f} s no {what}: ending at once{self.words()}")
                 raise KeyboardInterrupt
-            elif time.monotonic() - since > deadline + AFTER:
+            if still.seconds() > deadline + AFTER:
                 # The dock's own deadline would have told of a wait by now: this is work that does not end.
-                last = ", ".join(f"`{s.last}`" for s in self.docks.statuses if s.last)
-                raise RunError(
-                    f"for {deadline:g} s no row has moved; {last} took rows last and has not come back{self.words()}"
-                )
+                raise self._stuck(f"for {deadline:g} s no {what}", left)
         return list(self.ray.get([reference(x) for x in asked]))
 
-    def _patience(self) -> float:
-        """How long an iteration may stand still after which the run is to end: what takes minutes each time is work,
-        and ends."""
-        return max(STILL, 2 * self.longest)
+    def _stuck(self, what: str, left: Sequence[Any]) -> RunError:
+        """Work that does not end: of the user's function it ends the run, any other may be tried again."""
+        last = ", ".join(f"`{s.last}`" for s in self.docks.statuses if s.last)
+        if self.at_fault():
+            return RunError(f"{what}; {last or 'a function'} took rows last and has not come back{self.words()}")
+        busy = self.pool.asked([reference(x) for x in left])
+        return Stuck(f"{what}; {' and '.join(busy) or 'a process'} has not come back{self.words()}")
+
+    def at_fault(self) -> list[str]:
+        """The processes that are in the user's code, and which others wait for."""
+        calls = self.functions.open if self.pool.functions else []
+        busy = {function_hosts.name(*self.functions.places[i]) for i, some in enumerate(calls) if some}
+        return of_the_user(self.plan, self.docks.statuses, busy | {f"rank {r}" for r in range(len(self.pool.ranks))})
+
+    def _patience(self, disk: bool) -> float:
+        """How long a wait may stand still after which the run is to end: what takes minutes each time is work, and
+        ends."""
+        return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
         """Asks the docks where it is time to: where nothing has ended for a while, or somebody watches; whoever is dead
@@ -338,9 +353,21 @@ class Driver:
         if statuses := self.docks.statuses:
             self.display.phase(statuses[0].last)
             self.display.look(statuses)
+        self.fates.hear(self.docks.statuses)
+        for why in self.fates.beginning("dock", "a process of").values():
+            self.display.say(f"{why}; started again" if why.startswith("dock") else why)
         if lost := self.docks.lost(self.pool.nodes):
             raise HostLost(words.silent(lost))
+        for dock in self.docks.silent(self.limits.stopped):
+            self.pool.examine(dock, self.limits)
         return True
+
+    def fate(self, names: Sequence[str]) -> str:
+        """What became of processes that are dead, in words: those that did not move first."""
+        self.fates.hear(self.docks.statuses)
+        killed = self.fates.of(names)
+        others = [name for name in names if name not in killed]
+        return "; ".join([*killed.values(), *([f"{' and '.join(others)} died{self.place(others)}"] if others else [])])
 
     def place(self, names: list[str]) -> str:
         """What these processes did when they were last heard of, in words."""

@@ -9,7 +9,9 @@ from typing import NoReturn
 
 import msgspec
 
+from ..process.processes import end
 from .pool import Pool
+from .standstill import Fates
 from .supervisor import Attempt, Result
 
 LOOK = 0.5  # seconds between two looks at the processes
@@ -25,8 +27,22 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
     os._exit(0)
 
 
+def with_parent(attempt: Attempt) -> None:
+    """Ends this process, and all of its run, when the supervisor is gone. The keeper does so, too; but both may have
+    been killed, and a driver that goes on alone would write beside the next one."""
+    os.set_inheritable(attempt.parent, False)
+    with suppress(OSError):
+        os.read(attempt.parent, 1)
+    _leaving.acquire()
+    end(attempt.folder, os.getsid(0))
+    os._exit(1)
+
+
 def watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
     """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
     while not over.wait(LOOK):
         if (gone := pool.look()) and not over.is_set():
-            leave(attempt, Result("died", f"{' and '.join(gone)} died"))
+            fates = Fates(attempt.folder)
+            fates.hear(())
+            why = fates.of(gone)
+            leave(attempt, Result("died", "; ".join(why.values()) or f"{' and '.join(gone)} died"))

@@ -27,7 +27,7 @@ from ...ir.located import remote
 from ...ir.plan import Plan
 from ..dock.channel import new_key
 from ..dock.readers import members, readers
-from ..process import joining, shipped
+from ..process import heartbeat, joining, shipped
 from ..process.joining import NoResources
 from ..process.processes import RAY, alive
 from ..process.report import RunError
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .supervisor import Attempt
 
 SERVERS = ("raylet", "gcs_server")
+SOON = 5.0  # seconds after which a process is killed that is stopped on a host which was silent for long
 
 
 class Settled(NamedTuple):
@@ -67,6 +68,8 @@ class Pool:
         self.reserved: devices.Reserved | None = None
         self.probes: list[Any] = []  # a process on each host of a cluster, until the others have begun
         self.attached = bool(os.environ.get("RAY_ADDRESS"))
+        self.hosts: list[Settled] = []
+        self.examined: dict[int, tuple[Any, float]] = {}  # by dock what looks at its host, and until when
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
     def connect(self) -> None:
@@ -108,6 +111,7 @@ class Pool:
             plan, f"{devices.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
         )
         hosts = self._settled(place) if self.attached else [Settled(self.folder, HOST.here())] * cluster.nodes
+        self.hosts = hosts
         from ..dock import host as dock
         from ..dock.segments import room_name
         from ..functions import host as functions
@@ -129,7 +133,7 @@ class Pool:
         for r in range(cluster.devices):
             at, around, asks = cluster.host(r), plan.around(r), cluster.device.kind.ray()
             threads = max(1, hosts[at].cores // cluster.devices_per_node)
-            of = (text, r, threads, hosts[at].folder, logs, around.settings)
+            of = (text, r, threads, hosts[at].folder, logs, around.settings, plan.docks.deadline)
             if around.python:
                 asks["runtime_env"] = {"py_executable": around.python}
             self.ranks.append(start(rank_host.RankHost, f"rank {r}", at, *of, **asks))
@@ -146,6 +150,7 @@ class Pool:
                 way,
                 room_name(Path(self.folder).name, member.host),
                 room(plan),
+                hosts[member.host].folder,
                 max_restarts=restarts,
                 max_task_retries=restarts,
             )
@@ -158,7 +163,7 @@ class Pool:
                 # One that only could not be reached for a while would go on beside.
                 ray.kill(self.functions.actors[self.functions.places.index((host, lane))])
             called = function_hosts.name(host, lane)
-            arguments = (packed, host, called, hosts[host].folder, logs, way, again)
+            arguments = (packed, host, called, hosts[host].folder, logs, way, again, plan.docks.deadline)
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
             return start(functions.FunctionHost, called, host, *arguments, name=None)
 
@@ -226,6 +231,10 @@ class Pool:
                         self.servers[process.pid] = process.name()
         return [f"Ray's {name}" for pid, name in self.servers.items() if not alive(pid)]
 
+    def of_ray(self) -> dict[str, int]:
+        """Ray's own processes on this machine, by name."""
+        return {f"Ray's {name}": pid for pid, name in [*self.servers.items()]}
+
     def dead(self, patience: float = 2.0) -> list[str]:
         """Who has died for good, in the user's words, as far as Ray notices within so many seconds."""
         import ray
@@ -249,6 +258,25 @@ class Pool:
             if found and not ended:
                 break
         return found
+
+    def asked(self, references: Sequence[Any]) -> list[str]:
+        """The processes that still owe these results."""
+        return list(dict.fromkeys(self.names.get(r.task_id().actor_id().hex(), "a process") for r in references))
+
+    def examine(self, dock: int, limits: heartbeat.Limits) -> None:
+        """Has a fresh process look for processes that do not move, on the host of a dock that does not answer: all of
+        its processes may be stopped, so that none of them can."""
+        import ray
+
+        seconds = limits.silent + 10
+        if self.reserved is None or time.monotonic() < self.examined.get(dock, (None, 0.0))[1]:
+            return
+        host = self.of_docks[dock]
+        look = ray.remote(num_cpus=0, max_retries=0)(heartbeat.examine)
+        asked = look.options(scheduling_strategy=self.reserved.on(host)).remote(
+            self.hosts[host].folder, (min(SOON, limits.stopped), limits.silent), seconds
+        )
+        self.examined[dock] = asked, time.monotonic() + seconds
 
     @property
     def nodes(self) -> list[str]:

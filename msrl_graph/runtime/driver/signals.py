@@ -24,6 +24,7 @@ class Signals:
         self.since = 0.0  # when it came (time.monotonic)
         self.last = 0
         self.training = False
+        self.saving = False  # a checkpoint is being written
         self.heed()
 
     def heed(self) -> None:
@@ -38,4 +39,5 @@ class Signals:
         if self.asked or not self.training or number == signal.SIGHUP:
             raise KeyboardInterrupt
         self.asked, self.since = number, time.monotonic()
-        self.say("ending after this iteration, with a checkpoint; ask once more to end at once")
+        when = "when the checkpoint is written" if self.saving else "after this iteration, with a checkpoint"
+        self.say(f"ending {when}; ask once more to end at once")

@@ -2,7 +2,8 @@
 
 Invariant: everything that can be known to be wrong is told before a process is started; when `run` returns or raises,
 or this process is killed, no process and no temporary folder of it is left (processes.py). The driver (driver.py) is a
-process of its own since Ray ends the process that drives it when its servers are lost.
+process of its own since Ray ends the process that drives it when its servers are lost. It ends when this process does
+(its end of a pipe closes), and holds the lock of the results' folder until then.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
 from ..metrics.record import METRICS, read, whole_lines
-from ..process import shipped
+from ..process import heartbeat, shipped
+from ..process.heartbeat import Limits, Watch, ended
 from ..process.joining import NoResources, own_ray
-from ..process.processes import MARK, Temporary, nicer, sweep
+from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
 from . import mirror, shipping
 from .edited import Edited
-from .folder import clear, lock, make
+from .folder import DRIVER, clear, lock, make
 from .prepared import PLAIN, Options, Prepared, prepare
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
-DRIVER = ("-P", "-m", "msrl_graph.runtime.driver.driver")
+PROGRAM = ("-P", "-m", DRIVER)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
 
@@ -89,6 +91,8 @@ class Attempt:
     url: str = ""
     patience: float = 0.0  # seconds for which it waits for hosts that are not there
     edited: tuple[str, ...] = ()  # files that were changed since the run began, and that it has told of
+    parent: int = -1  # a pipe, whose other end the supervisor has
+    lock: int = -1  # of the folder `out`
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,12 @@ class Supervisor:
     """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
 
     def __init__(
-        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = DRIVER
+        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = PROGRAM
     ) -> None:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
+        self.lock, self.why = -1, ""  # of the results' folder; why the driver was killed
         self.ready = Path()  # is there once the driver heeds signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
@@ -146,7 +151,7 @@ class Supervisor:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
         for line in self.doors.lines:
             self.console.print(line)
-        with lock(out), self._signals():
+        with lock(out) as self.lock, self._signals():
             try:
                 if self.options.overwrite and self.made.url and not self.made.goes_on:
                     mirror.clear(self.made.url)
@@ -252,13 +257,13 @@ class Supervisor:
         plan: Plan,
         patience: float = 0.0,
     ) -> Result:
-        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer:
+        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer, _pipe() as parent:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             shipped.lay_in(folder, self.files)
             given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
-            attempt = Attempt(plan, str(out), str(folder), *given, self.edited)
+            attempt = Attempt(plan, str(out), str(folder), *given, self.edited, parent, self.lock)
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             try:
                 status = self._drive(attempt, out / "logs", kept)
@@ -274,7 +279,7 @@ class Supervisor:
                 return msgspec.json.decode(answer.read(), type=Result)
             except (OSError, msgspec.MsgspecError):
                 how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-                return Result("died", f"the driver {how}")
+                return Result("died", self.why or f"the driver {how}")
 
     def _drive(self, attempt: Attempt, logs: Path, kept: Temporary) -> int:
         """Starts a driver, and waits for its end."""
@@ -298,17 +303,51 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=self.stderr if direct else subprocess.PIPE,
-                pass_fds=(attempt.answer, *attempt.ports.open),
+                pass_fds=(attempt.answer, *attempt.ports.open, attempt.parent, attempt.lock),
                 start_new_session=True,
             )
         kept.ends(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
-        if child.stderr is not None:
-            with child.stderr:
-                for line in child.stderr:
-                    self.console.file.write(line.decode("utf-8", "replace"))
-        return child.wait()
+        with self._watched(attempt, child.pid, kept):
+            if child.stderr is not None:
+                with child.stderr:
+                    for line in child.stderr:
+                        self.console.file.write(line.decode("utf-8", "replace"))
+            return child.wait()
+
+    @contextmanager
+    def _watched(self, attempt: Attempt, driver: int, kept: Temporary) -> Iterator[None]:
+        """Meanwhile a driver that does not move is killed, and a keeper that does not move or died is replaced."""
+        limits, over, self.why = Limits.of(attempt.plan.docks.deadline), threading.Event(), ""
+        # By its heart, and before it has one by its id.
+        watch = Watch(attempt.folder, limits, lambda: {heartbeat.DRIVER: driver})
+
+        def look() -> None:
+            while not over.wait(watch.often):
+                with suppress(OSError):
+                    watch.look(watch.often)
+                self.why = ended(attempt.folder).get(driver, ("", ""))[1]
+                if told := kept.tend(watch.often, limits.stopped):
+                    self.console.print(told)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self.why = ended(attempt.folder).get(driver, ("", ""))[1]
+
+    def _deaf(self, driver: subprocess.Popen[bytes]) -> None:
+        """A driver that is stopped hears no signal."""
+        if len(self.asked) > 1:
+            driver.kill()
+        else:
+            limit = Limits.of(self.plan.docks.deadline).stopped
+            what = f"the driver (process {driver.pid}) is stopped: in {limit:g} s it is killed"
+            self.console.print(f"{what}, unless it goes on; ask once more to end at once")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -321,7 +360,9 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
                     self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
-                if (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
+                if stopped(self.child.pid):
+                    self._deaf(self.child)
+                elif (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True
                     self.killer.start()
@@ -353,6 +394,17 @@ class Supervisor:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
+
+
+@contextmanager
+def _pipe() -> Iterator[int]:
+    """A pipe's end to be read from; the other one closes with this process."""
+    here, there = os.pipe()
+    try:
+        yield here
+    finally:
+        os.close(here)
+        os.close(there)
 
 
 def _is_file(stream: IO[str]) -> bool:

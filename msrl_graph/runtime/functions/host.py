@@ -84,8 +84,9 @@ class FunctionHost:
         logs: str,
         way: Way,
         again: bool,
+        deadline: float = 0.0,
     ) -> None:
-        settle(folder, logs, called)
+        settle(folder, logs, called, deadline)
         self.note = Note(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
         self.host, self.called = host, called

@@ -38,6 +38,10 @@ class Unjoined(RunError):
     """A rank has not found the others as they started: what lies between them failed, or one is lost."""
 
 
+class Lost(RunError):
+    """A process that a rank needs was killed, by nobody of the run: it may be tried again."""
+
+
 class Undelivered(RunError):
     """A rank does not hold, or does not compute with, the weights that it was to get."""
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from . import log, shipped
+from .heartbeat import Heart, Limits
 
 # How often a thread of OpenMP looks for more work before it leaves its core: for as long as it is from one operator to
 # the next. Others want the core: the run's own processes, and other programs. OpenMPs other than GNU's have the policy.
@@ -19,13 +20,15 @@ def waits() -> dict[str, str]:
     return {} if WAITS.keys() & os.environ.keys() else WAITS
 
 
-def settle(folder: str, logs: str, process: str) -> None:
+def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     """Sets up this process's environment; here and not by Ray's runtime_env, which starts an agent and takes seconds.
 
     Temporary files go to the run's `folder` on this host, since torch leaves a cache folder behind; what was shipped
-    lies there. What is printed goes to a file in `logs`.
+    lies there. What is printed goes to a file in `logs`. With the dock's `deadline` the process has a heart.
     """
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    if deadline:
+        Heart(folder, process, Limits.of(deadline))
     shipped.use(folder)
     log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)

@@ -23,10 +23,19 @@ class RankHost:
     """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without
     torch."""
 
-    def __init__(self, plan: str, rank: int, threads: int, folder: str, logs: str, wanted: tuple[Setting, ...]) -> None:
+    def __init__(
+        self,
+        plan: str,
+        rank: int,
+        threads: int,
+        folder: str,
+        logs: str,
+        wanted: tuple[Setting, ...],
+        deadline: float = 0.0,
+    ) -> None:
         os.environ |= waits() | applied(wanted, os.environ)
         # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
-        settle(folder, logs, f"rank {rank}")
+        settle(folder, logs, f"rank {rank}", deadline)
         from .rank import Rank
 
         self.rank = Rank(plan, rank, threads, ray.get_runtime_context().get_accelerator_ids())
