@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from chaos import SHARED, TARGETS, Count, held, report
+from disturbed import SHARED, TARGETS, Count, held, report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from hosts import Hosts, inner

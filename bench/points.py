@@ -12,7 +12,6 @@ iteration in which it was has its line. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -26,21 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos import PROGRAMS, TARGETS, Count, Place, Result, compare, report
+from disturbed import PROGRAMS, TARGETS, TWO_HOSTS, Count, Place, Result, compare, report
 
 from msrl_graph.runtime.process.points import file
 
 HOSTS = 2
-# Of each program what puts it on two hosts.
-CHANGES = {
-    "grpo": [
-        ("nodes = 1, devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1"),
-        ("layout actor.generate { tp = 2 }", "layout actor.generate { dp = 2 }"),
-    ],
-    "dapo": [("devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
-    "pf_ppo": [("devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
-    "countdown": [("nodes = 1, devices_per_node = 2", f"nodes = {HOSTS}, devices_per_node = 1")],
-}
 # Who is replaced while the run goes on; first, since it takes less time.
 IN_PLACE = ("functions", "dock")
 WHEN = re.compile(
@@ -103,7 +92,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     with tempfile.TemporaryDirectory() as folder:
-        place = Place(Path(folder), options.program, options.iterations, CHANGES[options.program])
+        place = Place(Path(folder), options.program, options.iterations, TWO_HOSTS[options.program][1])
         count, points = Count(), place.folder / "points"
         points.mkdir()
         os.environ["MSRL_POINTS"] = str(points)  # which the raylets' processes inherit
@@ -171,7 +160,7 @@ def disturb(
     changed, seen = time.monotonic(), -1
     while process.poll() is None:
         time.sleep(0.05)
-        now, lines = time.monotonic(), read(place, out)
+        now, lines = time.monotonic(), place.read(out)
         for path in [p for p in plan if not p.exists()]:
             death = plan.pop(path)
             pending[death] = now
@@ -187,7 +176,7 @@ def disturb(
             count.hangs += 1
             count.remarks.append(
                 f"{out}: no line for {options.patience:.0f} s after "
-                f"{[d.file(points).name for d in pending]}\n{log(place, out)}"
+                f"{[d.file(points).name for d in pending]}\n{place.log(out)}"
             )
             process.send_signal(signal.SIGHUP)  # at once
             process.wait(60)
@@ -199,18 +188,8 @@ def disturb(
     if process.returncode == 0:
         compare(place, out, count, reference)
     else:
-        count.remarks.append(f"{out} ended with {process.returncode}: {log(place, out)}")
+        count.remarks.append(f"{out} ended with {process.returncode}: {place.log(out)}")
     return left
-
-
-def read(place: Place, out: str) -> list[dict[str, Any]]:
-    path = place.folder / out / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def log(place: Place, out: str) -> str:
-    return (place.folder / f"{out}.log").read_text()[-1500:]
 
 
 def clean(place: Place, count: Count, out: str) -> None:

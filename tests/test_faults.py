@@ -94,7 +94,7 @@ def test_two_kills_cost_seconds_and_no_row():
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     wrong = {k: figures[k] for k in ("rows_lost", "rows_twice", "differing", "hangs", "leftovers")}
-    assert figures["kills"] == 2 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
+    assert figures["faults"] == 2 and figures["finished"] == figures["runs"] and not any(wrong.values()), done.stdout
 
 
 @pytest.mark.slow
