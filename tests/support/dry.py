@@ -459,7 +459,9 @@ class Dry:
             lambda asked: {r: None for r in asked if r.done},
             lanes(plan),
         )
-        attempt = SimpleNamespace(plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="")
+        attempt = SimpleNamespace(
+            plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="", folder=""
+        )
         pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute(), nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world

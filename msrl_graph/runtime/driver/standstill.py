@@ -59,7 +59,9 @@ class Fates:
 
     def hear(self, statuses: Sequence[Status]) -> None:
         """Hears what the docks say, and what is known on this host."""
-        for host, ended in enumerate([heartbeat.ended(self.folder), *(s.ended for s in statuses)], -1):
+        for host, ended in enumerate(
+            [heartbeat.ended(self.folder) if self.folder else {}, *(s.ended for s in statuses)], -1
+        ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
