@@ -85,12 +85,13 @@ def test_a_folder_has_one_writer_though_keeper_and_supervisor_are_killed(place):
     for pid in (pid_of(place, KEEPER), process.pid):
         os.kill(pid, signal.SIGKILL)
     again = place.start("p.rlg", *SMALL, "--resume", "results")
-    process.communicate(timeout=60)
+    process.wait(60)
     _, err = again.communicate(timeout=100)
     assert again.returncode == 1 and f"another run is writing into results (process {driver})" in err, err
     again = place.start("p.rlg", *SMALL, "--resume", "results")
     time.sleep(3)
     os.kill(driver, signal.SIGCONT)
+    process.communicate(timeout=60)
     _, err = again.communicate(timeout=200)
     assert again.returncode == 0 and "resumed after" in err, err
     written = (place.folder / "results" / "metrics.jsonl").read_bytes()

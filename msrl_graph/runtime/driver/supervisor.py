@@ -32,12 +32,12 @@ from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
 from ..metrics.record import METRICS, read, whole_lines
-from ..process import heartbeat, shipped
-from ..process.heartbeat import Limits, Watch, ended
+from ..process import shipped
+from ..process.heartbeat import Limits
 from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
-from . import mirror, shipping
+from . import mirror, shipping, vigil
 from .edited import Edited
 from .folder import DRIVER, clear, lock, make
 from .prepared import PLAIN, Options, Prepared, prepare
@@ -133,7 +133,8 @@ class Supervisor:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
-        self.lock, self.why = -1, ""  # of the results' folder; why the driver was killed
+        self.lock = -1  # of the results' folder
+        self.limits = Limits.of(made.plan.docks.deadline)
         self.ready = Path()  # is there once the driver heeds signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
@@ -257,7 +258,7 @@ class Supervisor:
         plan: Plan,
         patience: float = 0.0,
     ) -> Result:
-        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer, _pipe() as parent:
+        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer, vigil.pipe() as parent:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
@@ -266,7 +267,7 @@ class Supervisor:
             attempt = Attempt(plan, str(out), str(folder), *given, self.edited, parent, self.lock)
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             try:
-                status = self._drive(attempt, out / "logs", kept)
+                why = self._drive(attempt, out / "logs", kept)
             finally:
                 self.child = None
                 self.edited = Edited.told(folder, self.edited)
@@ -278,11 +279,10 @@ class Supervisor:
                 answer.seek(0)
                 return msgspec.json.decode(answer.read(), type=Result)
             except (OSError, msgspec.MsgspecError):
-                how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-                return Result("died", self.why or f"the driver {how}")
+                return Result("died", why)
 
-    def _drive(self, attempt: Attempt, logs: Path, kept: Temporary) -> int:
-        """Starts a driver, and waits for its end."""
+    def _drive(self, attempt: Attempt, logs: Path, kept: Temporary) -> str:
+        """Starts a driver, and waits for its end; why it ended, where it says nothing itself."""
         command = [sys.executable, *self.driver, attempt.folder]
         # The first process that fails is told; of those that fail beside it Ray would print tracebacks.
         environment = {
@@ -309,45 +309,13 @@ class Supervisor:
         kept.ends(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
-        with self._watched(attempt, child.pid, kept):
+        with vigil.watched(child.pid, kept, self.limits, self.console.print):
             if child.stderr is not None:
                 with child.stderr:
                     for line in child.stderr:
                         self.console.file.write(line.decode("utf-8", "replace"))
-            return child.wait()
-
-    @contextmanager
-    def _watched(self, attempt: Attempt, driver: int, kept: Temporary) -> Iterator[None]:
-        """Meanwhile a driver that does not move is killed, and a keeper that does not move or died is replaced."""
-        limits, over, self.why = Limits.of(attempt.plan.docks.deadline), threading.Event(), ""
-        # By its heart, and before it has one by its id.
-        watch = Watch(attempt.folder, limits, lambda: {heartbeat.DRIVER: driver})
-
-        def look() -> None:
-            while not over.wait(watch.often):
-                with suppress(OSError):
-                    watch.look(watch.often)
-                self.why = ended(attempt.folder).get(driver, ("", ""))[1]
-                if told := kept.tend(watch.often, limits.stopped):
-                    self.console.print(told)
-
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-            self.why = ended(attempt.folder).get(driver, ("", ""))[1]
-
-    def _deaf(self, driver: subprocess.Popen[bytes]) -> None:
-        """A driver that is stopped hears no signal."""
-        if len(self.asked) > 1:
-            driver.kill()
-        else:
-            limit = Limits.of(self.plan.docks.deadline).stopped
-            what = f"the driver (process {driver.pid}) is stopped: in {limit:g} s it is killed"
-            self.console.print(f"{what}, unless it goes on; ask once more to end at once")
+            status = child.wait()
+        return vigil.why(child, kept, status)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -361,7 +329,7 @@ class Supervisor:
                     # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
                     self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
                 if stopped(self.child.pid):
-                    self._deaf(self.child)
+                    vigil.deaf(self.child, len(self.asked) > 1, self.limits, self.console.print)
                 elif (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True
@@ -394,17 +362,6 @@ class Supervisor:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-@contextmanager
-def _pipe() -> Iterator[int]:
-    """A pipe's end to be read from; the other one closes with this process."""
-    here, there = os.pipe()
-    try:
-        yield here
-    finally:
-        os.close(here)
-        os.close(there)
 
 
 def _is_file(stream: IO[str]) -> bool:

@@ -1,0 +1,64 @@
+"""What the supervisor does beside waiting for a driver: it looks at it, and at the keeper.
+
+Invariant: the supervisor waits for nobody who does not move: a driver is killed then, a keeper replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ..process.heartbeat import DRIVER, Limits, Watch, ended
+from ..process.processes import Temporary
+
+
+@contextmanager
+def watched(driver: int, kept: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
+    """Meanwhile a driver that does not move is killed, and a keeper that does not move or died is replaced."""
+    over = threading.Event()
+    # By its heart, and before it has one by its id.
+    watch = Watch(kept.folder, limits, lambda: {DRIVER: driver})
+
+    def look() -> None:
+        while not over.wait(watch.often):
+            with suppress(OSError):
+                watch.look(watch.often)
+            if told := kept.tend(watch.often, limits.stopped):
+                say(told)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def why(driver: subprocess.Popen[bytes], kept: Temporary, status: int) -> str:
+    """Why a driver has ended without a word."""
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    return ended(kept.folder).get(driver.pid, ("", f"the driver {how}"))[1]
+
+
+def deaf(driver: subprocess.Popen[bytes], again: bool, limits: Limits, say: Callable[[str], None]) -> None:
+    """What a signal does where the driver is stopped, and hears none; `again`: it is not the first."""
+    if again:
+        driver.kill()
+    else:
+        what = f"the driver (process {driver.pid}) is stopped: in {limits.stopped:g} s it is killed"
+        say(f"{what}, unless it goes on; ask once more to end at once")
+
+
+@contextmanager
+def pipe() -> Iterator[int]:
+    """A pipe's end to be read from; the other one closes with this process."""
+    here, there = os.pipe()
+    try:
+        yield here
+    finally:
+        os.close(here)
+        os.close(there)
