@@ -78,7 +78,7 @@ TWO_HOSTS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
 }
 # What a process's command line or name holds.
 TARGETS = {
-    "keeper": "process/processes.py",
+    "keeper": "runtime.process.processes",
     "rank": "ray::Rank",
     "dock": "ray::DockHost",
     "functions": "ray::FunctionHost",

@@ -11,7 +11,7 @@ from place import ONE_RANK, SMALL, metrics
 from test_faults import program
 
 DEADLINE = ("  run { iterations", "  dock { deadline = 20 s }\n  run { iterations")  # 10 s until a process is killed
-KEEPER = "process/processes.py"
+KEEPER = "runtime.process.processes"
 
 
 def pid_of(place, word):
