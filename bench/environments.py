@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from zlib import crc32
 
 from faulty import FATES, fate
 from pyarrow import parquet
@@ -105,7 +104,7 @@ def main() -> None:
 
 def fate_of(iteration: int, row: int) -> str:
     """What a row's instance draws."""
-    return fate(noise.generator(0, iteration, crc32(b"actor.generate"), row))
+    return fate(noise.Stream(0, "function", "actor.generate", "train").generator(iteration, row))
 
 
 def compared(iteration: int, rows: int, line: dict[str, float], recorded: Path) -> tuple[Counter[str], list[str]]:

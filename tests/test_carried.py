@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.runtime.driver.carried import Carried
+from msrl_graph.runtime.driver.carried import Carried, _cut
+from msrl_graph.runtime.driver.carried import _arrays as carried_arrays
 from msrl_graph.runtime.process.report import NextValues, Report, RunError
+from msrl_graph.runtime.process.task import Cut
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = """
@@ -109,6 +111,16 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
     shutil.copy(path / "states.safetensors", without)  # what its manifest does not name is not of it
     with pytest.raises(RunError, match="holds no value of the state `rate`: it is a checkpoint of another program"):
         again.restore(without, checkpoint.manifest_of(without))
+
+
+def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older_checkpoint():
+    response = (np.array([5, 6], np.int32), np.zeros(2, np.float32), np.array([3, 4], np.int32), False)
+    cut = tuple(Cut(position, (response,) * 2, 1, began, row) for position, began, row in ((17, 3, 5), (20, 4, 0)))
+    held = carried_arrays(cut)
+    for one, other in zip(_cut(held, 5), cut, strict=True):
+        assert one[0] == other[0] and one[2:] == other[2:] and one.responses[1][0].tolist() == [5, 6]
+    older = {name: values for name, values in held.items() if name not in ("cut/iterations", "cut/rows")}
+    assert [(c.position, c.iteration, c.row) for c in _cut(older, 5)] == [(17, 5, 0), (20, 5, 1)]
 
 
 def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):

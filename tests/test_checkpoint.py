@@ -354,6 +354,14 @@ def test_a_program_that_changed_is_told_and_where_it_stands_is_no_change(tmp_pat
     assert "algorithm.params.kl_coef was 0.001, is 0.5" in told.message
 
 
+def test_a_checkpoint_of_other_random_streams_is_told(tmp_path, plan, monkeypatch):
+    with monkeypatch.context() as older:
+        older.setattr("msrl_graph.noise.VERSION", 1)
+        path = save(tmp_path, plan, 1)
+    (told,) = resumed(plan, str(path), NOWHERE).warnings
+    assert told.code == "changed-program" and told.message.endswith("random_streams was 1, is 2")
+
+
 def test_a_box_is_read_from_however_many_files(tmp_path, plan):
     import torch
 

@@ -40,8 +40,6 @@ def sampling(**changes):
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
-        "seed": 0,
-        "iteration": 0,
         "ends": (1,),
     }
     return Sampling(**(fields | changes))

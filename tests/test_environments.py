@@ -82,21 +82,21 @@ def naive(stage, path, bound=BOUND):
     space = {}
     exec(path.read_text(), space)
     tokens, found = Tokens(stage.plan.model("actor.generate").path), []
-    from zlib import crc32
+    from msrl_graph.noise import Stream
 
-    from msrl_graph import noise
-
+    keys = Stream(0, "token", "actor.generate", "train").keys(3, np.arange(8))
+    rngs = Stream(0, "function", "actor.generate", "train")
     for row in range(len(PROMPTS) * GROUP):
         instance, prompt = space["Tool"](), PROMPTS[row // GROUP]
-        rng = noise.generator(stage.seed, 3, crc32(b"actor.generate"), row)
+        rng = rngs.generator(3, row)
         said = instance.reset(answer=ANSWERS[row // GROUP], rng=rng)
         ids = tokens.encode([said or ""])[0].tolist()
         mask, logps = [False] * len(ids), [None] * len(ids)
         for turn in range(TURNS):
-            sampling = Sampling(1, bound, 1.0, 1.0, 0, stage.seed, 3, tokens.ends)
+            sampling = Sampling(1, bound, 1.0, 1.0, 0, tokens.ends)
             begun = np.array([len(ids)])
             (new,), (logp,) = collected(
-                stage.generator.generate([np.array([*prompt, *ids])], np.array([row]), sampling, begun)
+                stage.generator.generate([np.array([*prompt, *ids])], keys[row : row + 1], sampling, begun)
             )
             ids, mask, logps = [*ids, *new.tolist()], mask + [True] * len(new), [*logps, *logp.tolist()]
             said, *values, over = instance.step(tokens.decode([new])[0])

@@ -142,7 +142,7 @@ def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
     plan = compile(EXAMPLE / "grpo.rlg")
     signature = signatures("def f(response, tokenizer, iteration): ...")["f"]
     assert (signature.columns, signature.fills) == (("response",), ("tokenizer", "iteration"))
-    given = Filled(signature, plan.graph.node("host.reward"), plan)(3, 0)
+    given = Filled(signature, plan.graph.node("host.reward"), plan)("train", 3, 0)
     assert given["iteration"] == 3 and given.keys() == {"tokenizer", "iteration"}
     tokenizer = given["tokenizer"]
     assert (

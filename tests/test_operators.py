@@ -60,9 +60,7 @@ def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
     prompts = [np.arange(3, 9, dtype=np.int32)] * 2
 
     def generate(tokens: int) -> int:
-        return operators(
-            lambda: collected(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0, 0, 0)))
-        )
+        return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0))))
 
     one, five = generate(1), generate(5)
     assert one == pytest.approx(counted("hf", "prefill", model.layers), rel=0.1)

@@ -4,8 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph.noise import Stream
 from msrl_graph.runtime.data import order
 
+STREAM = Stream(0, "weighted")
 WEIGHTS = st.lists(
     st.one_of(st.just(0.0), st.floats(0, allow_nan=False, allow_infinity=False)), min_size=1, max_size=30
 )
@@ -16,8 +18,8 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
     weights = np.array(weights)
     size = len(weights)
     deals = (
-        lambda position, count: order.shuffled(seed, size, position, count),
-        lambda position, count: order.drawn(seed, iteration, weights, position, count),
+        lambda position, count: order.shuffled(Stream(seed, "order"), size, position, count),
+        lambda position, count: order.drawn(Stream(seed, "weighted"), iteration, weights, position, count),
     )
     for deal in deals:
         whole = deal(0, 3 * size)
@@ -32,18 +34,18 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
 @given(WEIGHTS, st.integers(0, 50))
 def test_rows_without_weight_come_last_and_weights_are_relative(weights, iteration):
     weights = np.array(weights)
-    drawn = order.drawn(0, iteration, weights, 0, len(weights))
+    drawn = order.drawn(STREAM, iteration, weights, 0, len(weights))
     certain = int((weights > 0).sum())
     assert set(drawn[:certain]) == set(np.flatnonzero(weights > 0))
     if not certain:
-        assert drawn.tolist() == order.drawn(0, iteration, np.ones(len(weights)), 0, len(weights)).tolist()
+        assert drawn.tolist() == order.drawn(STREAM, iteration, np.ones(len(weights)), 0, len(weights)).tolist()
     if 0 < weights.max() < 1e300 and weights[weights > 0].min() > 1e-290:
-        assert drawn.tolist() == order.drawn(0, iteration, weights * 4, 0, len(weights)).tolist()
+        assert drawn.tolist() == order.drawn(STREAM, iteration, weights * 4, 0, len(weights)).tolist()
 
 
 def test_draws_are_in_proportion_to_the_weights():
     weights, times = np.array([1.0, 2, 0, 3, 4]), 4000
-    drawn = np.array([order.drawn(7, i, weights, 0, 2) for i in range(times)])
+    drawn = np.array([order.drawn(Stream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
     share = weights / weights.sum()
     # One row after another: the first by the shares, the second by the shares of those that are left.
     first = np.bincount(drawn[:, 0], minlength=5)
@@ -60,8 +62,12 @@ def test_draws_are_in_proportion_to_the_weights():
 
 def test_a_draw_is_another_with_another_seed_iteration_or_pass():
     weights = np.linspace(0.5, 1, 20)
-    first = order.drawn(0, 0, weights, 0, 20).tolist()
-    others = [order.drawn(1, 0, weights, 0, 20), order.drawn(0, 1, weights, 0, 20), order.drawn(0, 0, weights, 20, 20)]
+    first = order.drawn(STREAM, 0, weights, 0, 20).tolist()
+    others = [
+        order.drawn(Stream(1, "weighted"), 0, weights, 0, 20),
+        order.drawn(STREAM, 1, weights, 0, 20),
+        order.drawn(STREAM, 0, weights, 20, 20),
+    ]
     assert all(first != other.tolist() for other in others)
 
 
@@ -70,6 +76,6 @@ def test_a_draw_is_another_with_another_seed_iteration_or_pass():
 def test_the_chance_of_a_row_does_not_depend_on_where_it_stands(iteration):
     """The keys are those of rows: to take a row's weight moves no other past another."""
     weights = np.random.default_rng(iteration).random(12) + 0.1
-    drawn = order.drawn(0, iteration, weights, 0, 12).tolist()
+    drawn = order.drawn(STREAM, iteration, weights, 0, 12).tolist()
     weights[3] = 0
-    assert [r for r in drawn if r != 3] == order.drawn(0, iteration, weights, 0, 11).tolist()
+    assert [r for r in drawn if r != 3] == order.drawn(STREAM, iteration, weights, 0, 11).tolist()

@@ -37,18 +37,29 @@ def planned(share: float, cuts: int, overdue: str):
     return compile("a.rlg", text=text)
 
 
+class Legible:
+    """Stands in for a stream: a key is its iteration and its row."""
+
+    def keys(self, iteration, rows):
+        return np.uint64(iteration << 32) + rows.astype(np.uint64)
+
+
 class Engine:
-    """Draws as many tokens as `lengths` says of the responses to each prompt, which is its position alone."""
+    """Draws as many tokens as `lengths` says of the responses to each prompt, which is its position alone. `keys` are
+    those of each position's responses."""
 
-    def __init__(self, lengths):
-        self.lengths = lengths
+    def __init__(self, lengths, keys):
+        self.lengths, self.keys = lengths, keys
 
-    def generate(self, prompts, rows, said, begun, stretch=0):
+    def generate(self, prompts, keys, said, begun, stretch=0):
         if stretch:
-            yield from in_stretches(self.generate, prompts, rows, said, begun, stretch)
+            yield from in_stretches(self.generate, prompts, keys, said, begun, stretch)
             return
         assert np.array_equal(said.joined, begun)  # so that stop strings are looked for across a cut
-        for i, (prompt, row, before, most) in enumerate(zip(prompts, rows, begun, said.max_tokens, strict=True)):
+        numbers = keys.astype(np.int64) & 0xFFFFFFFF
+        for i, (prompt, row, before, most) in enumerate(zip(prompts, numbers, begun, said.max_tokens, strict=True)):
+            known = self.keys.setdefault((int(prompt[0]), int(row) % FAN), keys[i])
+            assert known == keys[i], "a response that goes on has another key than it began with"
             assert len(prompt) == 1 + before and {*prompt[1:]} <= {100 + prompt[0]}
             whole = self.lengths[prompt[0]][row % FAN]
             count = min(whole, most) - before
@@ -58,9 +69,10 @@ class Engine:
             yield Response(i, tokens, np.zeros(count, np.float32))
 
 
-def rolled(plan, task, lengths, groups, left=()):
+def rolled(plan, task, lengths, groups, left=(), keys=None):
     """An iteration that so many groups draw, each in a thread of its own: the responses that they take, by position,
-    what they report, and the positions under way, of which some have `left` before."""
+    what they report, and the positions under way, of which some have `left` before. `keys` are those drawn by so far,
+    by position and number."""
     said, told = Generate.of(plan.graph.node("actor.generate")), []
     positions = [*(c.position for c in task.cut), *range(task.position, task.position + task.prompts - len(task.cut))]
     here, summed = Barrier(groups, timeout=20), Barrier(groups, told.clear, timeout=20)
@@ -76,8 +88,8 @@ def rolled(plan, task, lengths, groups, left=()):
         rows = np.array([row for row in range(len(positions))[number::groups] if positions[row] not in left], np.int64)
         context = [np.array([positions[row]], np.int32) for row in rows]
         how = sampling(samples=FAN, max_tokens=LONGEST, ends=(END,))
-        rollout = Rollout(task, rows, context, how, said, TAKES, task.number, together)
-        taken = rollout.run(Engine(lengths))
+        rollout = Rollout(task, rows, context, how, said, TAKES, task.number, together, Legible())
+        taken = rollout.run(Engine(lengths, {} if keys is None else keys))
         report = Report(f"rank {number}")
         report.cut = rollout.cut(taken)
         return {positions[row]: rollout.grown[row] for row in taken}, report
@@ -107,6 +119,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
         TAKES, said.under_way(TAKES), FAN, said.stretch(LONGEST), cuts, said.waits, lambda n: (1, lengths[n])
     )
     entered, left, begun = set(), set(), set()
+    keys = {}
     for number in range(ITERATIONS):
         carried.groups = groups
         if number == restored:
@@ -116,7 +129,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
                 carried.groups = groups
                 carried.restore(path, checkpoint.manifest_of(path))
         task = carried.task(number)
-        taken, reports, positions = rolled(plan, task, lengths, groups)
+        taken, reports, positions = rolled(plan, task, lengths, groups, keys=keys)
         working = foreseen.begin(number)
         assert positions == [g.prompt for g in working]
         while not foreseen.enough(working):
@@ -133,6 +146,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
         assert gone <= {c.position for c in task.cut if c.cuts == cuts} and not (gone and said.waits)
         assert not {*taken} & (entered | left) and not gone & entered
         entered, left, begun = entered | {*taken}, left | gone, begun | {*positions}
+        assert len({*keys.values()}) == len(keys), "two responses are drawn by one key"
         assert begun == entered | left | going_on == {*range(len(begun))} and not going_on & (entered | left)
 
 

@@ -1,6 +1,6 @@
 """Generation by transformers, with tensor parallelism of its own over torch.distributed.
 
-Invariant: what is drawn for a row depends on its prompt, the weights and the key (seed, iteration, row, step) alone.
+Invariant: what is drawn for a row depends on its prompt, the weights, its key and the step alone.
 The weights have memory only between `allocate` and `release`; their boxes are those of layout.shard.
 """
 
@@ -96,7 +96,7 @@ class Engine:
     def generate(
         self,
         prompts: list[NDArray[np.int32]],
-        rows: NDArray[np.int64],
+        keys: NDArray[np.uint64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
@@ -104,20 +104,20 @@ class Engine:
         import numpy as np
         import torch
 
-        begun = np.zeros(len(rows), np.int64) if begun is None else begun
+        begun = np.zeros(len(keys), np.int64) if begun is None else begun
         stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
-        slots = self.micro_batch * sampling.samples or len(rows)
-        if stretch and slots < len(rows):  # who has drawn a stretch leaves its place to the next
-            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
+        slots = self.micro_batch * sampling.samples or len(keys)
+        if stretch and slots < len(keys):  # who has drawn a stretch leaves its place to the next
+            yield from in_stretches(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
-        each, apart = len(rows) // len(prompts), [np.arange(len(rows))]
+        each, apart = len(keys) // len(prompts), [np.arange(len(keys))]
         if stretch and each == 1:
             # What goes on has a longer context than what begins: in one batch all would be as wide as the longest.
             apart = [some for some in map(np.flatnonzero, (begun > 0, begun == 0)) if len(some)]
         batches = []
         for some in apart:
             of = [prompts[i] for i in some[::each] // each]
-            batches.append((some, Batch(self, of, rows[some], begun[some], sampling.of(some), slots, stops)))
+            batches.append((some, Batch(self, of, keys[some], begun[some], sampling.of(some), slots, stops)))
         for step in count(1):
             for some, batch in batches:
                 with torch.inference_mode():  # not while others compute between two steps
@@ -150,9 +150,9 @@ class Engine:
         return logits
 
     def draw(
-        self, logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling
+        self, logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        token, logp = draw(logits, rows, steps, sampling, self.group)
+        token, logp = draw(logits, keys, steps, sampling, self.group)
         return token.cpu().numpy(), logp.cpu().numpy()
 
 

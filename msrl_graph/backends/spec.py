@@ -257,18 +257,15 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `seed` and `iteration` key the noise; `max_tokens` and `temperature`, one for all or one a
-    response; greedy where the latter is 0. A response ends with a token of `ends`, or when its text holds a string of
-    `stop`; both stay part of it. Its text is that of what is drawn, and of so many of the tokens before as are
-    `joined` to it."""
+    """How a generator draws: `max_tokens` and `temperature`, one for all or one a response; greedy where the latter is
+    0. A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay part of it. Its text
+    is that of what is drawn, and of so many of the tokens before as are `joined` to it."""
 
     samples: int
     max_tokens: int | NDArray[np.int64]
     temperature: float | NDArray[np.float32]
     top_p: float
     top_k: int
-    seed: int
-    iteration: int
     ends: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     joined: int | NDArray[np.int64] = 0
@@ -358,14 +355,15 @@ class Generator(Protocol):
     def generate(
         self,
         prompts: list[NDArray[np.int32]],
-        rows: NDArray[np.int64],
+        keys: NDArray[np.uint64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
     ) -> Iterator[Response]:
         """`samples` responses to each prompt, each as it ends: all ranks of the group give the same ones in the same
-        order, and what is not asked for any more is not drawn. `rows` numbers them (it keys the noise). The end token
-        is part of a response. Where responses have `begun`, with so many tokens, there is a prompt for each row that
-        ends with these: they count in `max_tokens`, which is more, and in the steps of the noise; stop strings are
-        looked for in those that `sampling` has `joined`. With a `stretch` each response comes in parts of so many
-        tokens: when all that have not ended have given one, the next is drawn if it is asked for."""
+        order, and what is not asked for any more is not drawn. `keys` has one for each
+        response: it and the step decide what is drawn (noise.py). The end token is part of a response. Where responses
+        have `begun`, with so many tokens, there is a prompt for each row that ends with these: they count in
+        `max_tokens`, which is more, and in the steps; stop strings are looked for in those that `sampling` has
+        `joined`. With a `stretch` each response comes in parts of so many tokens: when all that have not ended have
+        given one, the next is drawn if it is asked for."""

@@ -30,7 +30,7 @@ from msrl_graph.model import models
 from msrl_graph.sharding.layout import Layout
 
 GPU = Device(CUDA)
-PLAIN = Sampling(4, 20, 1.0, 1.0, 0, seed=3, iteration=2, ends=(1,))
+PLAIN = Sampling(4, 20, 1.0, 1.0, 0, ends=(1,))
 ROUNDING = {"f32": 5e-3, "bf16": 0.15}  # of a token's log-probability: vLLM's kernels multiply f32 in TF32
 
 # vLLM's kernels for latent attention take one size of latents, those of DeepSeek-V3, and no float32.

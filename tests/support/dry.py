@@ -22,6 +22,7 @@ import numpy as np
 from truth import Truth
 from world import Method, Ref, Strand, Stuck, World
 
+from msrl_graph import noise
 from msrl_graph.backends.spec import Response, Sampling
 from msrl_graph.ir.ahead import aged, fetched, lanes
 from msrl_graph.ir.attributes import Update
@@ -43,6 +44,7 @@ from msrl_graph.runtime.driver.supervisor import Options
 from msrl_graph.runtime.functions import host as functions
 from msrl_graph.runtime.functions.calling import Results
 from msrl_graph.runtime.functions.note import Note
+from msrl_graph.runtime.functions.values import Filled
 from msrl_graph.runtime.metrics.ports import Ports
 from msrl_graph.runtime.process.report import NextValues, Report
 from msrl_graph.runtime.process.task import Task
@@ -137,12 +139,15 @@ class Computed:
 
     def __init__(self, dry: Dry, node: Node) -> None:
         self.dry, self.node, self.sieve = dry, node, dry.rows.sieves.get(node.name)
+        self.filled = Filled(SimpleNamespace(fills=("rng",)), node, dry.plan)  # type: ignore[arg-type]
 
     def spoilt(self, batch: Batch) -> Array:
         return np.zeros(len(batch.rows), bool)
 
     def __call__(self, batch: Batch, task: Task) -> Results:
         self.dry.work(self.node.name, task)
+        for unit in batch.share.units:
+            self.filled(task.name, task.number, int(unit))
         reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
         failed: dict[str, Piece] = {}
         rows = batch.rows
@@ -243,13 +248,13 @@ class Growing:
     """Stands in for a generator: after each stretch some responses have ended."""
 
     def generate(
-        self, prompts: list[Array], rows: Array, sampling: Sampling, begun: Array, stretch: int
+        self, prompts: list[Array], keys: Array, sampling: Sampling, begun: Array, stretch: int
     ) -> Iterator[Response]:
         lengths = dict(enumerate(begun.tolist()))
         while lengths:
             for i, length in [*lengths.items()]:
                 count = min(stretch, int(sampling.max_tokens) - length)
-                bits = zlib.crc32(repr((sampling.seed, sampling.iteration, int(rows[i]), length)).encode())
+                bits = zlib.crc32(repr((int(keys[i]), length)).encode())
                 ended = bits % 3 == 0 or length + count == sampling.max_tokens
                 yield Response(i, np.full(count, 2, np.int32), np.zeros(count, np.float32), ended)
                 lengths[i] += count
@@ -302,11 +307,12 @@ class DryRank(Rank):
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
         if node.cuts and task.trains:
-            sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, self.dry.seed, task.number, (1,))
+            sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, (1,))
             context = [np.zeros(1, np.int32)] * len(batch.rows)
             yield self._rollout(node, task, batch, context, sampling, report, "")
             self.dry.begun[task.number] = task
             return
+        self._stream(node, task).keys(task.number, rows)
         failed: dict[str, Piece] = {}
         if len(rows) and node.fails:
             sieve = self.dry.rows.sieves[node.name]
@@ -341,7 +347,9 @@ class DryRank(Rank):
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
 
-    def _update(self, node: Node, task: Task, *_: Any) -> None:
+    def _update(self, node: Node, task: Task, batch: Batch, *_: Any) -> None:
+        for first in batch.rows[:1]:
+            self._rng(node, task, batch.share.epoch, int(first))
         self.updated[node.name].append(task.number)
         self.dry.work(node.name, task)
 
@@ -397,6 +405,7 @@ class Dry:
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
         self.members, self.way = members(plan, list(self.readers.values()), b"")
+        self.drawn: dict[int, Any] = {}  # by key of random numbers, the stream and the place in it
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
 
     @property
@@ -404,6 +413,20 @@ class Dry:
         """How many versions a generation was behind at most."""
         taken = (item for found in self.versions.values() for item in found.taken.items())
         return max((int(key.rpartition("/")[2]) - version for key, version in taken), default=0)
+
+    @property
+    def keyed(self) -> Callable[..., Any]:
+        """Makes keys, each of which is of one stream and place alone."""
+        made, drawn = noise.Stream.keys, self.drawn
+
+        def keys(stream: noise.Stream, *parts: Any) -> Any:
+            found = made(stream, *parts)
+            places = zip(*(p.ravel().tolist() for p in np.broadcast_arrays(*parts)), strict=True)
+            for key, place in zip(found.ravel().tolist(), places, strict=True):
+                assert drawn.setdefault(key, (stream.name, place)) == (stream.name, place), "two draw the same"
+            return found
+
+        return keys
 
     def work(self, what: str, task: Task) -> None:
         begin = self.world.now
@@ -432,6 +455,7 @@ class Dry:
             patch.object(dock, "Post", lambda name, *_: Telling(world, name)),
             patch.object(client, "Lines", lambda *_: Lines(world)),
             patch.object(client, "Room", Plain),
+            patch.object(noise.Stream, "keys", self.keyed),
             patch.object(dock, "Room", SimpleNamespace(made=lambda name, _: Plain.made(Path(self.folder.name, name)))),
         ):
             try:

@@ -71,9 +71,7 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     prompts = [np.arange(i, i + 6, dtype=np.int32) for i in range(2, 6)]
 
     def generate(tokens):
-        return operators(
-            lambda: collected(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0, 0, 0)))
-        )
+        return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0))))
 
     one, five, python = generate(1), generate(5), Calls(vllm.KERNELS, 0)
     assert one == pytest.approx(counted("vllm", "prefill", model.layers, python), rel=0.1)

@@ -34,21 +34,21 @@ class Network(Protocol):
         cache."""
 
     def draw(
-        self, logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling
+        self, logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """A token for each row, and its log-probability."""
 
 
 class Batch:
-    """The responses to some prompts: `rows` are equally many to each, of which `begun` tokens stand in the prompt
-    already; at most `slots` rows are under way at once, at least those of one prompt. `stops` looks for the strings
-    that end a response."""
+    """The responses to some prompts: `keys` has one for each, equally many to each prompt, and `begun` says how many of
+    its tokens are in the prompt already. At most `slots` rows are under way at once, at least those of one prompt.
+    `stops` looks for the strings that end a response."""
 
     def __init__(
         self,
         network: Network,
         prompts: list[NDArray[np.int32]],
-        rows: NDArray[np.int64],
+        keys: NDArray[np.uint64],
         begun: NDArray[np.int64],
         sampling: Sampling,
         slots: int,
@@ -56,14 +56,14 @@ class Batch:
     ) -> None:
         import numpy as np
 
-        self.network, self.prompts, self.rows, self.begun = network, prompts, rows, begun
-        self.each, self.room = len(rows) // len(prompts), sampling.max_tokens - begun
-        self.joined = np.broadcast_to(sampling.joined, len(rows))
+        self.network, self.prompts, self.keys, self.begun = network, prompts, keys, begun
+        self.each, self.room = len(keys) // len(prompts), sampling.max_tokens - begun
+        self.joined = np.broadcast_to(sampling.joined, len(keys))
         self.sampling, self.slots, self.stops = sampling, max(slots, self.each), stops
-        self.tokens = np.zeros((len(rows), self.room.max()), np.int32)
-        self.logps = np.zeros((len(rows), self.room.max()), np.float32)
-        self.lengths = np.zeros(len(rows), np.int64)
-        self.given = np.zeros(len(rows), np.int64)  # of each, the tokens that were told
+        self.tokens = np.zeros((len(keys), self.room.max()), np.int32)
+        self.logps = np.zeros((len(keys), self.room.max()), np.float32)
+        self.lengths = np.zeros(len(keys), np.int64)
+        self.given = np.zeros(len(keys), np.int64)  # of each, the tokens that were told
         self.taken = 0  # prompts that have begun
         self.running = np.zeros(0, np.int64)  # rows
         self.at = np.zeros(0, np.int64)  # of each running row its place in the batch, which these are of:
@@ -139,7 +139,7 @@ class Batch:
         running = self.running
         steps = self.begun[running] + self.lengths[running]
         drawn = self.logits[self._here(self.at)]
-        token, logp = self.network.draw(drawn, self.rows[running], steps, self.sampling.of(running))
+        token, logp = self.network.draw(drawn, self.keys[running], steps, self.sampling.of(running))
         self.tokens[running, self.lengths[running]] = token
         self.logps[running, self.lengths[running]] = logp
         self.lengths[running] += 1

@@ -1,7 +1,7 @@
 """The draw of a token, the same for every engine that lets us: the inverse of the cumulative distribution at a number
 that only a key decides, in float64.
 
-Invariant: a row's token is a function of its logits and its key (seed, iteration, row, step) alone, wherever in
+Invariant: a row's token is a function of its logits, its key and the step alone, wherever in
 whichever batch, engine or layout the row is: so two engines differ by the rounding of logits.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def draw(
-    logits: torch.Tensor, rows: NDArray[np.int64], steps: NDArray[np.int64], sampling: Sampling, group: object = None
+    logits: torch.Tensor, keys: NDArray[np.uint64], steps: NDArray[np.int64], sampling: Sampling, group: object = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next token of each row and its log-probability before any filter, [rows] each; at temperature 0 that of the
-    only token there is, 0. `logits` [rows, vocabulary] are of float32 or finer, `sampling` is of these rows, `group`
-    the ranks that must agree on the tokens."""
+    only token there is, 0. `logits` [rows, vocabulary] are of float32 or finer, `sampling` is of these rows, `keys`
+    and `steps` decide what is drawn of each (noise.py), `group` the ranks that must agree on the tokens."""
     import torch
     from torch import distributed as dist
 
@@ -46,7 +46,7 @@ def draw(
             ordered[ordered.cumsum(-1) - ordered >= sampling.top_p * ordered.sum(-1, keepdim=True)] = 0.0
             share = torch.zeros_like(share).scatter_(-1, index, ordered)
         total = share.cumsum(-1)
-        numbers = noise.uniform(sampling.seed, sampling.iteration, rows, steps)
+        numbers = noise.uniform(keys, steps)
         u = torch.from_numpy(numbers).to(logits.device, non_blocking=True)[:, None]
         token = (total <= u * total[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
     if group is not None:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from .stops import Stops
 
-Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.int64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
+Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.uint64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
 
 
 def in_stretches(
     draw: Draw,
     prompts: list[NDArray[np.int32]],
-    rows: NDArray[np.int64],
+    keys: NDArray[np.uint64],
     sampling: Sampling,
     begun: NDArray[np.int64],
     stretch: int,
@@ -33,15 +33,15 @@ def in_stretches(
     in each. `stops` looks for the strings that end a response."""
     import numpy as np
 
-    each = len(rows) // len(prompts)
-    contexts = [prompts[i // each] for i in range(len(rows))]
-    begun, joined, live = begun.copy(), np.broadcast_to(sampling.joined, len(rows)).copy(), np.arange(len(rows))
-    longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(rows))
+    each = len(keys) // len(prompts)
+    contexts = [prompts[i // each] for i in range(len(keys))]
+    begun, joined, live = begun.copy(), np.broadcast_to(sampling.joined, len(keys)).copy(), np.arange(len(keys))
+    longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(keys))
     while len(live):
         bounds = np.minimum(begun[live] + stretch, longest[live])
         some = replace(sampling.of(live), max_tokens=bounds, joined=joined[live])
-        ended = np.zeros(len(rows), bool)
-        for drawn in draw([contexts[i] for i in live], rows[live], some, begun[live]):
+        ended = np.zeros(len(keys), bool)
+        for drawn in draw([contexts[i] for i in live], keys[live], some, begun[live]):
             place = int(live[drawn.place])
             contexts[place] = np.concatenate([contexts[place], drawn.tokens])
             begun[place] += len(drawn.tokens)

@@ -95,16 +95,16 @@ class Drawn:
     `room`. `alike`: by the number of a request, the rows that it computes, whose tokens are the same so far."""
 
     def __init__(
-        self, rows: NDArray[np.int64], begun: NDArray[np.int64], room: NDArray[np.int64], sampling: Sampling
+        self, keys: NDArray[np.uint64], begun: NDArray[np.int64], room: NDArray[np.int64], sampling: Sampling
     ) -> None:
         import numpy as np
 
-        self.rows, self.begun, self.room, self.sampling = rows, begun, room, sampling
-        self.joined = np.broadcast_to(sampling.joined, len(rows))
+        self.keys, self.begun, self.room, self.sampling = keys, begun, room, sampling
+        self.joined = np.broadcast_to(sampling.joined, len(keys))
         most = int(room.max(initial=0))
-        self.tokens = np.zeros((len(rows), most), np.int32)
-        self.logps = np.zeros((len(rows), most), np.float32)
-        self.lengths = np.zeros(len(rows), np.int64)
+        self.tokens = np.zeros((len(keys), most), np.int32)
+        self.logps = np.zeros((len(keys), most), np.float32)
+        self.lengths = np.zeros(len(keys), np.int64)
         self.alike: dict[int, NDArray[np.int64]] = {}
 
     def each(self, numbers: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -146,7 +146,7 @@ class Drawing:
             alone = len(np.unique(here)) == len(here)
             found = logits[here[0] : here[-1] + 1] if alone else logits[torch.from_numpy(here).to(logits.device)]
             token, logp = draw(
-                found.float(), call.rows[some], call.begun[some] + steps[part], call.sampling.of(some), self.group
+                found.float(), call.keys[some], call.begun[some] + steps[part], call.sampling.of(some), self.group
             )
             tokens[part] = token.cpu().numpy()
             call.logps[some, steps[part]] = logp.cpu().numpy()

@@ -200,23 +200,23 @@ class Engine:
     def generate(
         self,
         prompts: list[NDArray[np.int32]],
-        rows: NDArray[np.int64],
+        keys: NDArray[np.uint64],
         sampling: Sampling,
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
     ) -> Iterator[Response]:
         import numpy as np
 
-        begun = np.zeros(len(rows), np.int64) if begun is None else begun
+        begun = np.zeros(len(keys), np.int64) if begun is None else begun
         if stretch:  # of what is under way the whole blocks of the cache are still there
             stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
-            yield from in_stretches(self.generate, prompts, rows, sampling, begun, stretch, stops)
+            yield from in_stretches(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
 
         self._memory.cache()
-        each, room = len(rows) // len(prompts), sampling.max_tokens - begun
-        drawn = self.generation.call = Drawn(rows, begun, room, sampling)
-        self._prompts = [prompts[i // each] for i in range(len(rows))]
+        each, room = len(keys) // len(prompts), sampling.max_tokens - begun
+        drawn = self.generation.call = Drawn(keys, begun, room, sampling)
+        self._prompts = [prompts[i // each] for i in range(len(keys))]
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
         self._numbers = count()

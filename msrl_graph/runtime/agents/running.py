@@ -224,7 +224,7 @@ class Agents:
         """What it is given beside: by what it asks the policy, and what any function may have."""
         asks = dict(zip(ENDPOINT, (self.endpoint.base_url, row.api_key, self.model), strict=True))
         found = {name: asks[name] for name in self.signature.fills if name in asks}
-        return found | self.filled(self.batch.iteration, int(self.batch.rows[place]))
+        return found | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
 
     def _took(self, place: int, conversations: Conversations, result: Any) -> None:
         """Keeps what an agent leaves behind. Raises BadResult."""

@@ -27,9 +27,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Begin:
-    """A batch, of which each row has equally many of `rows`, and `contexts`, the tokens that their responses stand
-    after; a response has room for `bound` tokens."""
+    """A batch of an iteration of a task (by its name). Each of its rows has equally many of `rows`; `contexts` are the
+    tokens that their responses stand after; a response has room for `bound` tokens."""
 
+    task: str
     iteration: int
     batch: Batch
     rows: Array

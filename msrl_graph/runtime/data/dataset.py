@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import noise
 from ...data import datafile
 from ...data.chat import Messages, messages
 from ...data.datafile import bad, where
@@ -148,7 +149,9 @@ class Dataset:
     ) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
-        self.data, self.graph, self.seed = data, plan.graph, plan.deploy.run.seed
+        self.data, self.graph = data, plan.graph
+        self.order = noise.Stream(plan.deploy.run.seed, "order", data.name)
+        self.weighted = noise.Stream(plan.deploy.run.seed, "weighted", data.name)
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
         self.responses = responses(plan.graph)
         self.preceding = preceding(plan.graph)
@@ -302,12 +305,12 @@ class Dataset:
 
     def indices(self, position: int, count: int) -> Array:
         """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
-        return order.shuffled(self.seed, len(self), position, count)
+        return order.shuffled(self.order, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not
         negative: without replacement, those of weight 0 last."""
-        return order.drawn(self.seed, iteration, weights, position, count)
+        return order.drawn(self.weighted, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, Column]:
         """The columns of these rows, in this order."""

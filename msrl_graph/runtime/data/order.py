@@ -1,7 +1,7 @@
 """The order in which the rows of a data file are dealt.
 
-Invariant: which row stands at a position is a function of the seed and of what is named beside it, so that any part of
-an order can be had without those before it, in any order, by any process.
+Invariant: which row is at a position is a function of the stream and the arguments, so that any part of an order can be
+had without those before it, in any order, by any process.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ... import noise
+from ...noise import Stream
 from .columns import Array
 
-_DRAWN = 0x5EED  # tells the keys of draws from those of sampled tokens, which are of seed, iteration, row and step
 
-
-def shuffled(seed: int, size: int, position: int, count: int) -> Array:
+def shuffled(stream: Stream, size: int, position: int, count: int) -> Array:
     """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its
     own."""
-    return _passes(lambda turn: _sorted(noise.keys(seed, turn, np.arange(size))), size, position, count)
+    return _passes(lambda turn: _sorted(stream.keys(turn, np.arange(size))), size, position, count)
 
 
-def drawn(seed: int, iteration: int, weights: Array, position: int, count: int) -> Array:
+def drawn(stream: Stream, iteration: int, weights: Array, position: int, count: int) -> Array:
     """`count` rows of an iteration's draw, from `position` on: rows of the data by weight, without replacement.
 
     Each next row is one of those left, with the probability of its weight among theirs; with the weights [2, 1, 0]
-    row 0 comes first in two draws of three. Rows of weight 0 come last, in an order by the seed; where all weights
+    row 0 comes first in two draws of three. Rows of weight 0 come last, in an order of the stream; where all weights
     are 0, all rows are alike. When all rows were drawn, another draw of all follows. `weights` has one number a row,
     finite and not negative. (Efraimidis and Spirakis 2006: the rows in the order of u^(1/w) for random u, here as
     log(-log u) - log w.)
@@ -35,7 +33,7 @@ def drawn(seed: int, iteration: int, weights: Array, position: int, count: int) 
     log = np.log(np.where(certain, weights, 1.0))
 
     def order(turn: int) -> Array:
-        u = noise.uniform(seed, iteration, turn, np.arange(len(weights)), _DRAWN)
+        u = stream.uniform(iteration, turn, np.arange(len(weights)))
         with np.errstate(divide="ignore"):
             key = np.log(-np.log1p(-u)) - log
         found: Array = np.lexsort((key, ~certain))

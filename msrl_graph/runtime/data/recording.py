@@ -29,7 +29,7 @@ from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
-SAME = "a recording is replayed with the seed, the data and the sizes that it was made with"
+SAME = "a recording is replayed with the seed, the data, the sizes and the version that it was made with"
 ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of all others their own
 
 

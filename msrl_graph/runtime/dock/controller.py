@@ -1,8 +1,8 @@
 """The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, and where they lie.
 
-Invariant: which rows form a round of an update is a function of (seed, iteration, epoch, row) and of nothing else; a
-controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (an
-update: once an epoch), and whoever asks for a group's n-th share gets the same one however often it asks. What a
+Invariant: which rows form a round of an update is a function of (seed, node, iteration, epoch, row) and of nothing
+else; a controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once
+(an update: once an epoch), and whoever asks for a group's n-th share gets the same one however often it asks. What a
 controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses.
 Nothing here knows Ray or torch; host.py puts it on processes.
 
@@ -53,12 +53,13 @@ class MiniBatches:
 
     @classmethod
     def cut(cls, reader: Reader, number: int, rows: Array) -> MiniBatches:
-        """Of all rows of an iteration, ascending: a function of (seed, iteration, epoch, row)."""
+        """Of all rows of an iteration, ascending: a function of (seed, node, iteration, epoch, row)."""
         size = reader.mini_batch or max(len(rows), 1)
+        stream = noise.Stream(reader.seed, "mini_batch", reader.node)
         todo: deque[tuple[int, Array]] = deque()
         of = np.zeros(len(rows), np.int64)
         for epoch in range(reader.epochs):
-            order = np.argsort(noise.keys(reader.seed, number, epoch, rows), kind="stable")
+            order = np.argsort(stream.keys(number, epoch, rows), kind="stable")
             if epoch == 0:
                 of[order] = np.arange(len(rows)) // size
             todo.extend((epoch, np.sort(rows[order[i : i + size]])) for i in range(0, max(len(rows), 1), size))

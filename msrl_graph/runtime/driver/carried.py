@@ -120,7 +120,7 @@ class Carried:
         if not self.states and not self.groups:
             return
         found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
-        self.cut = {manifest.iteration: _cut(found)}
+        self.cut = {manifest.iteration: _cut(found, manifest.iteration)}
         for name, value in self.states.items():
             if name not in found:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
@@ -139,6 +139,8 @@ def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:
     whole = {
         "positions": np.array([c.position for c in cut], np.int64),
         "cuts": np.array([c.cuts for c in cut], np.int64),
+        "iterations": np.array([c.iteration for c in cut], np.int64),
+        "rows": np.array([c.row for c in cut], np.int64),
         "responses": np.array([len(c.responses) for c in cut], np.int64),
         "lengths": np.array([len(tokens) for tokens, *_ in responses], np.int64),
         "ended": np.array([int(ended) for *_, ended in responses], np.int64),
@@ -148,16 +150,18 @@ def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:
     return {CUT + name: values for name, values in whole.items()}
 
 
-def _cut(found: Mapping[str, Array]) -> tuple[Cut, ...]:
-    """What `_arrays` made arrays of; nothing where a file has none."""
+def _cut(found: Mapping[str, Array], iteration: int) -> tuple[Cut, ...]:
+    """What `_arrays` made arrays of; nothing where a file has none. One of an older version does not say which rows
+    they began as: they go on as those of `iteration`, the next one."""
     held = {name[len(CUT) :]: values for name, values in found.items() if name.startswith(CUT)}
     if not held:
         return ()
     ends = np.cumsum(held["lengths"])[:-1]
     each = [np.split(held[name], ends) if len(held["lengths"]) else [] for name in ("tokens", "logps", "versions")]
     responses = list(zip(*each, (bool(e) for e in held["ended"]), strict=True))
-    made, first = [], 0
-    for position, cuts, count in zip(held["positions"], held["cuts"], held["responses"], strict=True):
-        made.append(Cut(int(position), tuple(responses[first : first + int(count)]), int(cuts)))
+    made, first, many = [], 0, len(held["positions"])
+    began = held.get("iterations", np.full(many, iteration)), held.get("rows", np.arange(many))
+    for position, cuts, count, *row in zip(held["positions"], held["cuts"], held["responses"], *began, strict=True):
+        made.append(Cut(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row)))
         first += int(count)
     return tuple(made)

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ... import noise
 from ...algorithms import library
 from ...diagnostics import Diagnostic, Fault, Span
 from ...files.paths import is_folder
@@ -90,15 +91,15 @@ def _sound(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest]:
 
 
 def program(plan: Plan) -> dict[str, Any]:
-    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the data, what a
-    wrong number does, and under a schedule of the learning rate how many iterations it is for."""
+    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the version
+    of the streams that draw by it, the data, what a wrong number does, and under a schedule of the learning rate how many iterations it is for."""
     models = {
         name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
     }
     data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
     found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
     run = plan.deploy.run
-    decides: dict[str, Any] = {"seed": run.seed, "on_nan": run.on_nan}
+    decides: dict[str, Any] = {"seed": run.seed, "random_streams": noise.VERSION, "on_nan": run.on_nan}
     if scheduled := [n.name for n in plan.graph.verb("update") if _is_scheduled(Update.of(n))]:
         decides[f"iterations, which the learning rate of {' and '.join(scheduled)} is scheduled over,"] = run.iterations
     return found | decides

@@ -1,7 +1,7 @@
 """Function nodes made callable: from the rows of a batch to arguments, and from results to rows.
 
 Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends
-with the node, its line, the row and what was returned. A generator that it asks for is keyed by (seed, iteration, node,
+with the node, its line, the row and what was returned. A generator that it asks for is keyed by (seed, node, iteration,
 unit), so that neither the host nor the order of arrival changes what it returns.
 """
 
@@ -198,7 +198,7 @@ class Function:
 
     def _called(self, given: list[tuple[str, Any]], task: Task, unit: int, where: str) -> Any:
         """What the function returns for a unit."""
-        options = self.options | self.filled(task.number, unit)
+        options = self.options | self.filled(task.name, task.number, unit)
         with self.note.at(f"{self.node.name}: {where} of {task.key}"):
             # What comes before `*columns` is given by order, as Python wants it.
             return (
@@ -314,7 +314,7 @@ class Weigher:
         given = {p: states[name] for p, name in self.bound if name in states}
         given |= {parameter: values() for parameter, values in self.columns.items()}
         try:
-            result = self.call(**given, **self.options, **self.filled(task.number, 0))
+            result = self.call(**given, **self.options, **self.filled(task.name, task.number, 0))
         except Exception as error:
             raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
         try:

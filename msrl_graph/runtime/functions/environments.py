@@ -116,7 +116,10 @@ class Episodes:
         """What the environment says first in each row, and whether the episode is over already."""
         self.instances = self.environment.instances(len(self.rows), self.fan)
         given = self.environment.given(self.batch, self.fan)
-        asked: dict[int, Ask] = {i: Reset(self.task.number, int(row), given[i]) for i, row in enumerate(self.rows)}
+        task = self.task
+        asked: dict[int, Ask] = {
+            i: Reset(task.name, task.number, int(row), given[i]) for i, row in enumerate(self.rows)
+        }
         return self._asked(asked, "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[str, bool]]:

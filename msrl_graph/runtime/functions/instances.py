@@ -58,6 +58,7 @@ class Answer:
 class Reset:
     """The beginning of a row's episode, and the columns that it is given."""
 
+    task: str  # its name
     iteration: int
     row: int
     given: Mapping[str, Any]
@@ -117,8 +118,8 @@ class Instances:
         called, made = self.called, self.called.make()
         self.made[position] = made
         if called.gym:
-            return made.reset(seed=called.filled.seed_of(ask.iteration, ask.row), options=dict(ask.given))
-        return made.reset(**ask.given, **called.filled(ask.iteration, ask.row))
+            return made.reset(seed=called.filled.seed_of(ask.task, ask.iteration, ask.row), options=dict(ask.given))
+        return made.reset(**ask.given, **called.filled(ask.task, ask.iteration, ask.row))
 
     def read(self, position: int, ask: Ask, found: Any) -> Answer:
         """What was given, as an answer; BadResult where it is none."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -103,20 +102,20 @@ class Filled:
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
         self.names = tuple(name for name in signature.fills if name in GIVEN)
-        self.seed, self.node = plan.deploy.run.seed, zlib.crc32(node.name.encode())
+        self.seed, self.node = plan.deploy.run.seed, node.name
         # Its import costs seconds, which only those wait for who ask.
         self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
 
-    def __call__(self, iteration: int, unit: int) -> dict[str, Any]:
-        """For a unit of an iteration."""
+    def __call__(self, task: str, iteration: int, unit: int) -> dict[str, Any]:
+        """For a unit of an iteration of a task, by its name."""
         found: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
         if "rng" in self.names:
-            found["rng"] = noise.generator(self.seed, iteration, self.node, unit)
+            found["rng"] = noise.Stream(self.seed, "function", self.node, task).generator(iteration, unit)
         return {name: found[name] for name in self.names}
 
-    def seed_of(self, iteration: int, unit: int) -> int:
-        """A seed for a unit of an iteration, of whoever makes generators of seeds."""
-        return int(noise.generator(self.seed, iteration, self.node, unit).integers(2**31))
+    def seed_of(self, task: str, iteration: int, unit: int) -> int:
+        """A seed for a unit of an iteration of a task, for an environment that makes its own generator of it."""
+        return int(noise.Stream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 
 
 def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:

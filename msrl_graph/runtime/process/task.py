@@ -26,11 +26,14 @@ class Cut(NamedTuple):
     - `responses`: of each its tokens, their log-probabilities as drawn, the versions of the weights that drew them, and
       whether it has ended.
     - `cuts`: how often they were cut.
+    - `iteration` and `row`: those that they began in and as, whose keys their tokens are drawn by.
     """
 
     position: int
     responses: tuple[tuple[Any, Any, Any, bool], ...]
     cuts: int
+    iteration: int
+    row: int
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Generation by agents: what a rank draws for programs that ask by themselves.
 
 Invariant: all ranks of a group draw the same batches, which the first one hears of from the process of its agents. What
-is drawn for a request is a function of (seed, iteration, row), of what stands before it and of the weights: not of who
-else asked at the time.
+is drawn for a request is a function of (seed, node, iteration, row), of what stands before it and of the weights: not
+of who else asked at the time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from ... import noise
 from ...backends.spec import Sampling, collected
 from ...ir.attributes import Generate
 from ...ir.graph import Node
@@ -18,6 +19,7 @@ from ...ir.plan import Plan
 from ..agents.beside import Beside
 from ..agents.wire import Begin, Drawn, Over, Wanted
 from ..process.report import Report
+from ..process.task import Task
 from .engines import Engines
 
 
@@ -36,7 +38,11 @@ class Conversing(Engines):
                 self.agents[name] = Beside(self.plan, node)
         super().build()
 
-    def _conversed(self, node: Node, begin: Begin, sampling: Sampling, report: Report) -> Over:
+    def _stream(self, node: Node, task: Task) -> noise.Stream:
+        """What a generation's tokens are drawn by."""
+        return noise.Stream(self.plan.deploy.run.seed, "token", node.name, task.name)
+
+    def _conversed(self, node: Node, task: Task, begin: Begin, sampling: Sampling, report: Report) -> Over:
         """What comes of the agents of a batch."""
         if self._first(node):
             self.agents[node.name].begin(begin)
@@ -46,12 +52,12 @@ class Conversing(Engines):
                 found = self._shared(node, self._wanted, node, drawn)
             if isinstance(found, Over):
                 return found
-            drawn = self._drawn(node, found, sampling)
+            drawn = self._drawn(node, task, found, sampling)
 
     def _wanted(self, node: Node, drawn: list[Drawn]) -> list[Wanted] | Over:
         return self.agents[node.name].next(drawn)
 
-    def _drawn(self, node: Node, wanted: list[Wanted], sampling: Sampling) -> list[Drawn]:
+    def _drawn(self, node: Node, task: Task, wanted: list[Wanted], sampling: Sampling) -> list[Drawn]:
         """What is drawn for some requests. An engine draws a batch by one bound and the same stop strings: what is
         longer than a request wants is what it would have got, and more."""
         found: list[Drawn] = []
@@ -63,7 +69,7 @@ class Conversing(Engines):
                 max_tokens=max(w.begun + w.most for w in some),
                 stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
             )
-            keys = np.array([w.key for w in some], np.int64)
+            keys = self._stream(node, task).keys(task.number, [w.key for w in some])
             ended = self.generators[node.name].generate([w.tokens for w in some], keys, how, begun)
             tokens, logps = collected(ended)
             found += [Drawn(w.number, t[: w.most], p[: w.most]) for w, t, p in zip(some, tokens, logps, strict=True)]

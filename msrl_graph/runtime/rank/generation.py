@@ -1,8 +1,8 @@
 """Generation: what a rank does with prompts that it is handed, the verb `generate`.
 
-Invariant: what is drawn for a row is a function of (seed, iteration, row), of its prompt, of the weights and of what an
-environment answers or an agent asks. All ranks of a group make the same calls on their engine: environments and agents
-are heard by the first one, and what they say is shared.
+Invariant: what is drawn for a row is a function of (seed, node, iteration, row), of its prompt, of the weights and of
+what an environment answers or an agent asks. All ranks of a group make the same calls on their engine: environments and
+agents are heard by the first one, and what they say is shared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class Generation(Conversing):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.seed = plan.deploy.run.seed
         self.sets = rowsets(plan.graph).sets
         self.recording: Recording | None = None  # where the responses of training come from, if not from the generators
 
@@ -82,8 +81,6 @@ class Generation(Conversing):
             temperature=self._temperature(node, task, batch, evaluation, samples),
             top_p=said.top_p,
             top_k=said.top_k,
-            seed=self.seed,
-            iteration=task.number,
             ends=self.ends[node.name],
             stop=said.stop,
         )
@@ -91,6 +88,7 @@ class Generation(Conversing):
         if said.agent is None:  # whose conversations begin with something, or are refused
             self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
+        keys = self._stream(node, task).keys(task.number, rows)
         head = "" if first else f"{node.name}/"  # of other generations than the first the metrics are named apart
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if said.partner is not None:
@@ -111,7 +109,7 @@ class Generation(Conversing):
                 of = (node, (response, as_drawn), task.number, context, rows, sampling.samples)
                 ended = map(Response, range(len(rows)), *self.recording.responses(*of))
             else:
-                ended = self.generators[node.name].generate(context, rows, sampling)
+                ended = self.generators[node.name].generate(context, keys, sampling)
             for part in self._parts(node, ended):
                 places, (tokens, logps) = np.sort([r.place for r in part]), collected(part)
                 for place, drawn in zip(places, tokens, strict=True):
@@ -153,6 +151,7 @@ class Generation(Conversing):
             self.plan.graph.rows[0],
             self._version(node, task),
             lambda of: self._summed(node, of),
+            self._stream(node, task),
         )
         known = of_response(self.plan.graph, node, "i32")
         if self.recording is None:
@@ -258,7 +257,7 @@ class Generation(Conversing):
         )
         bound = int(sampling.max_tokens)
         responses, turns = Responses(len(rows), bound), Generate.of(node).turns or bound
-        answers = np.zeros(len(rows), int)
+        answers, keys = np.zeros(len(rows), int), self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
             told = self._shared(node, episodes.reset)
         begun = np.array([i for i, (_, over) in enumerate(told) if not over], int)
@@ -269,7 +268,7 @@ class Generation(Conversing):
         for turn in range(1, turns + 1) if len(going) else ():
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
             some = sampling.of(going)
-            drawn = collected(self.generators[node.name].generate(before, rows[going], some, responses.lengths[going]))
+            drawn = collected(self.generators[node.name].generate(before, keys[going], some, responses.lengths[going]))
             responses.drawn(going, *drawn)
             answers[going] += 1
             with report.phase("environment"):
@@ -300,8 +299,8 @@ class Generation(Conversing):
     ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
         """What agents make of rows: as `_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
-        begin = Begin(task.number, batch, rows, contexts, int(sampling.max_tokens))
-        over = self._conversed(node, begin, sampling, report)
+        begin = Begin(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
+        over = self._conversed(node, task, begin, sampling, report)
         standing = Standing(node, self.plan, rows, sampling.samples, task.number)
         for position, (failure, given) in sorted(over.failed.items()):
             standing.fail(position, failure, given=given)

@@ -201,7 +201,9 @@ class Proof:
         with self._counted(probes=True):
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
-            tokens, drawn = collected(self.generator.generate(self._prompts(), np.arange(PROMPTS), _likeliest()))
+            tokens, drawn = collected(
+                self.generator.generate(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _likeliest())
+            )
             layout, off = self.plan.placement(self.edge.dst).layout, []
             if layout.coordinates(self.ends[1]).pp != layout.pp - 1:  # log-probabilities are where the last layers are
                 return
@@ -239,7 +241,8 @@ class Proof:
         """The same on all ranks at all times, so that what an engine has kept of them from older weights would show; as
         long as it takes to be kept, where bounds let them."""
         length = holdings.probe_tokens(self.plan, ENGINES, self.edge.src, self.edge.dst)
-        keys = noise.keys(self.plan.deploy.run.seed, np.arange(PROMPTS)[:, None], np.arange(length))
+        stream = noise.Stream(self.plan.deploy.run.seed, "probe", self.edge.name)
+        keys = stream.keys(np.arange(PROMPTS)[:, None], np.arange(length))
         return [*(keys % np.uint64(self.model.vocabulary)).astype(np.int32)]
 
     def _facts(self) -> torch.Tensor:
@@ -267,7 +270,7 @@ class Proof:
 
 
 def _likeliest() -> Sampling:
-    return Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1, seed=0, iteration=0)
+    return Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 
 
 def complete(

@@ -2,16 +2,19 @@
 those that are not go on in the next iteration, from their tokens.
 
 Invariant: which prompts an iteration takes is a function of what is drawn, whoever draws it: the responses of all
-groups have grown by as many tokens when all ranks look, and all hear of all prompts. A token is drawn once.
+groups have grown by as many tokens when all ranks look, and all hear of all prompts. A token is drawn once, and by the
+key of the row that its response began as, however often it was cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from ... import noise
 from ...backends.spec import Generator, Response, Sampling
 from ...ir.attributes import Generate
 from ...ir.graph import Node
@@ -54,13 +57,18 @@ class Rollout:
         takes: int,
         version: int,
         told: Callable[[Array], Array],
+        stream: noise.Stream,
     ) -> None:
         self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
         self.takes, self.said, self.version, self.told = takes, said, version, told
         self.longest = int(sampling.max_tokens)
         self.stretch = said.stretch(self.longest)
         self.grown: dict[int, list[Grown]] = {}
+        self.keys: dict[int, Any] = {}
         for row in self.rows:
+            iteration, number = self._began(row)
+            of = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
+            self.keys[row] = stream.keys(iteration, of)
             known = task.cut[row].responses if row < len(task.cut) else ()
             self.grown[row] = [Grown(*r) for r in known] or [Grown() for _ in range(sampling.samples)]
 
@@ -106,7 +114,8 @@ class Rollout:
             old = row < len(self.task.cut)
             position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
             responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
-            found.append(Cut(position, responses, 1 + (self.task.cut[row].cuts if old else 0)))
+            cuts = 1 + (self.task.cut[row].cuts if old else 0)
+            found.append(Cut(position, responses, cuts, *self._began(row)))
         return found
 
     def _state(self) -> Array:
@@ -115,6 +124,12 @@ class Rollout:
             awaited = self._overdue(row) and self.said.waits
             of[row] = WHOLE if all(g.ended for g in self.grown[row]) else AWAITED if awaited else GROWS
         return of
+
+    def _began(self, row: int) -> tuple[int, int]:
+        """The iteration that a prompt's responses began in, and its number there."""
+        if row < len(self.task.cut):
+            return self.task.cut[row].iteration, self.task.cut[row].row
+        return self.task.number, row
 
     def _overdue(self, row: int) -> bool:
         """Whether a prompt was cut as often as it may be."""
@@ -125,10 +140,10 @@ class Rollout:
         fan = self.sampling.samples
         grown = [self.grown[self.rows[place]][i] for place, i in live]
         prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
-        rows = np.array([self.rows[place] * fan + i for place, i in live])
+        keys = np.array([self.keys[self.rows[place]][i] for place, i in live], np.uint64)
         begun = np.array([len(g.tokens) for g in grown])
         # A stop string may lie across a cut.
         sampling = replace(self.sampling.of(np.array([place * fan + i for place, i in live])), joined=begun)
-        for part in generator.generate(prompts, rows, sampling, begun, self.stretch):
+        for part in generator.generate(prompts, keys, sampling, begun, self.stretch):
             grown[part.place].more(part, self.version)
             yield

@@ -7,7 +7,6 @@ same calls on their engine, ranks without rows too.
 from __future__ import annotations
 
 import math
-import zlib
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -221,15 +220,18 @@ class Training(Engines):
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
         joint = ahead.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
-        # Which rows are a mini-batch's is the same on any layout, and what they draw is to be.
-        key = (task.number, zlib.crc32(node.name.encode()), batch.share.epoch, int(joint.numbers[0]))
-        rng = noise.generator(self.plan.deploy.run.seed, *key)
+        rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         everyone = np.arange(len(joint.numbers))
         found = self._loss(node, task, loss.inputs(self.plan.graph, node, joint.seen, everyone, joint.outputs, rng))
         joint.back(
             found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole)
         )
         return joint
+
+    def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
+        """What terms of the whole mini-batch draw by, of which `first` is the first row: the rows of a mini-batch are
+        the same on any layout, and so is what they draw."""
+        return noise.Stream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
 
     def _loss(self, node: Node, task: Task, inputs: loss.Inputs) -> loss.Value:
         try:

@@ -17,7 +17,7 @@ import torch
 from ... import noise
 from ...sharding.layout import Box
 
-_KEY = 0x0DD  # what these numbers have apart from others of `noise`
+_STREAM = noise.Stream(0, "digest")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 WIDTH = 8  # bytes of an element while it is summed
 Odd = list[torch.Tensor]  # the numbers of a stretch of indices, by dim
@@ -36,7 +36,7 @@ class Digest:
             for dim, size in enumerate(shape):
                 most[dim] = max(size, most.get(dim, 0))
         self._odd = [
-            torch.from_numpy((noise.keys(_KEY, dim, np.arange(most[dim])) | np.uint64(1)).view(np.int64)).to(place)
+            torch.from_numpy((_STREAM.keys(dim, np.arange(most[dim])) | np.uint64(1)).view(np.int64)).to(place)
             for dim in sorted(most)
         ]
 
