@@ -108,6 +108,20 @@ def naive(stage, path, bound=BOUND):
     return found
 
 
+def test_a_response_is_truncated_where_its_own_last_text_was_cut(alone, tmp_path):
+    """What the environment says has the stop string in it, and so do turns of the policy before the last: neither ends
+    a response that the bound cuts."""
+    stage = Stage(program(tool(tmp_path), ("temperature = 1.0", "temperature = 5.0"), more='stop = ["+"], ', bound=14))
+    written, tokens = drawn(stage), Tokens(stage.plan.model("actor.generate").path)
+    responses, masks = lists(written["response"]), lists(written["mask"])
+    own = [r[len(m) - m[::-1].index(False) if False in m else 0 :] for r, m in zip(responses, masks, strict=True)]
+    texts_of = [tokens.decode([np.array(some)], special=True)[0] for some in (*own, *responses)]
+    full = [len(r) == 14 and r[-1] not in tokens.ends for r in responses]
+    cut = [f and "+" not in text for f, text in zip(full, texts_of[:8], strict=True)]
+    assert any(c and "+" in text for c, text in zip(cut, texts_of[8:], strict=True)), "no case"
+    assert stage.told.sums["truncated"] == (sum(cut), 8)
+
+
 @pytest.mark.parametrize("bound", [BOUND, 11])
 def test_episodes_are_those_of_single_rows(bound, alone, tmp_path):
     path = tool(tmp_path)

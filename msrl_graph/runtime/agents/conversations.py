@@ -63,11 +63,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Spoken:
-    """A response: its tokens, their log-probabilities (NaN where they were not drawn), and which were drawn."""
+    """A response: its tokens, their log-probabilities (NaN where they were not drawn), which were drawn, and at which
+    token its `last` answer begins."""
 
     tokens: Array
     logps: Array
     mask: Array
+    last: int = 0
 
 
 class Conversations:
@@ -172,7 +174,7 @@ class Conversations:
             logps[here] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
             mask[here] = True
         own = slice(last.base, None)
-        return Spoken(whole[own], logps[own], mask[own])
+        return Spoken(whole[own], logps[own], mask[own], len(last.prefix) - last.base)
 
     def aside(self, last: Answer) -> tuple[int, int]:
         """How many answers the response that ends with this one leaves out, and how many tokens of the policy."""

@@ -274,7 +274,7 @@ class Agents:
             remarks = [f"agents of `{self.node.name}` ask for {names}: how tokens are drawn, the program says"]
             self.endpoint.left_out.clear()
         values = {name: [v[i] if v else None for v in self.values] for i, name in enumerate(self.columns)}
-        return Over(response, values, self.failed, self.answers, self.figures, remarks)
+        return Over(response, [s.last for s in spoken], values, self.failed, self.answers, self.figures, remarks)
 
 
 def _exit(error: BaseException) -> Exception:

@@ -93,8 +93,9 @@ class Generation(Conversing):
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if said.partner is not None:
             play = self._episodes if said.agent is None else self._conversations
-            rows, written, verdicts = play(node, task, batch, rows, context, sampling, report, head)
+            rows, written, verdicts, last = play(node, task, batch, rows, context, sampling, report, head)
             responses = [written[response][i] for i in range(len(rows))]
+            own = [tokens[first:] for tokens, first in zip(responses, last, strict=True)]
             yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
         elif partial:
             found = self._rollout(node, task, batch, context, sampling, report, head)
@@ -116,7 +117,8 @@ class Generation(Conversing):
                     responses[place] = drawn
                 yield self._written(node, task, rows[places], tokens, logps, report)
         lengths = np.fromiter(map(len, responses), int)
-        report.count(f"{head}truncated", float(self._truncated(node, responses, sampling)), len(responses))
+        cut_off = self._truncated(node, responses, responses if said.partner is None else own, sampling)
+        report.count(f"{head}truncated", float(cut_off), len(responses))
         report.count(f"{head}response_length", float(lengths.sum()), len(rows))
         read, prompts = dict(zip(batch.rows.tolist(), map(len, context), strict=True)), rows // sampling.samples
         report.count(f"{head}prompt_tokens", float(sum(read[prompt] for prompt in prompts.tolist())), 0)
@@ -230,9 +232,11 @@ class Generation(Conversing):
         edge = next((e.name for e in self.plan.reshards if e.dst == node.name), "")
         return task.fetches[edge].version if edge in task.fetches else task.number if edge else 0
 
-    def _truncated(self, node: Node, responses: list[Array], sampling: Sampling) -> int:
-        """How many responses are as long as one may get and end with neither an end token nor a stop string."""
-        full = [r for r in responses if len(r) >= sampling.max_tokens and int(r[-1]) not in sampling.ends]
+    def _truncated(self, node: Node, responses: list[Array], own: list[Array], sampling: Sampling) -> int:
+        """How many responses are as long as one may get and end with neither an end token nor a stop string. `own` is
+        what the policy wrote last in each: all that its engine looked for stop strings in as it drew that."""
+        each = zip(responses, own, strict=True)
+        full = [o for r, o in each if len(r) >= sampling.max_tokens and int(r[-1]) not in sampling.ends]
         if not full or not sampling.stop:
             return len(full)
         texts = Tokens(self.plan.model(node.name).path).decode(full, special=True)
@@ -248,15 +252,17 @@ class Generation(Conversing):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
+    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts], Array]:
         """Turns of the policy and of the environment until each row's episode is over: the rows that did not fail, what
-        the node writes of them, on the first rank of the group all of it, and which failed."""
+        the node writes of them, on the first rank of the group all of it, which failed, and at which token of its
+        response the policy began its last turn."""
         tokens, episodes = (
             Tokens(self.plan.model(node.name).path),
             self.environments[node.name].begin(batch, rows, task),
         )
         bound = int(sampling.max_tokens)
         responses, turns = Responses(len(rows), bound), Generate.of(node).turns or bound
+        last = np.zeros(len(rows), int)
         answers, keys = np.zeros(len(rows), int), self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
             told = self._shared(node, episodes.reset)
@@ -269,6 +275,7 @@ class Generation(Conversing):
             before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
             some = sampling.of(going)
             drawn = collected(self.generators[node.name].generate(before, keys[going], some, responses.lengths[going]))
+            last[going] = responses.lengths[going]
             responses.drawn(going, *drawn)
             answers[going] += 1
             with report.phase("environment"):
@@ -284,7 +291,8 @@ class Generation(Conversing):
         verdicts, rows = episodes.verdicts(report, head), rows[stay]
         found = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
         values = episodes.columns() if self._first(node) else {}
-        return rows, self._spoken(node, task, rows, found, values, int(answers[stay].sum()), report, head), verdicts
+        written = self._spoken(node, task, rows, found, values, int(answers[stay].sum()), report, head)
+        return rows, written, verdicts, last[stay]
 
     def _conversations(
         self,
@@ -296,7 +304,7 @@ class Generation(Conversing):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts]]:
+    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts], Array]:
         """What agents make of rows: as `_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         begin = Begin(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
@@ -311,7 +319,8 @@ class Generation(Conversing):
         found = [column.take(stay) for column in over.response]
         returned = Returned(self.plan, tuple(over.values) if self._first(node) else ())
         values = {c: returned.column(c, [over.values[c][i] for i in stay]) for c in returned.vocabularies}
-        return rows[stay], self._spoken(node, task, rows[stay], found, values, over.answers, report, head), verdicts
+        written = self._spoken(node, task, rows[stay], found, values, over.answers, report, head)
+        return rows[stay], written, verdicts, np.array(over.last, int)[stay]
 
     def _spoken(
         self,
