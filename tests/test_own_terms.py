@@ -143,3 +143,50 @@ def test_a_term_is_held_against_its_signature(tmp_path):
     assert [d.message for d in fault.value.diagnostics] == [
         "`cispo` needs `old_logp`, which `actor.update` does not read"
     ]
+
+
+SLOPED = """
+from msrl_graph import loss_term
+
+
+@loss_term(scope="mini_batch")
+def sloped(logp, old_logp, advantage, rounding):
+    difference = logp - old_logp
+    return -difference.exp() * advantage + difference.abs().where(difference.abs() > rounding, 0 * difference)
+"""
+
+
+@pytest.mark.parametrize("term", ["kl_cov(share = 0.9)", "FILE:sloped", "clip(0.2) + kl(abs, ref_logp = old_logp)"])
+def test_a_kink_where_log_probabilities_are_equal_has_no_slope_of_rounding(tmp_path, term):
+    """In the first step of an iteration every ratio is 1, but for rounding, which differs with the micro-batch: the
+    gradient is that of -A r, whatever the micro-batch, and all of it."""
+    (tmp_path / "mine.py").write_text(SLOPED)
+    term = f'"{tmp_path / "mine.py"}:sloped"' if term.startswith("FILE") else term
+    stage = Stage(one_rank((LOSS, term), ("ref_logp, advantage", "advantage")))
+    columns = stage.sampled()
+    columns |= stage.act("actor.infer", columns)
+    model = net(stage, "actor")
+    scored = [token_logps(model, columns, i, "response") for i in range(8)]
+    logp = torch.cat([whole.gather(1, tokens).flatten() for whole, tokens in scored])
+    assert 0 < (logp.detach() - torch.from_numpy(columns["old_logp"].values)).abs().max() < 1e-4
+    (-(logp - logp.detach()).exp() * torch.from_numpy(columns["advantage"].values)).mean().backward()
+    named = dict(model.named_parameters())
+    exact = torch.cat([named[t.name].grad.flatten().float() for t in stage.plan.model("actor.update").tensors])
+    trainer, found = stage.trainers["actor"], []
+    trainer.step = lambda *_: found.append(gradient(trainer)) or 1.0  # looks at the gradient, and takes no step
+    for micro in (0, 1, 2, 5):
+        stage.plan.placement("actor.update").engine.options["micro_batch"] = micro
+        stage.act("actor.update", columns)
+        stage.stepped = False
+    for one in found:
+        assert torch.nn.functional.cosine_similarity(one, exact, dim=0) > 0.99999
+        assert torch.allclose(one, exact, atol=1e-6 * float(exact.abs().max()) + 1e-7)
+
+
+def gradient(trainer):
+    """What a rank has of the gradient so far, which is released as by a step."""
+    parts = [p.grad for p in trainer._parameters]
+    found = torch.cat([getattr(g, "full_tensor", lambda g=g: g)().flatten().clone() for g in parts])
+    for p in trainer._parameters:
+        p.grad = None
+    return found

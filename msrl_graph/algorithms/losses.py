@@ -80,14 +80,21 @@ def cispo(
 
 @loss_term(scope="mini_batch")
 def kl_cov(
-    logp: Tokens, old_logp: Tokens, advantage: Tokens, *, share: Share = 0.002, coef: NotNegative = 1.0
+    logp: Tokens,
+    old_logp: Tokens,
+    advantage: Tokens,
+    rounding: float = 0.0,
+    *,
+    share: Share = 0.002,
+    coef: NotNegative = 1.0,
 ) -> tuple[Tokens, Figures]:
     """KL-Cov: -A r, and for the tokens of the mini-batch that make its entropy fall most coef |logp - old_logp| besides
     (arXiv:2505.22617, section 4.2).
 
     These are the `share` of all tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means
-    over the mini-batch; of equals the first. r = exp(logp - old_logp). Tells the `ratio` of each token, whether it is
-    `chosen`, and `kl` as `clip`.
+    over the mini-batch; of equals the first. r = exp(logp - old_logp). Within `rounding` of equality the penalty has no
+    slope, as at equality: there its sign is noise, as that of every token in the first step of an iteration. Tells the
+    `ratio` of each token, whether it is `chosen`, and `kl` as `clip`.
     """
     import torch
 
@@ -95,7 +102,7 @@ def kl_cov(
     chosen = _covariance(logp, advantage).argsort(descending=True, stable=True)[: _count(logp, share)]
     picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
     r = log_ratio.exp()
-    loss = -advantage * r + coef * log_ratio.abs() * picked
+    loss = -advantage * r + coef * _size(log_ratio, rounding) * picked
     return loss, {"ratio": r, "chosen": picked.float(), "kl": _kl(log_ratio)}
 
 
@@ -131,17 +138,19 @@ def clip_cov(
 
 
 @loss_term
-def kl(logp: Tokens, ref_logp: Tokens, *, form: Literal["k1", "abs", "mse", "low_var"] = "low_var") -> Tokens:
+def kl(
+    logp: Tokens, ref_logp: Tokens, rounding: float = 0.0, *, form: Literal["k1", "abs", "mse", "low_var"] = "low_var"
+) -> Tokens:
     """An estimate of the KL divergence of the policy from the reference, in nats a token.
 
-    k1 = logp - ref; abs; mse = (logp - ref)^2 / 2; low_var (k3) = exp(d) - d - 1 with d = ref - logp clamped to +-20
-    and the result to +-10 (arXiv:2402.03300, eq. 4).
+    k1 = logp - ref; abs, which has no slope within `rounding` of equality; mse = (logp - ref)^2 / 2; low_var (k3) =
+    exp(d) - d - 1 with d = ref - logp clamped to +-20 and the result to +-10 (arXiv:2402.03300, eq. 4).
     """
     d = ref_logp - logp
     if form == "k1":
         return -d
     if form == "abs":
-        return d.abs()
+        return _size(d, rounding)
     if form == "mse":
         return d.square() / 2
     d = d.clamp(-20, 20)
@@ -287,6 +296,12 @@ def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "rev
     teacher, policy = top_logp.log_softmax(-1), top_ids.log_softmax(-1)
     p, q = (teacher, policy) if form == "forward" else (policy, teacher)
     return (p.exp() * (p - q)).sum(-1)
+
+
+def _size(difference: Tokens, rounding: float) -> Tokens:
+    """|difference|, whose slope is 0 not only at equality but as far as two passes of the same weights may differ."""
+    size = difference.abs()
+    return size.where(size > rounding, size.detach())
 
 
 def _sums(tokens: Tokens, lengths: Rows) -> Rows:

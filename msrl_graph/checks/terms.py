@@ -13,7 +13,7 @@ from ..diagnostics import Diagnostic
 from ..ir.attributes import Generate
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
-from ..ir.signatures import FILLED
+from ..ir.signatures import FILLED, ROUNDING
 from .columns import Library
 from .scope import calls, lacking, span, taken, withheld
 from .staleness import sampled
@@ -42,7 +42,8 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
     """The terms that need none of this."""
-    terms = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss" and ({*s.fills} - {"lengths"} or s.logps)]
+    known = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss"]
+    terms = [s for s in known if {*s.fills} - {"lengths", ROUNDING} or s.logps]
     fitting = [f"`{s.name}`" for s in terms if not set(s.fills) & set(none) and not (no_logps and s.logps)]
     return f"terms for it: {', '.join(fitting)}" if fitting else ""
 

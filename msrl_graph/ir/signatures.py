@@ -20,7 +20,9 @@ after another:
 - `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its
   distribution, in nats;
 - `values`, a value worker's prediction before each response token;
-- `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds.
+- `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds;
+- `rounding`, a number: by how many nats two forward passes of the same weights may differ in a token's `logp`, since
+  they round in another order. Where a term has a kink at equal log-probabilities, a smaller difference has no sign.
 
 Of an agent they are also `base_url`, `api_key` and `model`, by which it asks the policy.
 
@@ -46,6 +48,7 @@ SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "
 PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
+ROUNDING = "rounding"
 OF_STEP = ("step", "last")
 GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
 ENDPOINT = ("base_url", "api_key", "model")  # to agents
@@ -192,7 +195,7 @@ def _filled(kind: CallKind, name: str, names: set[str]) -> bool:
     """Whether the runtime fills a parameter of a loss term or a schedule."""
     if kind != "loss":
         return kind == "schedule" and name in OF_STEP
-    return name in FILLED or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
+    return name in (*FILLED, ROUNDING) or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
 
 
 def _option(parameter: ast.arg, required: bool, makers: dict[str, set[str]]) -> Option:

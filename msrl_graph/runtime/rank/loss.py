@@ -21,12 +21,16 @@ from ...backends.spec import Outputs
 from ...ir.attributes import Update
 from ...ir.graph import Column, Expr, Graph, Node
 from ...ir.sequences import sequences
-from ...ir.signatures import Signature
+from ...ir.signatures import ROUNDING, Signature
 from ..data.columns import Array
 from ..functions.blame import BadResult
 from ..functions.values import brief, called
 from .packing import Given, flat
 
+# By the type of the weights, what rounding makes of a token's log-probability between two forward passes of the same
+# weights, in nats: other micro-batches, another layout. A float32 logit near 32 is exact to 2e-6, and layers add up to
+# some 1e-5. A bfloat16 logit near 32 is a multiple of 1/8, so off by 1/32 on average at the last rounding alone.
+ROUNDS = {"f32": 1e-4, "bf16": 1 / 32}
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -47,6 +51,7 @@ class Inputs:
     - By column: `logps`, the log-probabilities of its tokens (or of the ids that it holds for each token), `lengths`,
       the tokens of each row, and `columns`, what it holds.
     - `rng`: where terms of the whole mini-batch draw from.
+    - `rounding`: what a log-probability may be off by between two passes of the same weights, in nats.
     """
 
     fills: Mapping[str, torch.Tensor]
@@ -54,6 +59,7 @@ class Inputs:
     logps: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rng: np.random.Generator | None = None
+    rounding: float = ROUNDS["f32"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,13 @@ def beside(graph: Graph, node: Node) -> dict[str, Column]:
 
 
 def inputs(
-    graph: Graph, node: Node, seen: Given, rows: Array, made: Outputs, rng: np.random.Generator | None = None
+    graph: Graph,
+    node: Node,
+    seen: Given,
+    rows: Array,
+    made: Outputs,
+    rng: np.random.Generator | None = None,
+    rounding: float = ROUNDS["f32"],
 ) -> Inputs:
     """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
     wants, target = fills(node), next(iter(seen.lengths))
@@ -116,7 +128,7 @@ def inputs(
     named = sorted(columns(node)[0] & seen.columns.keys())
     held = {c: flat(seen.columns[c], rows, spread).to(place, non_blocking=True) for c in named}
     filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
-    return Inputs(filled | {"lengths": lengths[target]}, held, logps, lengths, rng)
+    return Inputs(filled | {"lengths": lengths[target]}, held, logps, lengths, rng, rounding)
 
 
 def _named(expr: Expr) -> set[str]:
@@ -170,7 +182,10 @@ def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
     given: dict[str, Any] = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
     for name in signature.fills:
         of = name.removesuffix("_lengths")
-        given[name] = inputs.rng if name == "rng" else inputs.lengths[binds[of]] if of != name else inputs.fills[name]
+        if name in ("rng", ROUNDING):
+            given[name] = getattr(inputs, name)
+        else:
+            given[name] = inputs.lengths[binds[of]] if of != name else inputs.fills[name]
     return given
 
 

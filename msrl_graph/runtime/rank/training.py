@@ -18,6 +18,7 @@ from torch import distributed as dist
 
 from ... import algorithms, noise
 from ...backends.spec import Asked, Outputs
+from ...cost import holdings
 from ...ir import graph as ir
 from ...ir.attributes import Update
 from ...ir.graph import Node
@@ -89,6 +90,7 @@ class Training(Engines):
         together = loss.of_mini_batch(node)
         # One micro-batch is the whole: its loss is computed once it was passed forward, and no second pass is needed.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
+        rounding = self._rounding(node)
         told: dict[int, _Told] = {}  # by micro-batch; none where the last layers are not
 
         def compute(made: Outputs, i: int) -> torch.Tensor:
@@ -99,7 +101,7 @@ class Training(Engines):
             found = (
                 joint.found(rows)
                 if joint
-                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made))
+                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made, None, rounding))
             )
             lengths = torch.from_numpy(seen.lengths[target][rows]).to(found.loss.device)
             total = loss.reduce(node, found.loss, lengths, whole)
@@ -222,11 +224,15 @@ class Training(Engines):
         joint = ahead.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         everyone = np.arange(len(joint.numbers))
-        found = self._loss(node, task, loss.inputs(self.plan.graph, node, joint.seen, everyone, joint.outputs, rng))
+        of = (self.plan.graph, node, joint.seen, everyone, joint.outputs, rng, self._rounding(node))
+        found = self._loss(node, task, loss.inputs(*of))
         joint.back(
             found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole)
         )
         return joint
+
+    def _rounding(self, node: Node) -> float:
+        return loss.ROUNDS[holdings.dtype(self.plan, node.name)]
 
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
         """What terms of the whole mini-batch draw by, of which `first` is the first row: the rows of a mini-batch are
