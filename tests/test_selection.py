@@ -45,6 +45,12 @@ def test_best_of_n_by_hand():
     assert best_of_n(np.array([1, 1]), n=5) == [0, 1]
 
 
+def test_an_outlier_makes_no_other_scores_equal():
+    score = np.array([0.1, 0.9, -1e5, 0.5])
+    assert best_of_n(score) == [1] and best_of_n(score, n=2) == [1, 3] and best_worst(score) == [1, 2]
+    assert all(1 in best_random(score, generator(seed)) for seed in range(9))
+
+
 @given(scores, st.integers(1, 9))
 def test_best_of_n_leaves_nothing_better_behind(score, n):
     kept = best_of_n(score, n=n)

@@ -2,8 +2,9 @@
 
 A `keep` gives one truth value a row; a `select` the positions, from 0, of the rows that go on among those that it was
 given, in the order in which they go on, where one may stand several times. Each refuses scores that are no finite
-numbers (ValueError): they have no order. Scores that differ by less than 1e-5 of the largest count as equal: a reward
-model rounds otherwise on another layout, and of responses that are the same each must choose the same one.
+numbers (ValueError): they have no order. Two scores count as equal where they differ by less than 1e-5 of the larger of
+these two: a reward model rounds otherwise on another layout, and of responses that are the same each must choose the
+same one. Other scores of the group play no part in it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def mixed(score: NDArray[np.float32], *, above: float = 0.0) -> list[bool]:
 
 @function(scope="group")
 def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
-    """A `select`: the `n` best of the group in their order, all where it has no more; of equal ones the first."""
+    """A `select`: the `n` best of the group in their order, all where it has no more; of equal ones the first.
+
+    Scores that differ by less than 1e-5 of the larger of the two are equal: that much is rounding.
+    """
     import numpy as np
 
     return sorted(int(i) for i in np.argsort(-_ranks(score), kind="stable")[:n])
@@ -45,7 +49,7 @@ def best_of_n(score: NDArray[np.float32], *, n: Count = 1) -> list[int]:
 def best_random(score: NDArray[np.float32], rng: np.random.Generator) -> list[int]:
     """A `select`: the best of the group and one of the others at random, in their order (arXiv:2409.06957).
 
-    Of equal ones the first is the best. A group of one goes on as it is.
+    Of equal ones (as `best_of_n` has it) the first is the best. A group of one goes on as it is.
     """
     best = int(_ranks(score).argmax())
     others = [i for i in range(len(score)) if i != best]
@@ -56,7 +60,7 @@ def best_random(score: NDArray[np.float32], rng: np.random.Generator) -> list[in
 def best_worst(score: NDArray[np.float32]) -> list[int]:
     """A `select`: the best and the worst of the group, in their order (arXiv:2409.06957).
 
-    Of equal ones the first is the best, the last the worst. A group of one goes on as it is.
+    Of equal ones (as `best_of_n` has it) the first is the best, the last the worst. A group of one goes on as it is.
     """
     ranks = _ranks(score)
     return sorted({int(ranks.argmax()), len(ranks) - 1 - int(ranks[::-1].argmin())})
@@ -110,9 +114,9 @@ def _ranks(score: NDArray[np.float32]) -> NDArray[np.int64]:
 
     scores = _finite(score)
     order = np.argsort(scores)
-    steps = np.diff(scores[order], prepend=scores[order[:1]]) > 1e-5 * np.abs(scores).max(initial=0)
+    lower, higher = scores[order[:-1]], scores[order[1:]]
     ranks = np.zeros(len(scores), np.int64)
-    ranks[order] = np.cumsum(steps)
+    ranks[order[1:]] = np.cumsum(higher - lower > 1e-5 * np.maximum(np.abs(lower), np.abs(higher)))
     return ranks
 
 
