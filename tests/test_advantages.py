@@ -198,8 +198,8 @@ def test_around_by_hand():
 
 def test_overlong_by_hand():
     # No cost up to 12 of 16 tokens, then a quarter of the factor a token.
-    got = [overlong(np.zeros(n), 1.0, max=16, buffer=4, factor=2.0) for n in (0, 12, 13, 16, 17)]
-    assert got == near([1, 1, 0.5, -1, -1.5])
+    got = [overlong(np.zeros(n), 1.0, max=16, buffer=4, factor=2.0) for n in (0, 12, 13, 16, 17, 60)]
+    assert got == near([1, 1, 0.5, -1, -1, -1])  # and no more beyond, as equation 13
     assert math.isnan(overlong(np.zeros(3), math.nan, max=16, buffer=4))
 
 

@@ -325,14 +325,15 @@ class Draws:
 
 
 @check("DAPORewardManager", "overlong")
-def overlong(batch, lengths, **options):
-    return {"added": [FUNCTIONS["overlong"](np.zeros(n), 0.5, **options) - 0.5 for n in lengths]}
+def overlong(batch, lengths, max, buffer, factor):
+    """Past the longest length verl's goes on to fall (where nothing is that long), and the paper's stops."""
+    ours = [FUNCTIONS["overlong"](np.zeros(n), 0.5, max=max, buffer=buffer, factor=factor) - 0.5 for n in lengths]
+    return {"added": [a - factor * np.clip(n - max, 0, None) / buffer for a, n in zip(ours, lengths, strict=True)]}
 
 
 @check("get_soft_overlong_punishment", "overlong")
 def overlong_of_trl(batch, lengths, **options):
-    """Past the longest length trl stays at -1, as the paper does; with us, as with verl, nothing is that long."""
-    return {"added": [max(FUNCTIONS["overlong"](np.zeros(n), 0.0, **options), -1.0) for n in lengths]}
+    return {"added": [FUNCTIONS["overlong"](np.zeros(n), 0.0, **options) for n in lengths]}
 
 
 @check("squad_metrics.compute_f1", "f1")

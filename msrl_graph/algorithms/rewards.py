@@ -157,15 +157,16 @@ def shuffle(score: NDArray[np.float32], rng: np.random.Generator) -> NDArray[np.
 def overlong(
     response: NDArray[np.int32], score: float, *, max: Count, buffer: Count, factor: NotNegative = 1.0
 ) -> float:
-    """DAPO's soft punishment of long responses: score + min(-(length - (max - buffer)) / buffer * factor, 0)
+    """DAPO's soft punishment of long responses: score - factor * clip((length - (max - buffer)) / buffer, 0, 1)
     (arXiv:2503.14476, eq. 13).
 
-    Lengths in tokens: up to max - buffer costs nothing, `max` costs `factor`. ValueError where `buffer` is over `max`.
+    Lengths in tokens: up to max - buffer costs nothing, `max` and more costs `factor`. ValueError where `buffer` is
+    over `max`.
     """
     if buffer > max:
         raise ValueError(f"the buffer of {buffer} tokens is over max = {max}")
-    over = len(response) - (max - buffer)
-    return float(score) - (over / buffer * factor if over > 0 else 0.0)
+    over = (len(response) - (max - buffer)) / buffer
+    return float(score) - factor * (1.0 if over > 1 else over if over > 0 else 0.0)
 
 
 @function()
