@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from truth import Truth
 
-from msrl_graph import compile
+from msrl_graph import Fault, compile
+from msrl_graph.diagnostics import ProgramWarning
 from msrl_graph.runtime.data.wrong import drawn
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.readers import readers
@@ -23,6 +25,7 @@ from msrl_graph.runtime.dock.wire import News, Place
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 HEAD = """
 algorithm a {
   param prompts = 5
@@ -261,3 +264,24 @@ def test_mini_batches_are_the_same_in_any_order_of_arrival(name, folder):
             )
         found.append({k: sorted(v) for k, v in rounds.items()})
     assert found[0] and all(other == found[0] for other in found)
+
+
+@pytest.mark.parametrize("per", ["problem", "prompt"])
+def test_groups_of_rows_that_a_filter_keeps_are_whole(per, tmp_path):
+    """Problems leave with all their solutions; of the solutions to a prompt some leave then."""
+    import generations
+
+    text = generations.PROGRAM.replace("RANKS", "1").replace("LAYOUT", "")
+    old = """node host.advantage(solution, right, baseline) -> advantage { call = "generations.py:over" }"""
+    assert old in text
+    call = "group_norm(response = solution, reward = right)"
+    text = text.replace(old, f"node host.advantage(solution, right) -> advantage {{ call = {call}, per = {per} }}")
+    path = generations.program(tmp_path)
+    (tmp_path / "model").symlink_to(EXAMPLE / "model")
+    (tmp_path / "train.jsonl").symlink_to(EXAMPLE / "train.jsonl")
+    if per == "prompt":
+        with pytest.raises(Fault, match=r"needs whole groups, and `host\.posed` before it drops single rows"):
+            compile(path, text=text)
+    else:
+        with pytest.warns(ProgramWarning, match="`baseline`"):  # which nobody reads any more
+            compile(path, text=text)

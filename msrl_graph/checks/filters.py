@@ -32,7 +32,9 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
         above = next((c.name for c in graph.columns if c.level == graph.under[level]), "")
         for after in (graph.node(n) for n in sorted(graph.flow.after(node.name))):
             for call, signature in calls(after, library):
-                if signature.scope == "group" and after.per not in ("row", "batch"):
+                # Where each group is of one of the rows that leave, or of one under it, it leaves as a whole.
+                split = graph.common(level, graph.unit_level(after)) != level
+                if signature.scope == "group" and after.per not in ("row", "batch") and split:
                     message = (
                         f"`{signature.name}` of `{after.name}` needs whole groups, and `{node.name}` before it "
                         f"drops single rows{' that fail' if fails else ''}"
