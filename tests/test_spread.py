@@ -118,6 +118,13 @@ def test_what_is_advised_compiles(program: tuple[str, ...]) -> None:
     planned(*program[:3], *kept, *fixes)
 
 
+def test_experts_are_left_whole_before_tp_is_changed() -> None:
+    """As nearly every public recipe states it: etp = 1."""
+    with pytest.raises(Fault) as fault:
+        planned(*ADVISED[1])
+    assert fault.value.diagnostics[0].help == "the nearest that works: tp = 4, dp = 4, ep = 8, etp = 1"
+
+
 def test_nothing_is_ruled_out_that_was_not_tried() -> None:
     """Where the other states' layouts are what does not fit, these are told to be others, too."""
     stated = "layout actor.update { dp = 16, zero = 1 }", "layout actor.generate { dp = 16 }"

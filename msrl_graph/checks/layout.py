@@ -148,7 +148,8 @@ def _others(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineS
 
 
 def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
-    """The layout with the nearest tp and experts that the engine and the devices allow, all else as stated."""
+    """The layout with the nearest tp and experts that the engine and the devices allow, all else as stated. An etp that
+    nobody states gives way before what is stated, to 1 at first, as public recipes have it."""
     devices, layout, model = plan.pool(placement.pool).devices, placement.layout, plan.model(placement.node)
     stated, rest = plan.deploy.layouts.get(placement.node, layout), layout.cp * layout.pp
     rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
@@ -162,10 +163,10 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
         return ""
 
     def far(found: Layout) -> tuple[float, ...]:
-        one, other = ([x.tp, x.ep, x.etp] for x in (found, layout))
-        if stated.etp == 0 and found.etp == spec.spread.settled(replace(found, etp=0), model).etp:
-            one[2] = other[2] = 1  # the engine's own is near to what does not state it
-        return (sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True)), found.tp, found.ep)
+        axes = ("tp", "ep", "etp") if stated.etp else ("tp", "ep")
+        apart = sum(abs(math.log(getattr(found, a) / getattr(layout, a))) for a in axes)
+        own = found.etp == spec.spread.settled(replace(found, etp=0), model).etp
+        return (round(apart, 9), not own and not stated.etp, 0 if stated.etp else found.etp, found.tp, found.ep)
 
     best = min(works, key=far)
     sizes = [(a, getattr(best, a)) for a in ("cp", "pp", "ep") if getattr(best, a) > 1 or getattr(stated, a) > 1]
