@@ -91,8 +91,9 @@ def _sound(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest]:
 
 
 def program(plan: Plan) -> dict[str, Any]:
-    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the version
-    of the streams that draw by it, the data, what a wrong number does, and under a schedule of the learning rate how many iterations it is for."""
+    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the version of the
+    streams that draw by it, the data, what a wrong number does, and under a schedule of the learning rate how many
+    iterations it is for."""
     models = {
         name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
     }
