@@ -19,7 +19,7 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import Column, ragged, texts
 from msrl_graph.runtime.data.recording import check
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.report import Lost, RunError
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator"
 ASKS = """
@@ -268,6 +268,7 @@ def test_what_goes_wrong_is_told_with_its_row(body, rows, message, alone, tmp_pa
     heads = [f"row {row} of iteration 3: {said}" for row in rows] or [said]
     assert any(head in str(told.value) for head in heads)
     assert str(told.value).startswith("`actor.generate` (line ")
+    assert isinstance(told.value, Lost) == ("SIGKILL" in message)  # by which the run is started anew
     assert time.monotonic() - begin < 200
 
 

@@ -92,7 +92,7 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("fault", diagnostics=list(cause.diagnostics))
         # An engine that raised in a collective may have lost its partner; whatever else raised is the reason itself.
         joint = isinstance(cause, RankFailed) and cause.joint
-        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout | Unjoined) and not joint:
+        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout | Lost | Unjoined) and not joint:
             return Result("failed", str(cause))
         waits = driver.words(str(cause))
         if isinstance(cause, DockTimeout):

@@ -1,0 +1,47 @@
+"""How the driver's memory grows with the length of a run: a tiny program, two ranks, resident bytes by iteration.
+
+The last line is JSON: bytes an iteration, by least squares over the iterations after the first 400, until when all that
+is bounded has grown to its size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+from disturbed import Place
+
+BEGIN = 400
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--iterations", type=int, default=2000)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny = [("save = 2, restarts = 1000", "restarts = 3"), (f"every = {options.iterations // 2}", "every = 100000")]
+        place = Place(Path(folder), "grpo", options.iterations, tiny)
+        place.sets = ["--set", "prompts=2", "--set", "group=2"]
+        process, found = place.start("run"), list[tuple[int, int]]()
+        while process.poll() is None:
+            time.sleep(2)
+            for pid in place.drivers():
+                with suppress(psutil.Error):
+                    found.append((place.lines("run"), psutil.Process(pid).memory_info().rss))
+                    if len(found) % 60 == 0:
+                        print(f"{found[-1][0]} lines, {found[-1][1] / 1e6:.1f} MB", flush=True)
+        late = np.array([x for x in found if x[0] >= BEGIN], float)
+        grown = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 2 else float("nan")
+        print(
+            json.dumps({"iterations": options.iterations, "bytes_an_iteration": round(grown), "status": process.wait()})
+        )
+
+
+if __name__ == "__main__":
+    main()
