@@ -227,17 +227,27 @@ class Segment:
 
     def _piece(self, name: str, field: _Field) -> Piece:
         try:
-            column = Column(self._array(field.values), self._array(field.offsets) if field.offsets else None)
             rows = self._array(field.rows)
+            values = self._array(field.values)
+            offsets = self._array(field.offsets) if field.offsets else None
         except encoding.Damaged as error:
             raise _damaged(self.path, error) from None
-        offsets = column.offsets
-        if len(rows) != len(column) or (offsets is not None and (offsets[0], offsets[-1]) != (0, len(column.values))):
-            raise _damaged(self.path, f"`{name}` has {len(rows)} row numbers and values of {len(column)} rows")
-        return (Verdicts if field.verdicts else Piece)(rows, column)
+        if not _fit(rows, values, offsets):
+            raise _damaged(self.path, f"its column `{name}` does not fit together")
+        return (Verdicts if field.verdicts else Piece)(rows, Column(values, offsets))
 
     def _array(self, place: _Place) -> Array:
         return encoding.view(self._memory, place.dtype, place.shape, self._begin + place.offset)
+
+
+def _fit(rows: Array, values: Array, offsets: Array | None) -> bool:
+    """Whether these can be the arrays of a piece."""
+    if rows.ndim != 1 or rows.dtype.kind != "i" or not values.ndim:
+        return False
+    if offsets is None:
+        return len(values) == len(rows)
+    right = offsets.shape == (len(rows) + 1,) and offsets.dtype.kind == "i"
+    return right and (offsets[0], offsets[-1]) == (0, len(values))
 
 
 def _damaged(path: Path, why: object) -> RunError:

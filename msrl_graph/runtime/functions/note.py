@@ -101,7 +101,7 @@ class Note:
 
 def _read(path: Path) -> _Death | None:
     """What the process that wrote there died in."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: of bytes that no process has written as a whole
         found = path.read_bytes()
         length = int.from_bytes(found[:_LENGTH], "little")
         if length:
