@@ -17,12 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import stranger
-from place import SMALL, Place
+from place import EXAMPLE, SMALL, Place
 
+from msrl_graph import Fault
+from msrl_graph.builder.shipped import ship
+from msrl_graph.cli import run_main
+from msrl_graph.files import private, urls
 from msrl_graph.runtime.data.columns import Column, Piece
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
-from msrl_graph.runtime.driver.supervisor import DRIVER
+from msrl_graph.runtime.driver.folder import check_own
+from msrl_graph.runtime.driver.supervisor import PROGRAM
 from msrl_graph.runtime.process import processes
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
@@ -44,8 +49,9 @@ class Harm:
 
 
 @pytest.fixture
-def public(monkeypatch):
+def public(monkeypatch, tmp_path_factory):
     """A folder for temporary files that everybody can write to, as /tmp is."""
+    tmp_path_factory.getbasetemp()  # is made now, and not below
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o1777)
         monkeypatch.setenv("TMPDIR", folder)
@@ -180,7 +186,7 @@ for name in sys.argv[2:]:
 
 
 @stranger.needed
-@pytest.mark.parametrize("program", [DRIVER, ("-P", "-m", processes.PROGRAM)])
+@pytest.mark.parametrize("program", [PROGRAM, ("-P", "-m", processes.PROGRAM)])
 def test_no_module_comes_from_the_folder_in_which_a_run_is_started(public, program):
     stranger.act(PLANTS, public, *PLANTED)
     subprocess.run([sys.executable, *program, str(public)], cwd=public, stdin=subprocess.DEVNULL, capture_output=True)
@@ -268,3 +274,95 @@ def test_another_user_finds_nothing_of_a_run_that_is_on(public):
     assert not (public / "harmed").exists()
     place.assert_clean()
     assert not [p for p in rooms if p.exists()]
+
+
+@stranger.needed
+@pytest.mark.parametrize("theirs", ["folder", "link"])
+def test_results_do_not_go_to_a_folder_of_another_user(public, theirs, tmp_path):
+    out = public / "out"
+    stranger.act(*((MAKES, out) if theirs == "folder" else (LINKS, tmp_path, out)))
+    with pytest.raises(Fault, match="another user") as fault:
+        check_own(out)
+    assert fault.value.diagnostics[0].help == "name another with --out"
+
+
+def test_results_do_not_go_to_a_folder_that_others_can_write_to(tmp_path, capsys):
+    """Refused before anything is written; with what the message says it is taken."""
+    out = tmp_path / "out"
+    out.mkdir()
+    out.chmod(0o777)
+    assert run_main([str(EXAMPLE / "grpo.rlg"), "--out", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"the output folder {out} is open to other users (mode 0777)" in told and not list(out.iterdir())
+    subprocess.run(re.search("help: (chmod .*)", told)[1], shell=True, check=True)
+    check_own(out)
+    (tmp_path / "link").symlink_to(out)
+    check_own(tmp_path / "link")
+
+
+@stranger.needed
+def test_a_log_is_not_written_through_a_link_or_into_a_folder_of_others(public):
+    """On a host that does not see the run's folder anybody may have made one at its path."""
+    mine = public / "mine"
+    mine.write_text("")
+    stranger.act(MAKES, public / "logs")
+    stranger.act(LINKS, mine, public / "logs" / "rank-0.log")
+    (public / "own").mkdir()
+    (public / "own" / "rank-0.log").symlink_to(mine)
+    for folder in ("logs", "own"):
+        says = "import sys; from msrl_graph.runtime.process import log; log.divert(sys.argv[1], 'rank 0'); print('x')"
+        subprocess.run([sys.executable, "-c", says, public / folder / "rank-0.log"], check=True, capture_output=True)
+    assert mine.read_text() == "" and len(list((public / "logs").iterdir())) == 1
+
+
+@stranger.needed
+@pytest.mark.parametrize("theirs", ["file", "folder"])
+def test_the_parser_loads_no_pickle_of_another_user(public, theirs):
+    """lark's tables are one; a shared XDG_CACHE_HOME is enough to be given another's."""
+    parses = "import sys; from msrl_graph.dsl.parse import parse; parse('algorithm a { }', 'a.rlg')"
+    cache = public / "msrl_graph"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(public)}
+    subprocess.run([sys.executable, "-c", parses], env=environment, capture_output=True)
+    (table,) = cache.iterdir()
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (cache, table)]
+    table.write_bytes(pickle.dumps(Harm(public / "harmed")))
+    os.chown(table if theirs == "file" else cache, stranger.NOBODY, stranger.NOBODY)
+    subprocess.run([sys.executable, "-c", parses], env=environment, capture_output=True)
+    assert not (public / "harmed").exists() and modes == [0o700, 0o600]
+
+
+@stranger.needed
+def test_functions_and_copies_are_not_kept_in_a_cache_of_another_user(public, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(public))
+    source = public / "source.txt"
+    source.write_text("x")
+    stranger.act(MAKES, public / "msrl_graph")
+    with pytest.raises(ValueError, match=r"belongs to another user \(id 65534\); name a folder of your own: XDG_CACHE"):
+        ship(lambda response: 1.0)
+    with pytest.raises(Fault, match="belongs to another user") as fault:
+        urls.copy(source.as_uri())
+    assert fault.value.diagnostics[0].help.endswith("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(public / "own"))
+    path, _ = ship(lambda response: 1.0)
+    assert stat.S_IMODE(path.with_suffix(".pickle").stat().st_mode) == 0o600
+    assert urls.copy(source.as_uri()).read_text() == "x"
+
+
+@stranger.needed
+def test_a_copy_that_another_user_laid_down_is_not_taken(public, monkeypatch):
+    """Its name follows from the URL, so anybody can make it first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(public))
+    source = public / "source.txt"
+    source.write_text("x")
+    place = urls.copy(source.as_uri()).parent
+    os.chown(place, stranger.NOBODY, stranger.NOBODY)
+    with pytest.raises(Fault, match=f"{place.name} belongs to another user"):
+        urls.copy(source.as_uri())
+
+
+def test_a_cache_that_a_loose_umask_opened_is_closed(public, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(public))
+    (public / "msrl_graph").mkdir()
+    (public / "msrl_graph").chmod(0o775)
+    assert private.cache("urls") == public / "msrl_graph" / "urls"
+    assert stat.S_IMODE((public / "msrl_graph").stat().st_mode) == 0o755

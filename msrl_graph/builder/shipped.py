@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
 
+from ..files import private
 from ..files.paths import is_file
 
 Given = FunctionType | MethodType | partial  # type: ignore[type-arg]
@@ -75,13 +76,16 @@ def ship(function: Given) -> tuple[Path, str]:
     except Exception as error:  # whatever a reduction of the user's raises
         raise ValueError(str(error)) from None
     text = TEXT.format(shown=shown, name=name, signature=_written(inspect.signature(function)))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msrl_graph" / "functions"
-    path = folder / f"{name}-{hashlib.sha256(text.encode() + data).hexdigest()[:16]}.py"
-    folder.mkdir(parents=True, exist_ok=True)
-    for target, content in ((path.with_suffix(".pickle"), data), (path, text.encode())):
-        mine = target.with_name(f"{target.name}.{os.getpid()}")
-        mine.write_bytes(content)
-        mine.replace(target)
+    try:
+        folder = private.cache("functions")  # a pickle is loaded from there
+        path = folder / f"{name}-{hashlib.sha256(text.encode() + data).hexdigest()[:16]}.py"
+        for target, content in ((path.with_suffix(".pickle"), data), (path, text.encode())):
+            mine = target.with_name(f"{target.name}.{os.getpid()}")
+            mine.unlink(missing_ok=True)
+            private.write(mine, content)
+            mine.replace(target)
+    except private.NotPrivate as error:
+        raise ValueError(f"{error}; name a folder of your own: XDG_CACHE_HOME") from None
     return path, name
 
 

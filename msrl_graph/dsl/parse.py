@@ -7,6 +7,7 @@ it was read from.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
 import sys
@@ -20,6 +21,7 @@ import lark
 from lark import Lark, Token, Tree, UnexpectedInput
 
 from ..diagnostics import Diagnostic, Fault, Span
+from ..files import private
 from . import ast
 from .syntax import explain
 
@@ -90,25 +92,26 @@ def _parser(start: str, tokens: bool = False) -> Lark:
     start. With `tokens` its trees hold every token, and no places but theirs.
 
     One for each rule, since tables for all would be twice as long to load, and few programs need the second.
-    A cache that is missing, torn, or of another version is built anew; one that cannot be written is done without.
+    A cache that is missing, torn, of another version or not this user's own is built anew; one that cannot be written
+    is done without.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
     # Python's and lark's versions are in the key, since what lark writes is theirs.
     key = zlib.crc32(f"{start} {tokens} {grammar}{lark.__version__}{sys.version}".encode())
-    home = os.path.expanduser("~/.cache")  # noqa: PTH111  Path.expanduser raises where there is no home
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or home) / "msrl_graph"
-    path = folder / f"grammar-{key:08x}"
+    name = f"grammar-{key:08x}"
     try:
+        path = private.cache() / name
+        private.check_file(path)  # lark's cache is a pickle
         with path.open("rb") as file:
             return Lark.load(file)
     except Exception:
         parser = Lark(grammar, parser="lalr", propagate_positions=not tokens, start=start, keep_all_tokens=tokens)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Two processes may write at once: each writes a file of its own, whole before it has its name.
+        path = private.cache() / name
         part = path.with_suffix(f".{os.getpid()}")
-        with part.open("wb") as file:
-            parser.save(file)
+        parser.save(content := io.BytesIO())
+        private.write(part, content.getvalue())
         part.replace(path)
     return parser
 

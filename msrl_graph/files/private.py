@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-ANY, WRITE = 0o077, 0o022  # what others must not be allowed: anything, or to write
+# What others must not be allowed: anything; to write; to write without being of the group, which a umask of 002 opens.
+ANY = 0o077
+WRITE = 0o022
+OTHERS_WRITE = 0o002
 
 
 class NotPrivate(OSError):
@@ -56,12 +59,43 @@ def open_folder(path: Path, mode: int = ANY) -> int:
     return handle
 
 
+def check_link(path: Path) -> None:
+    """Raise NotPrivate for a link that is neither this user's nor root's. OSError if nothing is there."""
+    status = path.lstat()
+    if stat.S_ISLNK(status.st_mode) and status.st_uid not in (os.geteuid(), 0):
+        raise NotPrivate(path, f"is a link of another user (id {status.st_uid})")
+
+
 def check_file(path: Path, mode: int = WRITE) -> None:
     """Raise NotPrivate unless `path` is a regular file of this user's with none of the bits of `mode`."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise NotPrivate(path, "is a link" if stat.S_ISLNK(status.st_mode) else "is not a regular file")
     _check(path, status, mode)
+
+
+def cache(*names: str) -> Path:
+    """Return this user's folder of that name in the cache (XDG_CACHE_HOME), made if need be. OSError, NotPrivate.
+
+    What lies there is loaded again by later commands, so another user must not be able to write it. The permission to
+    do so is taken away where an old version or a loose umask gave it: what somebody has put there since is his, which
+    `check_file` and `check_folder` see.
+    """
+    # os.path.expanduser, since Path.home raises where there is no home.
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("msrl_graph", *names):
+        folder /= name
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        handle = open_folder(folder, mode=0)
+        try:
+            mode = stat.S_IMODE(os.fstat(handle).st_mode)
+            if mode & WRITE:
+                os.fchmod(handle, mode & ~WRITE)
+        finally:
+            os.close(handle)
+    return folder
 
 
 def write(path: Path, data: bytes) -> None:
@@ -83,6 +117,8 @@ def _owner_of_new_files(path: Path) -> int:
 
     It is another one for root on NFS with root_squash, and in some containers.
     """
+    import tempfile  # takes a while to load, and is seldom needed
+
     try:
         with tempfile.TemporaryFile(dir=path if path.is_dir() else path.parent) as file:
             return os.fstat(file.fileno()).st_uid

@@ -24,6 +24,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
+from . import private
 from .contained import escape
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ _TAGS = {"etag", "last-modified", "lastmodified", "last_modified", "mtime", "mod
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _PACKAGES |= {"hdfs": "pyarrow", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs", "oss": "ossfs", "sftp": "paramiko"}
 ANSWER = 30.0  # seconds until a file system that says nothing is taken for one that cannot be reached
+CACHE = "urls"  # the folder of the copies in this user's cache
 KEPT = 30 * 86400.0  # seconds that a copy stays which nobody uses
 
 
@@ -68,7 +70,7 @@ def under(url: str, *names: str) -> str:
 
 def home() -> Path:
     """Where the copies of this host lie."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msrl_graph" / "urls"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msrl_graph" / CACHE
 
 
 def opened(url: str) -> tuple[Any, str]:
@@ -302,13 +304,14 @@ def _used(place: Path, url: str, folder: bool) -> Path:
 def _alone(place: Path, span: Span) -> Iterator[None]:
     """No other process of this host makes the same copy meanwhile."""
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(place.with_name(f"{place.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        private.cache(CACHE)
+        if os.path.lexists(place):
+            private.check_folder(place, private.WRITE)
+        handle = os.open(place.with_name(f"{place.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        what = f"no copy of what lies at a URL can be kept in {place.parent}: {error.strerror}"
-        raise Fault(
-            Diagnostic("missing-file", what, span, "name a folder that can be written to: XDG_CACHE_HOME")
-        ) from None
+        what = f"no copy of what lies at a URL can be kept in {place.parent}: {error.strerror or error}"
+        help = "name a folder of your own that can be written to: XDG_CACHE_HOME"
+        raise Fault(Diagnostic("missing-file", what, span, help)) from None
     try:
         with suppress(OSError):  # a file system without locks: then each fetches
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
+from ...files import private
 from ...ir.plan import Plan
 from ..data import recording as rows
 from ..weights import checkpoint
@@ -120,6 +121,23 @@ def make(plan: Plan, folder: Path, stated: bool) -> Path:
             folder = choose(plan, None)
         except OSError as error:  # as under /proc, which seems to be one that can be written to
             raise _unfit(folder, error) from None
+
+
+def check_own(out: Path) -> None:
+    """Fault for an output folder that another user could change while the run writes into it.
+
+    That user could lay links there, and so have the run write over any file of its own user. A link to the folder is
+    followed if it is this user's or root's.
+    """
+    try:
+        private.check_link(out)
+        private.check_folder(out.resolve(), private.OTHERS_WRITE)
+    except private.NotPrivate as error:
+        what = f"the output folder {out} {error.what}, who could lead elsewhere what the run writes"
+        help = f"chmod o-w {out}" if error.what.startswith("is open") else "name another with --out"
+        raise Fault(Diagnostic("bad-value", what, help=help)) from None
+    except OSError as error:
+        raise _unfit(out, error) from None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault, Span
-from ...files import urls
+from ...files import private, urls
 from ..weights import checkpoint
 from .folder import MADE
 
@@ -32,9 +32,7 @@ class Brought:
 
 def working(url: str) -> Path:
     """A new working copy."""
-    home = urls.home().parent / "runs"
-    home.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{urls.name(url)}-", dir=home))
+    return Path(tempfile.mkdtemp(prefix=f"{urls.name(url)}-", dir=private.cache("runs")))
 
 
 def choose(url: str, overwrite: bool) -> None:

@@ -39,7 +39,7 @@ from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
 from . import mirror, shipping, vigil
 from .edited import Edited
-from .folder import DRIVER, clear, lock, make
+from .folder import DRIVER, check_own, clear, lock, make
 from .prepared import PLAIN, Options, Prepared, prepare
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
@@ -152,6 +152,7 @@ class Supervisor:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
         for line in self.doors.lines:
             self.console.print(line)
+        check_own(out)
         with lock(out) as self.lock, self._signals():
             try:
                 if self.options.overwrite and self.made.url and not self.made.goes_on:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...diagnostics.shown import shown
+from ...files import private
 
 
 class Lines(io.TextIOBase):
@@ -55,13 +56,27 @@ def divert(path: str, process: str) -> None:
     """Sends all that this process prints to a file, instead of where Ray puts it."""
     global _file
     with suppress(OSError):  # a full disk, or a host that does not see the folder: Ray's own files remain
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        folder = Path(path).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        _append_to(folder, Path(path).name)
         _here[:] = [Lines(1, process), Lines(2, process)]
         sys.stdout, sys.stderr = _here
         _file = Path(path).name
+
+
+def _append_to(folder: Path, name: str) -> None:
+    """Send what this process prints to a file. OSError if others can write to its folder, or if it is a link.
+
+    On a host that does not see the run's folder, another one may lie at its path, and be anybody's.
+    """
+    at = private.open_folder(folder, private.OTHERS_WRITE)
+    try:
+        file = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=at)
+    finally:
+        os.close(at)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
 
 
 def share(name: str, process: str) -> None:
